@@ -1,0 +1,250 @@
+"""Where are the tables of a TorchRec module?
+
+The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it shards a module, so nothing communicates;
+the views come from the kernels. Both are read at each call, because ``DistributedModelParallel.reshard`` replaces them.
+With ``training``, this is the only importer of torchrec and fbgemm; :mod:`dist_sparse.modules` imports it once torchrec is in use.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Final, NamedTuple
+
+import fbgemm_gpu
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.types import ShardingEnv2D
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
+
+from dist_sparse.shards import Rect, Shard, ShardedData
+
+__all__ = ["Table", "check_versions", "collection_tables", "refusal", "sharded_tables"]
+
+_KERNELS: Final = ("dense", "fused", "fused_uvm")
+_TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
+_TESTED: Final = ((1, 7), (1, 8))
+
+# Modules that hold an ordinary collection and change which row an id means (or the row itself) behind the mask's back. By the Python module of
+# their classes, sharded and not, so that a release without one of them imports all the same.
+_REFUSED: Final = {
+    "torchrec.modules.mc_embedding_modules": "managed collisions move ids between rows",
+    "torchrec.distributed.mc_embedding_modules": "managed collisions move ids between rows",
+    "torchrec.modules.itep_embedding_modules": "in-training pruning (ITEP) moves ids between rows",
+    "torchrec.distributed.itep_embeddingbag": "in-training pruning (ITEP) moves ids between rows",
+    "torchrec.modules.pec_embedding_modules": "PEC collections handle colliding ids on their own",
+    "torchrec.distributed.pec_embedding": "PEC collections handle colliding ids on their own",
+    "torchrec.distributed.embedding_tower_sharding": "an embedding tower lives on the ranks of one host only",
+    "torchrec.modules.fused_embedding_modules": "it is trained unsharded inside a table batch; shard it, or use EmbeddingBagCollection",
+    "torchrec.quant.embedding_modules": "it is quantized; sparsify the float model before quantizing",
+    "torchrec.distributed.quant_embedding": "it is quantized; sparsify the float model before quantizing",
+    "torchrec.distributed.quant_embeddingbag": "it is quantized; sparsify the float model before quantizing",
+}
+
+
+class Table(NamedTuple):
+    """A table that was found: its name inside its module, its fully qualified name, and how to look it up under a registered name."""
+
+    name: str
+    fqn: str
+    locate: Callable[[str], ShardedData]
+
+
+def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
+    """Refuses a mix of releases: TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others.
+
+    Raises:
+        ImportError: two of them don't fit; says which part is wrong. Unknown (nightly, internal) versions and untested releases only warn.
+    """
+    rec, gemm, base = (_minor(version) for version in (torchrec_version, fbgemm_version, torch_version))
+    have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
+    if rec is None or gemm is None or base is None:
+        warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
+        return
+    wanted_torch = (2, rec[1] + 5)
+    if rec != gemm:
+        raise ImportError(
+            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs fbgemm-gpu {rec[0]}.{rec[1]}.*; installed: {have}."
+        )
+    if base != wanted_torch:
+        raise ImportError(
+            f"The torch is wrong: torchrec {torchrec_version} needs torch {wanted_torch[0]}.{wanted_torch[1]}.*; installed: {have}."
+        )
+    if rec not in _TESTED:
+        tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED)
+        warnings.warn(
+            f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed: {have}.", stacklevel=2
+        )
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why the tables below a module of TorchRec's can't be sparsified, or None. Says what would work where something does."""
+    if isinstance(module, DMPCollection) or isinstance(getattr(module, "_env", None), ShardingEnv2D):
+        return "2-D parallelism (DMPCollection) averages replicas on its own schedule; use DistributedModelParallel"
+    for base in type(module).__mro__:
+        if base.__module__ in _REFUSED and (base.__name__.startswith("Sharded") or "Collection" in base.__name__):
+            return _REFUSED[base.__module__]
+    known = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFeatureProcessedEmbeddingBagCollection
+    unknown = isinstance(module, ShardedEmbeddingModule) and not isinstance(module, known)
+    collections = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+    unknown |= isinstance(module, collections) and not isinstance(
+        module, (EmbeddingBagCollection, EmbeddingCollection, *known)
+    )
+    if unknown:
+        return "it is not a module that dist_sparse knows; EmbeddingBagCollection and EmbeddingCollection work"
+    return None
+
+
+def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict] | None:
+    """The attribute and the modules of an unsharded collection by table name, or None for another module."""
+    if isinstance(module, EmbeddingBagCollection):
+        return "embedding_bags", module.embedding_bags
+    if isinstance(module, EmbeddingCollection):
+        return "embeddings", module.embeddings
+    return None
+
+
+def sharded_tables(module: nn.Module, path: str) -> list[Table] | None:
+    """The tables of a sharded collection at ``path`` of the model, in the order of its configs; None for another module."""
+    if not isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+        return None
+    attribute = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    collection = _Collection(module)
+    prefix = f"{path}.{attribute}" if path else attribute
+    return [
+        Table(t, f"{prefix}.{t}.weight", partial(collection.locate, t, f"{prefix}.{t}.weight"))
+        for t in collection.names
+    ]
+
+
+@dataclass
+class _Pieces:
+    """One table: its config (that of any shard), the rectangles of every rank and this rank's views, both in kernel order."""
+
+    config: Any
+    held: list[list[Rect]]
+    views: list[Tensor] = field(default_factory=list)
+
+
+class _Collection:
+    """A sharded collection at this moment, read when the first of its tables is located. Lives no longer than one walk."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module  # TorchRec's internals are untyped for us
+        names: Any = module._table_names
+        self.names: list[str] = list(names)
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...] | None:
+        env = self._module._env
+        if env.process_group is None and env.world_size > 1:
+            raise ValueError(
+                "A module sharded by ShardingEnv.from_local is for inference; shard it over a process group to train it."
+            )
+        if env.world_size == 1:
+            return None
+        return tuple(dist.get_process_group_ranks(env.process_group))
+
+    @cached_property
+    def _pieces(self) -> dict[str, _Pieces]:
+        pieces: dict[str, _Pieces] = {}
+        world = self._module._env.world_size
+        for sharding, lookup in zip(self._shardings(), self._module._lookups, strict=True):
+            for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
+                for config in (config for group in groups for config in group.embedding_tables):
+                    known = pieces.setdefault(config.name, _Pieces(config, [[] for _ in range(world)]))
+                    known.held[rank].append(_rect(config))
+            for config, view in _views(lookup):
+                pieces[config.name].views.append(view)
+        return pieces
+
+    def _shardings(self) -> list[Any]:
+        if isinstance(self._module, ShardedEmbeddingBagCollection):
+            return list(self._module._embedding_shardings)
+        return list(self._module._sharding_type_to_sharding.values())
+
+    def locate(self, table: str, fqn: str, name: str) -> ShardedData:
+        ranks = self._ranks
+        pieces = self._pieces[table]
+        config = pieces.config
+        kernel = config.compute_kernel.value
+        if kernel not in _KERNELS:
+            raise ValueError(
+                f"Table {name!r}: the compute kernel {kernel!r} is not supported; {', '.join(_KERNELS)} are."
+            )
+        if config.data_type not in _TYPES:
+            types = ", ".join(each.value for each in _TYPES)
+            raise ValueError(
+                f"Table {name!r}: weights of type {config.data_type.value} are not supported; {types} are."
+            )
+        held = pieces.held[self._module._env.rank]
+        sizes = [(rect.rows, rect.cols) for rect in held]
+        if [tuple(view.shape) for view in pieces.views] != sizes:
+            found = [tuple(view.shape) for view in pieces.views]
+            raise ValueError(
+                f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels hold {found}."
+            )
+        whole = (
+            config.global_metadata.size
+            if config.global_metadata is not None
+            else (config.local_rows, config.local_cols)
+        )
+        return ShardedData(
+            name=name,
+            shape=(whole[0], whole[1]),
+            dtype=data_type_to_dtype(config.data_type),
+            sharding=self._module.module_sharding_plan[table].sharding_type,
+            ranks=ranks,
+            # A row-wise table smaller than the world leaves the last ranks pieces of zero rows: those are nothing to hold.
+            tiling=tuple(tuple(rect for rect in rects if rect.numel) for rects in pieces.held),
+            shards=tuple(Shard(rect, view.data) for rect, view in zip(held, pieces.views, strict=True) if rect.numel),
+            kernel=kernel,
+            fqn=fqn,
+        )
+
+
+def _rect(config: Any) -> Rect:
+    """The rectangle of a shard. Data-parallel tables have no metadata: every rank holds the whole."""
+    if config.local_metadata is None:
+        return Rect(0, 0, config.local_rows, config.local_cols)
+    (row, col), (rows, cols) = config.local_metadata.shard_offsets, config.local_metadata.shard_sizes
+    return Rect(row, col, rows, cols)
+
+
+def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
+    """The live weights behind one lookup, shard by shard, as (config, view)."""
+    while isinstance(lookup, DistributedDataParallel):
+        lookup = lookup.module
+    for kernel in lookup._emb_modules:
+        configs = kernel._config.embedding_tables
+        # Key-value and virtual tables materialise their weights when asked for them: those kernels are refused by locate(), not read.
+        if all(config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value for config in configs):
+            yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    """(major, minor) of a release; None for nightly and internal builds, whose numbers promise nothing."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return None if match is None or "dev" in version else (int(match[1]), int(match[2]))
+
+
+check_versions(
+    str(torch.__version__), str(getattr(torchrec, "__version__", "?")), str(getattr(fbgemm_gpu, "__version__", "?"))
+)
