@@ -122,7 +122,7 @@ def cells(world: int) -> dict[str, Cell]:
     halves = [0, last]
     by_columns = {"user": halves, "item": ranks, "tiny": halves, "word": [last, 0, last]}
     made = [
-        Cell("table_wise", world, {t.name: table_wise(rank=i % world) for i, t in enumerate(TABLES)}),
+        Cell("table_wise", world, {t.name: table_wise(rank=(last - i) % world) for i, t in enumerate(TABLES)}),
         Cell("table_wise_one_rank", world, _each(lambda t: table_wise(rank=last))),
         Cell("row_wise", world, _each(lambda t: row_wise())),
         Cell("row_wise_dense_kernel", world, _each(lambda t: row_wise()), fused=False),

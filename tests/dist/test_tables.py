@@ -123,12 +123,11 @@ def test_reshard_moves_the_views(world: int) -> None:
 
 def _reshard(world: int) -> None:
     every = cells(world)
+    # What torchrec 1.8 can do on gloo: every shard of a changed table moves, no rank holds two of them, and (or the forward would misroute ids)
+    # the features were not in the order of the ranks before.
     moves = {
-        "table_wise": {"user": table_wise(rank=world - 1), "tiny": table_wise(rank=0)},
-        "column_wise": {
-            "item": column_wise(ranks=list(range(world))[::-1]),
-            "word": column_wise(ranks=[0, world - 1, 0]),
-        },
+        "table_wise": {"user": table_wise(rank=0), "tiny": table_wise(rank=world // 2 - 1)},
+        "column_wise": {"item": column_wise(ranks=list(range(world))[::-1]), "tiny": column_wise(ranks=[1, 2 % world])},
     }
     for name, move in moves.items():
         model = build(every[name])
