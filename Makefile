@@ -1,0 +1,51 @@
+PYTHON ?= python3
+PIP_ARGS ?=
+NPROC ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint bench
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo 'Variables:'
+	@echo '  PYTHON    Python 3.11 or later that makes .venv (default: python3)'
+	@echo '  PIP_ARGS  more options for pip. Where pip would take the CUDA build of torch, name the index of the CPU builds:'
+	@echo '            make setup PIP_ARGS="--extra-index-url URL", with the URL that pytorch.org/get-started shows for pip and CPU'
+	@echo '  NPROC     processes of make train (default: 2)'
+	@echo '  ARGS      options of make train, e.g. ARGS="--sharding row_wise"; `python examples/dlrm/main.py --help` lists them'
+
+setup: $(READY)  ## makes .venv with all that training, development and tests need, pinned
+
+$(READY): requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make setup PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
+	@$(BIN)/python -c 'import torch, fbgemm_gpu, torchrec' 2>$(VENV)/check.log || { \
+	  tail -n 1 $(VENV)/check.log >&2; \
+	  echo 'torch or torchrec was installed but cannot be imported. If pip took the CUDA build of torch (without its CUDA libraries),' >&2; \
+	  echo 'start again from the index of the CPU builds: rm -r .venv; make setup PIP_ARGS="--extra-index-url URL"; see make help.' >&2; \
+	  exit 1; }
+	@touch $@
+
+train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, sparsified, small and dense
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(NPROC) --local-addr 127.0.0.1 \
+	  --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/dlrm/main.py $(ARGS)
+
+test: lint  ## lint, then every test
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict dist_sparse
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## a due step() against torch.ao and against all-gather + topk
+	$(BIN)/python benchmarks/mask_update.py
