@@ -226,9 +226,8 @@ def _replica(parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, 
 
 
 def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
-    raise ValueError(
-        f"The tables of {kind} at {path!r} can't be sparsified: {reason}. It can be left out: exclude=[{(path or name)!r}]."
-    )
+    where, way_out = (f" at {path!r}", f" It can be left out: exclude=[{path!r}].") if path else ("", "")
+    raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
 
 
 def _checked(data: ShardedData) -> ShardedData:

@@ -1,0 +1,35 @@
+"""Sparsify the embedding tables of recommendation models while they train on many ranks."""
+
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.ready import (
+    ConstantDataScheduler,
+    CosineDataScheduler,
+    CubicDataScheduler,
+    ExponentialDataScheduler,
+    LambdaDataScheduler,
+    LinearDataScheduler,
+    OneShotDataScheduler,
+)
+from dist_sparse.shards import ROW
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.describe import describe
+from dist_sparse.sparsifiers.inspection import TableStats
+from dist_sparse.sparsifiers.norm import DataNormSparsifier
+from dist_sparse.sparsifiers.score import ScoreSparsifier
+
+__all__ = [
+    "ROW",
+    "BaseDataScheduler",
+    "BaseDataSparsifier",
+    "ConstantDataScheduler",
+    "CosineDataScheduler",
+    "CubicDataScheduler",
+    "DataNormSparsifier",
+    "ExponentialDataScheduler",
+    "LambdaDataScheduler",
+    "LinearDataScheduler",
+    "OneShotDataScheduler",
+    "ScoreSparsifier",
+    "TableStats",
+    "describe",
+]

@@ -1,0 +1,184 @@
+"""Which blocks of a shard are kept? One bit each.
+
+A :class:`BlockMask` holds the bits of the blocks that touch one global rectangle, row-major, bit ``n % 8`` of byte ``n // 8``, 1 = kept. Bits
+live with their shard and are keyed by its rectangle; blocks cut by the shard's border have the same bit in every shard that they touch.
+Masks that are not constant on blocks use blocks of (1, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dist_sparse.shards import Block, Grid, Rect, grid_of
+
+__all__ = ["BlockMask", "count_bits", "pack", "unpack"]
+
+_GATHER = 0x0102040810204080
+"""Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in order."""
+
+_CHUNK = 1 << 20
+"""Elements expanded at a time."""
+
+
+def pack(flags: Tensor) -> Tensor:
+    """Bools ``(n,)`` to bytes ``(ceil(n / 8),)``, uint8; the bits behind the last are 0."""
+    rest = -flags.numel() % 8
+    if rest:
+        flags = torch.cat([flags, flags.new_zeros(rest)])
+    words = flags.contiguous().view(torch.int64)
+    return ((words * _GATHER) >> 56).to(torch.uint8)
+
+
+def unpack(packed: Tensor, count: int) -> Tensor:
+    """Bytes ``(ceil(count / 8),)`` to bools ``(count,)``."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:count].to(torch.bool)
+
+
+def count_bits(packed: Tensor) -> int:
+    """How many bits of ``packed`` (uint8, any length) are 1."""
+    total = 0
+    for part in packed.split(_CHUNK):
+        pairs = part - ((part >> 1) & 0x55)
+        fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+        total += int(((fours + (fours >> 4)) & 0x0F).sum())
+    return total
+
+
+@dataclass
+class BlockMask:
+    """The mask of one shard.
+
+    Args:
+        rect: the shard's global rectangle.
+        block: the (rows, columns) that one bit stands for, on the grid anchored at the global (0, 0).
+        bits: uint8, ``ceil(grid.rows * grid.cols / 8)`` bytes on the device of the shard.
+    """
+
+    rect: Rect
+    block: Block
+    bits: Tensor
+    grid: Grid = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grid = grid_of(self.rect, self.block)
+        need = -(-self.grid.rows * self.grid.cols // 8)
+        if self.bits.dtype != torch.uint8 or self.bits.shape != (need,):
+            raise ValueError(f"The mask of {self.rect} by blocks {self.block} needs {need} bytes, got {tuple(self.bits.shape)}.")
+
+    @staticmethod
+    def full(rect: Rect, block: Block, device: torch.device) -> BlockMask:
+        """A mask that keeps everything."""
+        grid = grid_of(rect, block)
+        return BlockMask(rect, block, pack(torch.ones(grid.rows * grid.cols, dtype=torch.bool, device=device)))
+
+    @staticmethod
+    def of_elements(rect: Rect, kept: Tensor) -> BlockMask:
+        """A mask of (1, 1) blocks from a dense one: ``kept`` ``(rect.rows, rect.cols)``, any dtype, zero = removed."""
+        if tuple(kept.shape) != (rect.rows, rect.cols):
+            raise ValueError(f"A mask of shape {tuple(kept.shape)} does not fit the shard {rect}.")
+        return BlockMask(rect, (1, 1), pack((kept != 0).flatten()))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that touch the shard."""
+        return self.grid.rows * self.grid.cols
+
+    def removed(self) -> int:
+        """Number of removed blocks that touch the shard."""
+        return self.blocks - count_bits(self.bits)
+
+    def flags(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` a multiple of 8 (or grid.cols is)."""
+        last = self.grid.rows if last is None else last
+        start = first * self.grid.cols
+        assert start % 8 == 0
+        count = (last - first) * self.grid.cols
+        return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(last - first, self.grid.cols)
+
+    def dense(self, dtype: torch.dtype = torch.int8) -> Tensor:
+        """The mask element by element, ``(rect.rows, rect.cols)``: 1 = kept, 0 = removed."""
+        out = torch.empty(self.rect.rows, self.rect.cols, dtype=dtype, device=self.bits.device)
+        for rows, kept in self.element_chunks():
+            out[rows].copy_(kept)
+        return out
+
+    def element_chunks(self, bits: Tensor | None = None, skip: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """The mask in chunks of the shard's rows: ``(rows, kept)`` with ``kept`` bool ``(len(rows), rect.cols)``.
+
+        Args:
+            bits: other bits of the same grid to expand instead of the mask's own.
+            skip: leave out chunks in which every byte has this value.
+        """
+        bits = self.bits if bits is None else bits
+        if self.blocks == 0:
+            return
+        other = BlockMask(self.rect, self.block, bits)
+        device = bits.device
+        columns = (torch.arange(self.rect.col, self.rect.col_end, device=device) // self.block[1]) - self.grid.col
+        step = max(8, _CHUNK // max(1, self.block[0] * self.rect.cols) // 8 * 8)
+        for first in range(0, self.grid.rows, step):
+            last = min(first + step, self.grid.rows)
+            if skip is not None:
+                part = bits[first * self.grid.cols // 8 : -(-last * self.grid.cols // 8)]
+                if bool((part == skip).all()):
+                    continue
+            top = max((self.grid.row + first) * self.block[0], self.rect.row)
+            bottom = min((self.grid.row + last) * self.block[0], self.rect.row_end)
+            kept = other.flags(first, last)
+            if self.block[0] != 1:
+                kept = kept[torch.arange(top, bottom, device=device) // self.block[0] - self.grid.row - first]
+            if self.grid.cols != self.rect.cols:
+                kept = kept.expand(-1, self.rect.cols) if self.grid.cols == 1 else kept[:, columns]
+            yield slice(top - self.rect.row, bottom - self.rect.row), kept
+
+    def apply_(self, tensor: Tensor) -> None:
+        """Writes zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there becomes zero too."""
+        self._zero(tensor, self.bits)
+
+    def apply_removed_since_(self, before: BlockMask, tensor: Tensor) -> None:
+        """Writes zero to what this mask removes and ``before``, of the same shard, kept."""
+        if before.block != self.block:
+            self.apply_(tensor)
+        else:
+            self._zero(tensor, ~(before.bits & ~self.bits))
+
+    def _zero(self, tensor: Tensor, kept_bits: Tensor) -> None:
+        live = tensor.data  # writes through .data: autograd must not see them (a forward may be waiting for its backward)
+        whole_rows = self.block[0] == 1 and self.grid.cols == 1
+        if whole_rows:
+            gone = (~unpack(kept_bits, self.blocks)).nonzero().flatten()
+            live.index_fill_(0, gone, 0)
+            return
+        for rows, kept in self.element_chunks(kept_bits, skip=0xFF):
+            live[rows].masked_fill_(~kept, 0)
+
+    def cut(self, rect: Rect) -> BlockMask:
+        """The part of the mask over ``rect``, which lies within this shard."""
+        inner = grid_of(rect, self.block)
+        rows = slice(inner.row - self.grid.row, inner.row - self.grid.row + inner.rows)
+        cols = slice(inner.col - self.grid.col, inner.col - self.grid.col + inner.cols)
+        return BlockMask(rect, self.block, pack(self.flags()[rows, cols].flatten()))
+
+    @staticmethod
+    def assemble(rect: Rect, block: Block, pieces: list[BlockMask], device: torch.device) -> BlockMask:
+        """The mask of ``rect`` from pieces that cover it, such as other shards' :meth:`cut`.
+
+        Raises:
+            ValueError: the pieces leave a block of ``rect`` uncovered.
+        """
+        grid = grid_of(rect, block)
+        kept = torch.zeros(grid.rows, grid.cols, dtype=torch.bool, device=device)
+        known = torch.zeros_like(kept)
+        for piece in pieces:
+            rows = slice(piece.grid.row - grid.row, piece.grid.row - grid.row + piece.grid.rows)
+            cols = slice(piece.grid.col - grid.col, piece.grid.col - grid.col + piece.grid.cols)
+            kept[rows, cols] = piece.flags().to(device)
+            known[rows, cols] = True
+        if not bool(known.all()):
+            raise ValueError(f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()} blocks are unknown.")
+        return BlockMask(rect, block, pack(kept.flatten()))

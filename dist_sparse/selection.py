@@ -1,0 +1,262 @@
+"""Which are the k smallest scores over all ranks?
+
+Scores are non-negative float32, whose bit patterns order as integers; equal scores are ordered by global block index. So the k-th smallest
+(score, index) is found exactly by narrowing: a histogram of the leading bits is summed over ranks, the bucket that holds the k-th is
+kept, and the next bits are looked at among its members only. Three rounds settle the 31 bits of a score, for all tables side by side in one
+message each; up to three more settle the index where scores tie at the threshold over several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dist_sparse.groups import Group
+
+__all__ = ["KEPT", "REMOVED", "Ballot", "Segment", "Threshold", "select_smallest"]
+
+KEPT = 0x7FFFFFFF
+"""Stands in the place of a score that is decided elsewhere: never among the smallest."""
+
+REMOVED = -1
+"""Likewise, of a block that was decided to be removed: always below the threshold."""
+
+_NOT_FINITE = 0x7F800000
+_SHIFTS = (20, 10, 0)
+_BUCKETS = (2048, 1024, 1024)
+_PRESENT = 1 << 44
+"""Added to a bucket by each rank that has something in it: tells whether ties lie on one rank (2**44 blocks, 2**19 ranks fit)."""
+
+_CHUNK = 1 << 19
+
+
+class Segment:
+    """Scores of a grid of blocks, as int32 bit patterns ``(rows * cols,)``, row-major, and where in the table they lie.
+
+    Args:
+        row_ids: global block row of each row, int64 ``(rows,)``.
+        col_ids: global block column of each column, int64 ``(cols,)``.
+        grid_cols: block columns of the whole table; the global index of a block is ``row_id * grid_cols + col_id``.
+        bits: the scores' bit patterns; may be written until selection starts.
+        read: instead of ``bits``, makes an iterator over ``(start, bits)`` chunks; called once per pass.
+        counts: whether this rank speaks for these blocks; replicas are thresholded, not counted.
+    """
+
+    def __init__(
+        self,
+        row_ids: Tensor,
+        col_ids: Tensor,
+        grid_cols: int,
+        *,
+        bits: Tensor | None = None,
+        read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
+        counts: bool = True,
+    ) -> None:
+        self.row_ids, self.col_ids, self.grid_cols = row_ids, col_ids, grid_cols
+        self.bits, self.counts = bits, counts
+        self._read = read
+        self.first_histogram: Tensor | None = None
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """``(start, bits)`` pieces of the scores, in order."""
+        if self._read is not None:
+            yield from self._read()
+        elif self.bits is not None:
+            start = 0
+            for chunk in self.bits.split(_CHUNK):
+                yield start, chunk
+                start += chunk.numel()
+
+    def ids(self, positions: Tensor) -> Tensor:
+        """Global block indices of flat ``positions``, int64, same shape."""
+        cols = self.col_ids.numel()
+        return self.row_ids[positions // cols] * self.grid_cols + self.col_ids[positions % cols]
+
+
+@dataclass
+class Ballot:
+    """One table's question: which ``k`` of its ``blocks`` blocks score least?
+
+    Args:
+        name: of the table, for messages.
+        k: how many blocks to remove.
+        blocks: how many blocks the whole table has.
+        segments: the scores that this rank knows; over all ranks every block is counted once.
+        spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell by itself whether it sees all ties.
+    """
+
+    name: str
+    k: int
+    blocks: int
+    segments: list[Segment] = field(default_factory=list)
+    spread_replicas: bool = False
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A block is removed when its score is below ``bits``, or equal to it with a global index of at most ``last`` (None: any)."""
+
+    bits: int
+    last: int | None
+
+    def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
+        """Removed flags, bool, of the chunk ``bits`` that starts at ``start`` of ``segment``."""
+        if self.last is None:
+            return bits <= self.bits
+        below = bits < self.bits
+        tied = (bits == self.bits).nonzero().flatten()
+        if tied.numel():
+            below[tied] = segment.ids(tied + start) <= self.last
+        return below
+
+
+_NOTHING = Threshold(bits=0, last=-1)
+_EVERYTHING = Threshold(bits=_NOT_FINITE - 1, last=None)
+
+
+def first_histogram(bits: Tensor) -> Tensor:
+    """The first round's histogram of finite scores, int64 ``(2048,)``; a scorer may sum it while the chunk is in the cache."""
+    return torch.bincount(bits >> _SHIFTS[0], minlength=_BUCKETS[0])
+
+
+def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
+    """For every ballot the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``: every rank must call it.
+
+    Three all-reduces of 16, 8 and 8 KiB a table; at most three more for tables whose threshold ties over ranks. None of the sizes
+    depends on the number of scores.
+
+    Raises:
+        ValueError: a score is not finite (on every rank; names the table).
+    """
+    answers = [_NOTHING if ballot.k <= 0 else _EVERYTHING for ballot in ballots]
+    asked = [i for i, ballot in enumerate(ballots) if 0 < ballot.k < ballot.blocks]
+    searches = {i: _Search(ballots[i].k, lambda i=i: _counted(ballots[i]), first=_first(ballots[i])) for i in asked}
+    rounds = list(zip(_SHIFTS, _BUCKETS, strict=True))
+    _narrow(list(searches.values()), rounds, group.all_reduce, names=[ballots[i].name for i in asked])
+    over_ranks: dict[int, _Search] = {}
+    for i, search in searches.items():
+        ballot, bits = ballots[i], search.prefix
+        answers[i] = Threshold(bits=bits, last=None)
+        if search.left == search.inside:
+            continue  # all that tie at the threshold go
+        if search.holders > 1 or ballot.spread_replicas:
+            over_ranks[i] = _Search(search.left, lambda b=ballot, t=bits: _ties(b, t, counted=True))
+            continue
+        # One rank speaks for all that tie. It, and any replica of it, sees them all and settles the order alone; the others see none.
+        ties = _Search(search.left, lambda b=ballot, t=bits: _ties(b, t, counted=False))
+        _narrow([ties], _index_rounds(ballot.blocks), lambda counts: counts)
+        answers[i] = Threshold(bits=bits, last=ties.prefix)
+    if over_ranks:
+        _narrow(list(over_ranks.values()), _index_rounds(max(ballots[i].blocks for i in over_ranks)), group.all_reduce)
+        for i, ties in over_ranks.items():
+            answers[i] = Threshold(bits=answers[i].bits, last=ties.prefix)
+    return answers
+
+
+class _Search:
+    """The narrowing of one table: the leading bits found so far, and how many of those that share them are still wanted.
+
+    Args:
+        k: how many keys are wanted; the search ends at the k-th smallest.
+        keys: makes an iterator over chunks of this rank's keys; called once per round until few enough are left to be kept.
+        first: the first round's histogram, where it is known already.
+    """
+
+    def __init__(self, k: int, keys: Callable[[], Iterator[Tensor]], first: Tensor | None = None) -> None:
+        self.left, self.prefix, self.inside, self.holders = k, 0, 0, 0
+        self._keys, self._first = keys, first
+        self._shift: int | None = None
+        self._few: list[Tensor] | None = None
+
+    def histogram(self, shift: int, buckets: int) -> Tensor:
+        """How many of the keys that have the prefix fall into each bucket of the next bits; int64 ``(buckets,)`` on the CPU."""
+        if self._shift is None and self._first is not None:
+            return self._first
+        counts = torch.zeros(buckets, dtype=torch.int64)
+        few: list[Tensor] = []
+        seen = found = 0
+        for chunk in self._few if self._few is not None else self._keys():
+            inside = chunk if self._shift is None else chunk[(chunk >> self._shift) == self.prefix]
+            if inside.numel():
+                counts += torch.bincount((inside >> shift) & (buckets - 1), minlength=buckets).cpu()
+            seen, found = seen + chunk.numel(), found + inside.numel()
+            few = few if self._shift is None or found * 8 > max(seen, _CHUNK) else [*few, inside]
+        if self._shift is not None and found * 8 <= max(seen, _CHUNK):
+            self._few = few
+        return counts
+
+    def descend(self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int) -> None:
+        """Keeps one bucket: ``below`` keys lie before it, ``inside`` in it, on ``holders`` ranks."""
+        self.prefix = self.prefix * buckets + bucket
+        self.left, self.inside, self.holders, self._shift = self.left - below, inside, holders, shift
+
+
+def _narrow(
+    searches: Sequence[_Search],
+    rounds: Sequence[tuple[int, int]],
+    reduce: Callable[[Tensor], Tensor],
+    names: Sequence[str] | None = None,
+) -> None:
+    """Runs all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one host sync."""
+    if not searches:
+        return
+    for turn, (shift, buckets) in enumerate(rounds):
+        counts = torch.stack([search.histogram(shift, buckets) for search in searches])
+        counts = reduce(counts + (counts > 0) * _PRESENT)
+        holders, counts = counts >> _PRESENT.bit_length() - 1, counts & (_PRESENT - 1)
+        if turn == 0 and names is not None:
+            _refuse_not_finite(counts, names)
+        upto = counts.cumsum(1)
+        wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
+        bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=buckets - 1)
+        inside = counts.gather(1, bucket)
+        table = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders.gather(1, bucket)], 1).tolist()
+        for search, row in zip(searches, table, strict=True):
+            search.descend(shift, buckets, *row)
+
+
+def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
+    bad = counts[:, _NOT_FINITE >> _SHIFTS[0] :].sum(1).tolist()
+    for name, number in zip(names, bad, strict=True):
+        if number:
+            raise ValueError(f"Table {name!r}: {number} block scores exceed float32 once their parts are added; must be finite.")
+
+
+def _counted(ballot: Ballot) -> Iterator[Tensor]:
+    for segment in ballot.segments:
+        if segment.counts:
+            for _, bits in segment.chunks():
+                yield bits
+
+
+def _first(ballot: Ballot) -> Tensor:
+    counts = torch.zeros(_BUCKETS[0], dtype=torch.int64)
+    for segment in ballot.segments:
+        if segment.counts:
+            known = segment.first_histogram
+            parts = [known] if known is not None else (first_histogram(bits) for _, bits in segment.chunks())
+            for part in parts:
+                counts += part.cpu()
+    counts[KEPT >> _SHIFTS[0]] = 0
+    return counts
+
+
+def _ties(ballot: Ballot, threshold: int, *, counted: bool) -> Iterator[Tensor]:
+    """Global indices of the blocks that score exactly ``threshold``: those this rank speaks for, or all that it sees."""
+    for segment in ballot.segments:
+        if segment.counts or not counted:
+            for start, bits in segment.chunks():
+                tied = (bits == threshold).nonzero().flatten()
+                if tied.numel():
+                    yield segment.ids(tied + start)
+
+
+def _index_rounds(blocks: int) -> list[tuple[int, int]]:
+    """Shifts and bucket counts that settle an index below ``blocks`` in as few rounds as 2048 buckets allow, three at most."""
+    need = max(1, (blocks - 1).bit_length())
+    rounds = min(3, -(-need // 11))
+    width = -(-need // rounds)
+    return [(width * turn, 1 << width) for turn in reversed(range(rounds))]

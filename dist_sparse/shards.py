@@ -1,0 +1,183 @@
+"""Which rectangle of which global tensor does every rank hold?
+
+A :class:`ShardedData` is the answer for one tensor at one moment: its global shape, the rectangles of all ranks and this rank's live views.
+It is made anew each time it is needed and never kept, because resharding, loading and memory stashing replace the storage behind it.
+Nothing here communicates: the rectangles of the other ranks come from metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ROW",
+    "Block",
+    "Grid",
+    "Rect",
+    "Shard",
+    "ShardedData",
+    "Source",
+    "check_tiling",
+    "grid_of",
+    "resolve_block",
+]
+
+ROW: Final = "ROW"
+"""In a block shape: the whole row, whatever the width of the table."""
+
+Block = tuple[int, int]
+
+
+class Rect(NamedTuple):
+    """A rectangle of a global matrix: the offset of its corner and its size, in elements."""
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def row_end(self) -> int:
+        return self.row + self.rows
+
+    @property
+    def col_end(self) -> int:
+        return self.col + self.cols
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    def intersect(self, other: Rect) -> Rect | None:
+        """The common rectangle, or None when it is empty."""
+        row, col = max(self.row, other.row), max(self.col, other.col)
+        rows, cols = min(self.row_end, other.row_end) - row, min(self.col_end, other.col_end) - col
+        return Rect(row, col, rows, cols) if rows > 0 and cols > 0 else None
+
+    def __str__(self) -> str:
+        return f"rows [{self.row}, {self.row_end}) x columns [{self.col}, {self.col_end})"
+
+
+class Shard(NamedTuple):
+    """A rectangle that this rank holds and the live storage behind it (2-D, shape ``(rect.rows, rect.cols)``)."""
+
+    rect: Rect
+    tensor: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedData:
+    """One registered tensor, as it lies over the ranks at this moment.
+
+    Args:
+        name: the name under which it was registered.
+        shape: the global (rows, columns).
+        dtype: of the weights.
+        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``; for people, nothing decides on it.
+        ranks: global ranks of the group over which the tensor lies, in group order; ``None`` is a world of one.
+        tiling: for each group rank the rectangles it holds, in the order of its shards. Equal rectangles on several ranks are replicas.
+        shards: this rank's own, in the order of ``tiling[rank]``.
+        kernel: TorchRec's compute kernel, where there is one.
+        fqn: the fully qualified name in the model, where there is one.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    sharding: str
+    ranks: tuple[int, ...] | None
+    tiling: tuple[tuple[Rect, ...], ...]
+    shards: tuple[Shard, ...]
+    kernel: str | None = None
+    fqn: str | None = None
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any rectangle is held more than once."""
+        rects = [rect for held in self.tiling for rect in held]
+        return len(set(rects)) < len(rects)
+
+    def owned(self, rank: int) -> list[Rect]:
+        """The rectangles for which group rank ``rank`` speaks: of several replicas the lowest rank's (and its first) one."""
+        earlier = {rect for held in self.tiling[:rank] for rect in held}
+        return [rect for rect in dict.fromkeys(self.tiling[rank]) if rect not in earlier]
+
+    @property
+    def rects(self) -> list[Rect]:
+        """The distinct rectangles over all ranks, in row-major order of their corners."""
+        return sorted({rect for held in self.tiling for rect in held if rect.numel})
+
+
+class Source(Protocol):
+    """Something registered: a model's tables, or one sharded tensor."""
+
+    def locate(self) -> list[ShardedData]:
+        """Its tensors as they lie now. Does not communicate; the same names in the same order on every rank."""
+        ...
+
+
+def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
+    """A user's ``sparse_block_shape`` as two ints, with ``ROW`` resolved for a matrix of ``shape``.
+
+    Raises:
+        ValueError: it is not two positive ints, or ``ROW`` stands elsewhere than second.
+    """
+    rule = f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, or (int, ROW)."
+    if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
+        raise ValueError(rule)
+    height, width = block
+    if width == ROW:
+        width = max(shape[1], 1)
+    for size in (height, width):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(rule)
+    return height, width
+
+
+def check_tiling(data: ShardedData) -> None:
+    """Refuses rectangles that do not cover the global shape exactly once (replicas counted once).
+
+    Raises:
+        ValueError: a rectangle lies out of bounds, or there is a gap or an overlap; names the table, the rank and the place.
+    """
+    rows, cols = data.shape
+    for rank, held in enumerate(data.tiling):
+        for rect in held:
+            if min(rect) < 0 or rect.row_end > rows or rect.col_end > cols:
+                raise ValueError(f"Table {data.name!r}: the shard {rect} of rank {rank} lies outside the shape {data.shape}.")
+    rects = data.rects
+    row_cuts = sorted({0, rows} | {edge for rect in rects for edge in (rect.row, rect.row_end)})
+    col_cuts = sorted({0, cols} | {edge for rect in rects for edge in (rect.col, rect.col_end)})
+    row_at = {edge: i for i, edge in enumerate(row_cuts)}
+    col_at = {edge: i for i, edge in enumerate(col_cuts)}
+    cover = torch.zeros(max(len(row_cuts) - 1, 0), max(len(col_cuts) - 1, 0), dtype=torch.int32)
+    for rect in rects:
+        cover[row_at[rect.row] : row_at[rect.row_end], col_at[rect.col] : col_at[rect.col_end]] += 1
+    wrong = (cover != 1).nonzero()
+    if len(wrong):
+        i, j = wrong[0].tolist()
+        place = Rect(row_cuts[i], col_cuts[j], row_cuts[i + 1] - row_cuts[i], col_cuts[j + 1] - col_cuts[j])
+        fault = "a gap" if cover[i, j] == 0 else "an overlap"
+        raise ValueError(f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover {data.shape} exactly once.")
+
+
+class Grid(NamedTuple):
+    """The sparse blocks that touch a rectangle: block rows ``[row, row + rows)`` by block columns ``[col, col + cols)``."""
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+
+def grid_of(rect: Rect, block: Block) -> Grid:
+    """The blocks that touch ``rect``. The grid is anchored at the global (0, 0); an empty rectangle touches none."""
+    if rect.numel == 0:
+        return Grid(rect.row // block[0], rect.col // block[1], 0, 0)
+    row, col = rect.row // block[0], rect.col // block[1]
+    return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)

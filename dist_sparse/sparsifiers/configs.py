@@ -1,0 +1,48 @@
+"""Which configuration does each table of a model get?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dist_sparse.shards import ShardedData
+
+__all__ = ["model_configs"]
+
+
+def model_configs(
+    located: Sequence[ShardedData], config: Mapping[str, Any] | None, defaults: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The defaults overlaid by the user's ``config``, for every table by name.
+
+    Args:
+        config: overrides for all tables, or a mapping from globs (over table names and fully qualified names) to overrides; of several
+            globs that match, later ones win.
+
+    Raises:
+        ValueError: a glob matches nothing, a key is unknown, or the two forms are mixed.
+    """
+    config = config or {}
+    by_glob = [isinstance(value, Mapping) for value in config.values()]
+    if any(by_glob) and not all(by_glob):
+        raise ValueError(f"Invalid config={dict(config)!r}: must map either keys to values or globs to such mappings, not both.")
+    rules: Mapping[str, Mapping[str, Any]] = config if any(by_glob) else {"*": config}
+    for glob, overrides in rules.items():
+        unknown = sorted(set(overrides) - set(defaults))
+        if unknown:
+            raise ValueError(f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are {sorted(defaults)}.")
+        if not any(_matches(data, glob) for data in located):
+            raise ValueError(f"Invalid config: {glob!r} matches no table; there are {[data.name for data in located]}.")
+    configs = {}
+    for data in located:
+        configs[data.name] = copy.deepcopy(dict(defaults))
+        for glob, overrides in rules.items():
+            if _matches(data, glob):
+                configs[data.name].update(copy.deepcopy(dict(overrides)))
+    return configs
+
+
+def _matches(data: ShardedData, glob: str) -> bool:
+    return fnmatchcase(data.name, glob) or (data.fqn is not None and fnmatchcase(data.fqn, glob))

@@ -1,0 +1,123 @@
+"""What happens, in which order, in a due step over sharded tables?
+
+1. Local: find the tables, score them (or run the user's ``update_mask``), hash the replicas. Errors are noted, not raised.
+2. One exchange of status: an error, another config or another set of names on any rank stops all ranks here, before anything has changed.
+3. Collective: masks follow their shards if those have moved; thresholds are found and new masks made.
+4. Local: what is newly removed is zeroed in the weights, and the new masks take the place of the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from dist_sparse.groups import Group, Replica, group_over
+from dist_sparse.masks import BlockMask
+from dist_sparse.shards import Block, ShardedData
+from dist_sparse.sparsifiers.sharded import ShardedTables, hash_tensor
+
+__all__ = ["MaskRule", "due_step"]
+
+
+class MaskRule(Protocol):
+    """How a sparsifier makes masks of sharded tables; the two halves of a step around the exchange of status."""
+
+    edits_masks: bool
+    """Whether ``prepare`` reads the present masks."""
+
+    def prepare(self, located: Mapping[str, ShardedData]) -> Any:
+        """The local half. Must not communicate or change anything."""
+        ...
+
+    def facts(self, name: str) -> Any:
+        """What must be equal on all ranks for one table, JSON-able."""
+        ...
+
+    def finish(self, prepared: Any, names: list[str], group: Group) -> Mapping[str, tuple[list[BlockMask], Block]]:
+        """The collective half: new masks of the named tables, and the block that one of their bits stands for."""
+        ...
+
+
+def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, repair: str) -> None:
+    """Moves the masks of all sharded tables. Collective over the tables' groups: every rank must call it.
+
+    Args:
+        tables: what is registered.
+        rule: how masks are made.
+        error: found before on this rank, to be raised on all.
+        repair: ``"raise"`` or ``"broadcast"``: what to do about replicas that have drifted apart.
+    """
+    located: Mapping[str, ShardedData] = {}
+    prepared: Any = None
+    if error is None:
+        try:
+            located = tables.locate()
+        except Exception as fault:
+            error = fault
+    if error is None and rule.edits_masks and tables.moved(located):
+        _agree_all(tables, located, rule, None, check_replicas=False)
+        tables.follow(located)
+    if error is None:
+        try:
+            prepared = rule.prepare(located)
+        except Exception as fault:
+            error = fault
+    drifted = _agree_all(tables, located, rule, error, check_replicas=True)
+    if drifted:
+        _repair(tables, located, drifted, repair)
+        prepared = rule.prepare(located)
+    tables.follow(located)
+    made: dict[str, tuple[list[BlockMask], Block]] = {}
+    for ranks, names in tables.groups.items():
+        made.update(rule.finish(prepared, names, group_over(ranks)))
+    for name, (masks, block) in made.items():
+        for shard, before, after in zip(located[name].shards, tables.masks(name), masks, strict=True):
+            after.apply_removed_since_(before, shard.tensor)
+        tables.commit(name, masks, block)
+
+
+def _agree_all(
+    tables: ShardedTables, located: Mapping[str, ShardedData], rule: MaskRule, error: Exception | None, check_replicas: bool
+) -> dict[str, list[int]]:
+    drifted: dict[str, list[int]] = {}
+    for ranks, names in tables.groups.items():
+        group = group_over(ranks)
+        facts: dict[str, Any] = {}
+        replicas: dict[str, Replica] = {}
+        for name in names if error is None else ():
+            data = located[name]
+            facts[f"the config of table {name!r}"] = rule.facts(name)
+            facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
+            facts[f"the sharding of table {name!r}"] = data.tiling
+            if check_replicas and data.replicated:
+                replicas.update(_replicas(data, group.rank))
+        drifted.update(group.agree("step()", facts, error, replicas))
+    return drifted
+
+
+def _replicas(data: ShardedData, rank: int) -> dict[str, Replica]:
+    found = {}
+    for shard in data.shards:
+        holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
+        if len(holders) > 1:
+            found[f"{data.name} {shard.rect}"] = Replica(hash_tensor(shard.tensor), holders[0] == rank, len(holders))
+    return found
+
+
+def _repair(tables: ShardedTables, located: Mapping[str, ShardedData], drifted: Mapping[str, list[int]], repair: str) -> None:
+    """Restores drifted replicas from their group's first rank. Collective: all ranks know the same of what has drifted."""
+    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
+    if repair != "broadcast":
+        raise ValueError(
+            f"Replicas have drifted from their first holder's: {places}. Nothing was changed; "
+            "sparsifier.repair = 'broadcast' restores them."
+        )
+    for ranks, names in tables.groups.items():
+        group = group_over(ranks)
+        for name in names:
+            data = located[name]
+            if any(place.startswith(f"{name} rows [") for place in drifted):
+                if any(held != data.tiling[0] for held in data.tiling):
+                    raise ValueError(f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired.")
+                for shard in data.shards:
+                    group.broadcast_(shard.tensor)

@@ -1,0 +1,139 @@
+"""How does plain data carry its mask?
+
+As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier``: a container module holds the user's own tensor as a buffer, parametrized by
+its mask. These functions attach, detach, squash and save one name of that container; what they keep is plain, dense and local.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+__all__ = ["Container", "Masked", "attach", "check_name", "detach", "dtype", "is_attached", "masks_to", "original", "restore", "squash"]
+
+
+class Masked(nn.Module):
+    """The default parametrization: ``mask * x``, and exactly 0 where the mask is 0 (``mask * NaN`` would be NaN)."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The effective weight, of the shape and dtype of ``x``."""
+        mask = self.mask
+        assert isinstance(mask, Tensor)
+        if mask.shape != x.shape:
+            raise ValueError(f"The mask of shape {tuple(mask.shape)} does not fit data of shape {tuple(x.shape)}.")
+        return torch.where(mask != 0, mask * x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+class Container(nn.Module):
+    """Holds the registered tensors, each a parametrized buffer until it is squashed."""
+
+
+def check_name(name: object) -> str:
+    """A name that can be a buffer's.
+
+    Raises:
+        TypeError: it is not a string.
+        KeyError: it is empty, holds a dot, or is an attribute that every module has.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"Invalid {name=}: must be a string.")
+    if not name or "." in name:
+        raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
+    if hasattr(nn.Module(), name):
+        raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
+    return name
+
+
+def attach(container: Container, name: str, weight: Tensor, mask: Tensor, parametrization: Any) -> None:
+    """Holds ``weight`` itself (no copy) under ``name``, with ``parametrization(mask)`` over it. On failure nothing is held."""
+    container.register_buffer(name, weight)
+    try:
+        parametrize.register_parametrization(container, name, parametrization(mask))
+    except BaseException:
+        detach(container, name)
+        raise
+
+
+def is_attached(container: Container, name: str) -> bool:
+    """Whether ``name`` still has its mask; False once squashed."""
+    return parametrize.is_parametrized(container, name)
+
+
+def original(container: Container, name: str) -> Tensor:
+    """The registered tensor itself."""
+    parts = container.parametrizations
+    assert isinstance(parts, nn.ModuleDict)
+    weight = parts[name].original
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def dtype(container: Container, name: str) -> torch.dtype:
+    """Of the data under ``name``, squashed or not."""
+    held = original(container, name) if is_attached(container, name) else getattr(container, name)
+    assert isinstance(held, Tensor)
+    return held.dtype
+
+
+def detach(container: Container, name: str) -> None:
+    """Lets go of ``name``; the user's tensor stays as it is."""
+    if is_attached(container, name):
+        parametrize.remove_parametrizations(container, name, leave_parametrized=False)
+    delattr(container, name)
+
+
+def squash(container: Container, name: str, *, leave_parametrized: bool) -> None:
+    """Drops the mask of ``name``; first writes the masked data into the user's own tensor if ``leave_parametrized``."""
+    if leave_parametrized:
+        weight = original(container, name)
+        with torch.no_grad():
+            weight.data.copy_(getattr(container, name))
+    parametrize.remove_parametrizations(container, name, leave_parametrized=False)
+
+
+def masks_to(state: Mapping[str, Mapping[str, Any]], *, sparse: bool) -> dict[str, dict[str, Any]]:
+    """A deep copy of the per-name state with masks as sparse COO, the ancestor's format for saving, or dense."""
+    converted: dict[str, dict[str, Any]] = {}
+    for name, entry in state.items():
+        converted[name] = {key: copy.deepcopy(value) for key, value in entry.items() if key != "mask"}
+        mask = entry.get("mask")
+        if mask is not None:
+            mask = mask.detach()
+            converted[name]["mask"] = mask.to_sparse_coo() if sparse else mask.to_dense().clone()
+    return converted
+
+
+def restore(
+    container: Container,
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Fills an empty container from a saved state; squashed names stay squashed.
+
+    Raises:
+        RuntimeError: a name has no config or no data.
+    """
+    for name, entry in state.items():
+        if name not in groups:
+            raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no config in data_groups.")
+        parametrized = tensors.get(f"parametrizations.{name}.original")
+        data = tensors.get(name, parametrized)
+        if data is None:
+            raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no data.")
+        data = data.detach().clone()
+        if name in tensors:
+            container.register_buffer(name, data)
+        else:
+            mask = entry.get("mask")
+            mask = torch.ones_like(data) if mask is None else mask
+            attach(container, name, data, mask, groups[name].get("parametrization", Masked))

@@ -1,0 +1,118 @@
+"""What of a sparsifier is saved, and how does it come back?
+
+Plain data follows the ancestor's format (``state``, ``data_groups``, ``_container``); everything in it loads with ``torch.load``'s default
+``weights_only=True``. Sharded tables add ``sharded``: this rank's bits, keyed by table name and global rectangle, never by rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dist_sparse.masks import BlockMask
+from dist_sparse.shards import Rect
+from dist_sparse.sparsifiers import plain
+from dist_sparse.sparsifiers.sharded import ShardedTables
+
+if TYPE_CHECKING:
+    from dist_sparse.sparsifiers.base import BaseDataSparsifier
+
+__all__ = ["getstate", "load_state_dict", "setstate", "state_dict"]
+
+_UNSAVED = {"state", "_container", "_tables", "_edited", "step"}
+"""Attributes that a copy makes anew. ``step`` in the instance is a scheduler's counting wrapper: a copy is not scheduled."""
+
+
+def state_dict(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
+    """See :meth:`BaseDataSparsifier.state_dict`. Tensors of plain data are by reference, like any module's."""
+    saved: dict[str, Any] = {
+        "state": plain.masks_to(sparsifier.state, sparse=True),
+        "data_groups": copy.deepcopy(sparsifier.data_groups),
+        "_container": dict(sparsifier._container.state_dict()),
+    }
+    tables = sparsifier._tables
+    if tables:
+        saved["sharded"] = {
+            name: {
+                "block": tuple(tables.block(name)),
+                "pieces": [{"rect": tuple(mask.rect), "bits": mask.bits.clone()} for mask in tables.masks(name)],
+            }
+            for name in tables.names
+        }
+    return saved
+
+
+def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], strict: bool) -> None:
+    """See :meth:`BaseDataSparsifier.load_state_dict`."""
+    states = plain.masks_to(saved["state"], sparse=False)
+    groups = copy.deepcopy(dict(saved["data_groups"]))
+    if not strict:
+        states = {name: entry for name, entry in states.items() if name not in sparsifier.state}
+    container = plain.Container()
+    plain.restore(container, states, groups, saved["_container"])
+    tables = sparsifier._tables
+    masks = _tables_from(tables, saved.get("sharded", {}), strict)
+    if strict:
+        sparsifier._container = container
+        sparsifier.state = states
+    else:
+        plain.restore(sparsifier._container, states, groups, saved["_container"])
+        sparsifier.state.update(states)
+        groups = {**groups, **sparsifier.data_groups}
+    lost = [name for name in groups if name not in sparsifier.state and name not in tables]
+    sparsifier.data_groups = {name: group for name, group in groups.items() if name not in lost}
+    for name, pieces in masks.items():
+        tables.commit(name, pieces, _block(saved["sharded"][name]["block"]))
+
+
+def getstate(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
+    """All attributes, subclasses' included; masks sparse.
+
+    Raises:
+        TypeError: sharded tables are registered: they belong to a model that lives on many ranks.
+    """
+    if sparsifier._tables:
+        raise TypeError("A sparsifier of sharded tables can't be copied or pickled: save state_dict() and register the model anew.")
+    kept = {key: value for key, value in sparsifier.__dict__.items() if key not in _UNSAVED}
+    container = {name: value.detach() for name, value in sparsifier._container.state_dict().items()}
+    return {**kept, "state": plain.masks_to(sparsifier.state, sparse=True), "_container": container}
+
+
+def setstate(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any]) -> None:
+    """Fills a new object from :func:`getstate`."""
+    kept = {key: value for key, value in saved.items() if key not in {"state", "_container"}}
+    sparsifier.__dict__.update(kept)
+    sparsifier.state = plain.masks_to(saved["state"], sparse=False)
+    sparsifier._tables = ShardedTables()
+    sparsifier._edited = None
+    sparsifier._container = plain.Container()
+    plain.restore(sparsifier._container, sparsifier.state, sparsifier.data_groups, saved["_container"])
+
+
+def _tables_from(tables: ShardedTables, saved: Mapping[str, Any], strict: bool) -> dict[str, list[BlockMask]]:
+    """The masks of this rank's shards, put together from saved pieces. Checks everything before anything changes."""
+    missing = [name for name in tables.names if name not in saved]
+    if missing and (strict or saved):
+        raise ValueError(f"The state has no masks of the registered tables {missing}; it has those of {sorted(saved)}.")
+    unknown = [name for name in saved if name not in tables]
+    if unknown:
+        raise ValueError(f"The state has masks of tables {unknown} that are not registered: call add_model() before loading.")
+    located = tables.locate() if saved else {}
+    masks: dict[str, list[BlockMask]] = {}
+    for name, entry in saved.items():
+        block = _block(entry["block"])
+        pieces = [BlockMask(Rect(*piece["rect"]), block, piece["bits"]) for piece in entry["pieces"]]
+        masks[name] = []
+        for shard in located[name].shards:
+            parts = [p.cut(common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
+            try:
+                masks[name].append(BlockMask.assemble(shard.rect, block, parts, shard.tensor.device))
+            except ValueError as error:
+                raise ValueError(f"Table {name!r}: {error} A state_dict() holds only the bits of the rank that made it.") from error
+    return masks
+
+
+def _block(saved: Any) -> tuple[int, int]:
+    height, width = saved
+    return int(height), int(width)

@@ -1,0 +1,170 @@
+"""How do scores become masks, for plain data and for sharded tables alike?
+
+A subclass says how much an element matters (:meth:`ScoreSparsifier.score`); the frame does the rest: block means, the exact k smallest over all
+ranks, ties, edge blocks, and the elements inside a block. Plain data goes through the same code as a world of one.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_sparse.groups import Group, rank_in
+from dist_sparse.masks import BlockMask
+from dist_sparse.scores import Measure
+from dist_sparse.shards import ROW, Block, Rect, Shard, ShardedData, grid_of, resolve_block
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.update import Goal, ScoredTable, new_masks, score_table
+
+__all__ = ["ScoreSparsifier"]
+
+
+class ScoreSparsifier(BaseDataSparsifier):
+    """Removes the blocks with the smallest mean score. Subclasses write :meth:`score`, nothing else.
+
+    Args:
+        data_list: as in :class:`BaseDataSparsifier`.
+        sparsity_level: fraction of blocks to hit, 0 to 1 (clipped): exactly ``round(sparsity_level * blocks)`` of them, half to even.
+        sparse_block_shape: ``(rows, columns)`` of a block; ``(1, ROW)`` is whole rows.
+        zeros_per_block: elements to remove in a block that is hit, those with the smallest score; None is the whole block.
+        **defaults: further configuration that :meth:`score` receives.
+    """
+
+    def __init__(
+        self,
+        data_list: Any = None,
+        sparsity_level: float = 0.5,
+        sparse_block_shape: tuple[int, int | str] = (1, 4),
+        zeros_per_block: int | None = None,
+        **defaults: Any,
+    ) -> None:
+        self._whole_blocks = zeros_per_block is None
+        self._own_zeros: set[str] = set()
+        if zeros_per_block is None and ROW not in sparse_block_shape:
+            zeros_per_block = math.prod(int(size) for size in sparse_block_shape)
+        super().__init__(
+            data_list,
+            sparsity_level=sparsity_level,
+            sparse_block_shape=sparse_block_shape,
+            zeros_per_block=zeros_per_block,
+            **defaults,
+        )
+
+    @abc.abstractmethod
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        """How much each element matters: finite, not negative, any floating dtype, the shape of ``data``.
+
+        Args:
+            name: of the table.
+            data: a few whole rows of a local shard, ``(rows, columns)``. A score must not depend on how rows are grouped into calls.
+            offset: the global (row, column) of ``data[0, 0]``.
+            **config: the table's configuration at this moment.
+        """
+
+    def add_data(self, name: str, data: Any, reuse_mask: bool = True, **config: Any) -> Tensor:
+        masked = super().add_data(name, data, reuse_mask, **config)
+        if "zeros_per_block" in config:
+            self._own_zeros.add(name)
+        return masked
+
+    add_data.__doc__ = BaseDataSparsifier.add_data.__doc__
+
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
+        """Sets ``get_mask(name)`` to the int8 mask of ``data``, made from scratch.
+
+        Raises:
+            NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite scores, or an impossible config.
+        """
+        if not data.dtype.is_floating_point:
+            raise NotImplementedError(f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored.")
+        matrix = _matrix(name, data.detach())
+        rect = Rect(0, 0, *matrix.shape)
+        table = ShardedData(
+            name=name,
+            shape=(rect.rows, rect.cols),
+            dtype=data.dtype,
+            sharding="plain",
+            ranks=None,
+            tiling=((rect,),),
+            shards=(Shard(rect, matrix),),
+        )
+        scored = score_table(self._goal(table, config), 0)
+        [[mask]] = new_masks([scored], Group(None, None))
+        self.get_mask(name).data = mask.dense().view(data.shape)
+
+    def _measure(self, name: str, config: Mapping[str, Any]) -> Measure:
+        return lambda data, offset: self.score(name, data, offset=offset, **config)
+
+    def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
+        block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
+        area = block[0] * block[1]
+        zeros = config["zeros_per_block"]
+        if zeros is None or (self._whole_blocks and data.name not in self._own_zeros and zeros == self.defaults["zeros_per_block"]):
+            zeros = area
+        if not isinstance(zeros, int) or not 0 <= zeros <= area:
+            raise ValueError(f"Invalid zeros_per_block={zeros!r} of {data.name!r}: must be an int in [0, {area}], the area of {block}.")
+        level = config["sparsity_level"]
+        if not isinstance(level, (int, float)) or math.isnan(level):
+            raise ValueError(f"Invalid sparsity_level={level!r} of {data.name!r}: must be a number.")
+        grid = grid_of(Rect(0, 0, *data.shape), block)
+        blocks = grid.rows * grid.cols
+        k = round(min(max(level, 0.0), 1.0) * blocks) if zeros else 0
+        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=self._measure(data.name, config))
+
+    def _check_config(self, data: ShardedData, config: Mapping[str, Any]) -> None:
+        self._goal(data, config)
+
+    def _bit_block(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
+        goal = self._goal(data, config)
+        return (1, 1) if goal.by_element else goal.block
+
+    def _keep(self, mask: Tensor) -> Tensor:
+        return mask.data if type(self).update_mask is ScoreSparsifier.update_mask else super()._keep(mask)
+
+    def _rule(self) -> Any:
+        return _ByScore(self) if type(self).update_mask is ScoreSparsifier.update_mask else super()._rule()
+
+
+class _ByScore:
+    """Scores of all tables, the exact thresholds over all ranks, and masks from both."""
+
+    edits_masks = False
+
+    def __init__(self, sparsifier: ScoreSparsifier) -> None:
+        self._sparsifier = sparsifier
+
+    def prepare(self, located: Mapping[str, ShardedData]) -> dict[str, ScoredTable]:
+        user = self._sparsifier
+        goals = {name: user._goal(data, user.data_groups[name]) for name, data in located.items()}
+        return {name: score_table(goal, rank_in(goal.data.ranks)) for name, goal in goals.items()}
+
+    def facts(self, name: str) -> Any:
+        return [self._sparsifier.data_groups[name], getattr(self._sparsifier, "norm", None)]
+
+    def finish(
+        self, prepared: dict[str, ScoredTable], names: list[str], group: Group
+    ) -> dict[str, tuple[list[BlockMask], Block]]:
+        tables = [prepared[name] for name in names]
+        made: dict[str, tuple[list[BlockMask], Block]] = {}
+        for name, table, masks in zip(names, tables, new_masks(tables, group), strict=True):
+            made[name] = masks, ((1, 1) if table.goal.by_element else table.goal.block)
+        return made
+
+
+def _matrix(name: str, data: Tensor) -> Tensor:
+    """``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one real dimension as a row.
+
+    Raises:
+        ValueError: more than two real dimensions.
+    """
+    if data.dim() == 2:
+        return data
+    real = [size for size in data.shape if size != 1]
+    if len(real) > 2:
+        raise ValueError(f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment.")
+    return data.reshape(real if len(real) == 2 else (1, data.numel()))

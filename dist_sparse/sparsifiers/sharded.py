@@ -1,0 +1,156 @@
+"""Where do the masks of sharded tables live, and how do they follow their shards?
+
+A :class:`ShardedTables` holds what was registered (sources that say where tables lie at the moment) and, for each shard on this rank, its
+:class:`~dist_sparse.masks.BlockMask`. When the rectangles of the moment differ from those that the bits were stored for, the bits move to
+their new holders by one all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dist_sparse.groups import Group, group_over
+from dist_sparse.masks import BlockMask
+from dist_sparse.shards import Block, Rect, ShardedData, Source, grid_of
+
+__all__ = ["ShardedTables", "hash_tensor"]
+
+Tiling = tuple[tuple[Rect, ...], ...]
+
+_MIX = 0x1E3779B97F4A7C15
+_HASHED = 1 << 22
+
+
+class ShardedTables:
+    """The registered sharded tables of one sparsifier, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self._masks: dict[str, list[BlockMask]] = {}
+        self._tilings: dict[str, Tiling] = {}
+        self._blocks: dict[str, Block] = {}
+        self._ranks: dict[str, tuple[int, ...] | None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._masks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._masks
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._masks)
+
+    def add(self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block]) -> None:
+        """Registers what ``source`` located just now, all blocks kept."""
+        self._sources.append(source)
+        for data in located:
+            self._tilings[data.name], self._ranks[data.name] = data.tiling, data.ranks
+            block = self._blocks[data.name] = blocks[data.name]
+            self._masks[data.name] = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
+
+    def drop(self, name: str) -> None:
+        """Forgets one table's masks; its source stays, for the sake of the others in it."""
+        del self._masks[name], self._tilings[name], self._blocks[name], self._ranks[name]
+
+    @property
+    def groups(self) -> dict[tuple[int, ...] | None, list[str]]:
+        """The tables' names by the global ranks over which they lie."""
+        groups: dict[tuple[int, ...] | None, list[str]] = {}
+        for name, ranks in self._ranks.items():
+            groups.setdefault(ranks, []).append(name)
+        return groups
+
+    def locate(self) -> dict[str, ShardedData]:
+        """The registered tables as they lie now, by name. Does not communicate."""
+        located = {data.name: data for source in self._sources for data in source.locate()}
+        missing = [name for name in self._masks if name not in located]
+        if missing:
+            raise ValueError(f"The registered tables {missing} are no longer in the model; it holds {sorted(located)}.")
+        return {name: located[name] for name in self._masks}
+
+    def masks(self, name: str) -> list[BlockMask]:
+        """The masks of this rank's shards, in their order. The list is live: :meth:`commit` replaces it."""
+        return self._masks[name]
+
+    def block(self, name: str) -> Block:
+        """What one bit of the table's masks stands for; known on ranks without a shard too."""
+        return self._blocks[name]
+
+    def commit(self, name: str, masks: list[BlockMask], block: Block) -> None:
+        """Replaces the masks of this rank's shards by masks of the same rectangles."""
+        assert all(mask.block == block for mask in masks)
+        self._masks[name], self._blocks[name] = masks, block
+
+    def moved(self, located: Mapping[str, ShardedData]) -> list[str]:
+        """The tables whose rectangles differ from those that the bits were stored for. The same on every rank."""
+        return [name for name, data in located.items() if data.tiling != self._tilings[name]]
+
+    def follow(self, located: Mapping[str, ShardedData]) -> None:
+        """Moves the bits of moved tables to their new holders. Collective over the groups of moved tables: one all-to-all each."""
+        moved = self.moved(located)
+        for ranks, names in self.groups.items():
+            if tables := [located[name] for name in names if name in moved]:
+                self._move(tables, group_over(ranks))
+
+    def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
+        pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
+        sizes = [0] * group.size
+        for table in tables:
+            block = self._blocks[table.name]
+            before = dict(zip(self._tilings[table.name][group.rank], self._masks[table.name], strict=True))
+            for _, receiver, rect, old in _transfers(self._tilings[table.name], table.tiling, sender=group.rank):
+                pieces[receiver].append(before[old].cut(rect).bits)
+            for sender, _, rect, _ in _transfers(self._tilings[table.name], table.tiling, receiver=group.rank):
+                sizes[sender] += _bytes_of(rect, block)
+        raw = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8) for parts in pieces]
+        received = group.all_to_all(raw, sizes)
+        at = [0] * group.size
+        for table in tables:
+            block = self._blocks[table.name]
+            parts: list[BlockMask] = []
+            for sender, _, rect, _ in _transfers(self._tilings[table.name], table.tiling, receiver=group.rank):
+                count = _bytes_of(rect, block)
+                parts.append(BlockMask(rect, block, received[sender][at[sender] : at[sender] + count]))
+                at[sender] += count
+            self._masks[table.name] = [
+                BlockMask.assemble(shard.rect, block, [p for p in parts if p.rect.intersect(shard.rect) == p.rect], shard.tensor.device)
+                for shard in table.shards
+            ]
+            self._tilings[table.name] = table.tiling
+
+
+def hash_tensor(tensor: Tensor) -> int:
+    """A 64-bit hash of the bytes of ``tensor``, in row-major order: a change of any one element always changes it."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, raw.numel(), _HASHED):
+        part = raw[start : start + _HASHED]
+        if rest := -part.numel() % 8:
+            part = torch.cat([part, part.new_zeros(rest)])
+        words = part.view(torch.int64) if part.storage_offset() % 8 == 0 else part.clone().view(torch.int64)
+        odd = torch.arange(start // 8, start // 8 + words.numel(), device=words.device).mul_(_MIX).bitwise_or_(1)
+        total += int((words * odd).sum())
+    return (total + _MIX * raw.numel()) % (1 << 63)
+
+
+def _transfers(
+    old: Tiling, new: Tiling, *, sender: int | None = None, receiver: int | None = None
+) -> Iterator[tuple[int, int, Rect, Rect]]:
+    """``(sender, receiver, common rectangle, old rectangle)`` of every message from an old owner to a new holder."""
+    owners = [[rect for rect in dict.fromkeys(held) if all(rect not in o for o in old[:rank])] for rank, held in enumerate(old)]
+    for to in range(len(new)) if receiver is None else (receiver,):
+        for target in dict.fromkeys(new[to]):
+            for origin in range(len(old)) if sender is None else (sender,):
+                for rect in owners[origin]:
+                    common = rect.intersect(target)
+                    if common is not None:
+                        yield origin, to, common, rect
+
+
+def _bytes_of(rect: Rect, block: Block) -> int:
+    grid = grid_of(rect, block)
+    return -(-grid.rows * grid.cols // 8)
