@@ -126,7 +126,7 @@ def _reshard(world: int) -> None:
     # What torchrec 1.8 can do on gloo: every shard of a changed table moves, no rank holds two of them, and (or the forward would misroute ids)
     # the features were not in the order of the ranks before.
     moves = {
-        "table_wise": {"user": table_wise(rank=0), "tiny": table_wise(rank=world // 2 - 1)},
+        "table_wise": {"user": table_wise(rank=0), "tiny": table_wise(rank=2 % world)},
         "column_wise": {"item": column_wise(ranks=list(range(world))[::-1]), "tiny": column_wise(ranks=[1, 2 % world])},
     }
     for name, move in moves.items():
