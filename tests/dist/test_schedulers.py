@@ -1,0 +1,287 @@
+"""Do all ranks schedule the same, and is a rank that would not named on every rank? On two real gloo ranks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_sparse.groups import reset_traffic, set_timeout, traffic
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.ready import CubicDataScheduler, LambdaDataScheduler, LinearDataScheduler
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from tests.dist.harness import run_cases, run_ranks
+
+pytestmark = pytest.mark.dist
+WORLD = 2
+
+
+class Still(BaseDataSparsifier):
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
+        pass
+
+
+class Script(BaseDataScheduler):
+    """Answers ``answers[step]``; raises what is an exception."""
+
+    answers: tuple[Any, ...] = ()
+
+    def get_schedule_param(self) -> Any:
+        answer = self.answers[self.last_epoch]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class OtherScript(Script):
+    pass
+
+
+def scripted(*answers: Any, kind: type[Script] = Script) -> type[Script]:
+    return type(kind.__name__, (kind,), {"answers": answers})
+
+
+def sparsifier_of(*names: str) -> Still:
+    return Still([(name, torch.ones(2, 2)) for name in names], sparsity_level=0.5)
+
+
+def levels(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
+    return {name: config["sparsity_level"] for name, config in sparsifier.data_groups.items()}
+
+
+def per_rank(*values: Any) -> Any:
+    return values[dist.get_rank()]
+
+
+def refused(call: Callable[[], Any], *words: str) -> None:
+    """``call`` raises a ValueError with these words, on every rank."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
+
+
+def rank_0_is_written_everywhere_with_one_warning() -> None:
+    sparsifier = sparsifier_of("a", "b")
+    same, mine = {"a": 0.1}, {"a": per_rank(0.2, 0.9), "b": per_rank(0.3, 0.3)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scheduler = scripted(same, mine, mine, same)(sparsifier, "sparsity_level")
+        assert levels(sparsifier) == {"a": 0.1, "b": 0.5} and not caught
+        for _ in range(2):
+            sparsifier.step()
+            scheduler.step()
+            assert levels(sparsifier) == scheduler.get_last_param() == {"a": 0.2, "b": 0.3}
+        sparsifier.step()
+        scheduler.step()
+    assert len(caught) == dist.get_rank()
+    if caught:
+        assert caught[0].filename == __file__
+        assert "'a' is 0.9 here and 0.2 on rank 0" in str(caught[0].message)
+
+
+def values_keep_their_types() -> None:
+    answer = {"a": (1, (2, "x")), "b": per_rank(math.nan, float("nan")), "c": per_rank((1, 2), (3, 4)), "d": None}
+    sparsifier = sparsifier_of("a", "b", "c", "d", "e")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scripted({**answer, "e": torch.tensor(0.5)})(sparsifier, "shape")
+    shapes = {name: config["shape"] for name, config in sparsifier.data_groups.items()}
+    assert shapes["a"] == (1, (2, "x")) and math.isnan(shapes["b"]) and shapes["c"] == (1, 2) and shapes["d"] is None
+    assert shapes["e"] == 0.5
+    assert len(caught) == dist.get_rank()
+
+
+def what_can_not_cross_is_refused() -> None:
+    sparsifier = sparsifier_of("a")
+    refused(lambda: scripted({"a": object()})(sparsifier, "sparsity_level"), "rank 0", "rank 1", "object", "JSON")
+    assert levels(sparsifier) == {"a": 0.5}
+
+
+def exception_on_one_rank_is_raised_on_both() -> None:
+    sparsifier = sparsifier_of("a")
+    scheduler = scripted({}, per_rank({"a": 0.7}, KeyError("lost")), {"a": 0.8})(sparsifier, "sparsity_level")
+    sparsifier.step()
+    sparsifier.enable_mask_update = False
+    before = scheduler.state_dict()
+    refused(scheduler.step, "rank 1: KeyError: 'lost'", "nothing was changed")
+    assert scheduler.state_dict() == before
+    assert levels(sparsifier) == {"a": 0.5} and sparsifier.enable_mask_update is False
+    type(scheduler).answers = ({}, {"a": 0.8})
+    scheduler.step()
+    assert levels(sparsifier) == {"a": 0.8} and scheduler.last_epoch == 1
+
+
+def unknown_name_on_one_rank() -> None:
+    sparsifier = sparsifier_of("a")
+    make = scripted(per_rank({"ghost": 1.0}, {}))
+    refused(lambda: make(sparsifier, "sparsity_level"), "rank 0", "ghost", "['a']")
+    assert "step" not in vars(sparsifier)
+
+
+def not_a_sparsifier_on_one_rank() -> None:
+    refused(
+        lambda: scripted({})(per_rank(sparsifier_of("a"), object()), "sparsity_level"), "rank 1: TypeError", "object"
+    )
+    refused(lambda: CubicDataScheduler(per_rank(3, sparsifier_of("a")), final=0.5, end=5), "rank 0: TypeError", "int")
+
+
+def other_answers() -> None:
+    sparsifier = sparsifier_of("a", "b")
+    make = scripted(per_rank({"a": 0.1}, {"a": 0.1, "b": 0.1}))
+    refused(lambda: make(sparsifier, "sparsity_level"), "data 'b' is scheduled on rank 1 and not scheduled on rank 0")
+    assert levels(sparsifier) == {"a": 0.5, "b": 0.5}
+
+
+def other_names() -> None:
+    sparsifier = per_rank(sparsifier_of("a"), sparsifier_of("a", "b"))
+    refused(lambda: scripted({})(sparsifier, "sparsity_level"), "data 'b'", "nothing on rank 0", "rank 1")
+    refused(lambda: LinearDataScheduler(sparsifier, final=0.5, end=5), "data 'b'", "nothing on rank 0", "rank 1")
+
+
+def other_parameter() -> None:
+    param = per_rank("sparsity_level", "zeros_per_block")
+    refused(lambda: scripted({})(sparsifier_of("a"), param), "schedule_param is zeros_per_block on rank 1")
+
+
+def other_class() -> None:
+    make = per_rank(scripted({}), scripted({}, kind=OtherScript))
+    refused(lambda: make(sparsifier_of("a"), "sparsity_level"), "rank 1", "'step of OtherScript'", "'step of Script'")
+
+
+def other_step() -> None:
+    make = scripted({}, {}, {})
+    refused(
+        lambda: make(sparsifier_of("a"), "sparsity_level", last_epoch=per_rank(-1, 0)),
+        "last_epoch is 1 on rank 1 and 0",
+    )
+
+
+def other_plan() -> None:
+    plan: dict[str, Any] = {"final": 0.8, "begin": 1, "end": 9, "every": 2}
+    for key, values in {
+        "final": (0.8, 0.7),
+        "begin": (1, 2),
+        "end": (9, 8),
+        "every": (2, 3),
+        "initial": (0.0, 0.1),
+    }.items():
+        sparsifier = sparsifier_of("a")
+        mine = {**plan, key: per_rank(*values)}
+        refused(lambda mine=mine, on=sparsifier: CubicDataScheduler(on, **mine), f"{key} is {values[1]} on rank 1")
+        assert levels(sparsifier) == {"a": 0.5}
+    globs = per_rank({"*": 0.5, "a": 0.7}, {"a": 0.7, "*": 0.5})
+    refused(lambda: CubicDataScheduler(sparsifier_of("a"), final=globs, end=9), "final is", "rank 1")
+
+
+def bad_plan_on_one_rank() -> None:
+    make = CubicDataScheduler
+    refused(lambda: make(sparsifier_of("a"), final=per_rank(1.5, 0.5), end=5), "rank 0: ValueError: Invalid final=1.5")
+    refused(lambda: make(sparsifier_of("a"), final=0.5, end=per_rank(5, 5.5)), "rank 1: ValueError: Invalid end=5.5")
+    finals = per_rank({"*": 0.5}, {"b*": 0.5})
+    refused(lambda: make(sparsifier_of("a"), final=finals, end=5), "rank 1: ValueError: Invalid names or globs ['b*']")
+
+
+def ready_steps_send_nothing() -> None:
+    sparsifier = sparsifier_of("a", "b")
+    reset_traffic()
+    scheduler = CubicDataScheduler(sparsifier, final={"a": 0.8, "b": 0.4}, begin=2, end=8, every=3)
+    assert traffic().collectives == 1 and traffic().bytes < 64
+    reset_traffic()
+    due = []
+    for step in range(10):
+        if sparsifier.enable_mask_update:
+            due.append(step)
+        sparsifier.step()
+        scheduler.step()
+    assert due == [2, 5, 8] and levels(sparsifier) == {"a": 0.8, "b": 0.4}
+    assert traffic().collectives == 0
+
+
+def lambda_talks_at_due_steps_alone() -> None:
+    sparsifier = sparsifier_of("a")
+    gap = per_rank(0.0, 0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scheduler = LambdaDataScheduler(sparsifier, fn=lambda step: step / 10 + gap, begin=1, every=2, end=5)
+        talked = []
+        for _ in range(7):
+            reset_traffic()
+            sparsifier.step()
+            scheduler.step()
+            talked.append(traffic().collectives > 0)
+            assert levels(sparsifier) == {"a": (None, 0.1, 0.1, 0.3, 0.3, 0.5, 0.5, 0.5)[scheduler.last_epoch]}
+    assert talked == [True, False, True, False, True, False, False]
+    assert len(caught) == dist.get_rank()
+
+
+def user_written_steps_send_little() -> None:
+    sparsifier = sparsifier_of(*(f"table_{i}" for i in range(100)))
+    answer = {name: 0.25 for name in sparsifier.data_groups}
+    scheduler = scripted({}, answer)(sparsifier, "sparsity_level")
+    sparsifier.step()
+    reset_traffic()
+    scheduler.step()
+    assert traffic().collectives == 3 and traffic().bytes < 100 * 32
+
+
+def load_of_another_step_is_refused() -> None:
+    sparsifier = sparsifier_of("a")
+    scheduler = CubicDataScheduler(sparsifier, final=0.8, end=8)
+    before = scheduler.state_dict()
+    refused(
+        lambda: scheduler.load_state_dict({**before, "last_epoch": per_rank(4, 5)}),
+        "last_epoch is 5 on rank 1 and 4 on rank 0",
+    )
+    refused(
+        lambda: scheduler.load_state_dict({**before, "every": per_rank(1, 0)}), "rank 1: ValueError: Invalid every=0"
+    )
+    assert scheduler.state_dict() == before and levels(sparsifier) == {"a": 0.0}
+    scheduler.load_state_dict({**before, "last_epoch": 8})
+    assert levels(sparsifier) == {"a": 0.8}
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        rank_0_is_written_everywhere_with_one_warning,
+        values_keep_their_types,
+        what_can_not_cross_is_refused,
+        exception_on_one_rank_is_raised_on_both,
+        unknown_name_on_one_rank,
+        not_a_sparsifier_on_one_rank,
+        other_answers,
+        other_names,
+        other_parameter,
+        other_class,
+        other_step,
+        other_plan,
+        bad_plan_on_one_rank,
+        ready_steps_send_nothing,
+        lambda_talks_at_due_steps_alone,
+        user_written_steps_send_little,
+        load_of_another_step_is_refused,
+    )
+}
+
+
+def _run() -> dict[str, str | None]:
+    set_timeout(20)
+    return run_cases(CASES, lambda case: case())
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str | None]]:
+    return run_ranks(WORLD, _run, timeout=120)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_on_two_ranks(outcomes: list[dict[str, str | None]], name: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
