@@ -1,8 +1,9 @@
 """Which tables, and on request which dense parameters, does a model hold?
 
-:func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports torch only: TorchRec's modules are left to
-:mod:`dist_sparse.torchrec`, which is imported when torchrec already is, because a model that holds its modules implies that.
-The walk is repeated at each ``locate()``, so that what it yields is never stale, and does not communicate.
+:func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports torch only: TorchRec's
+modules are left to :mod:`dist_sparse.torchrec`, which is imported when torchrec already is, because a model that holds
+its modules implies that. The walk is repeated at each ``locate()``, so that what it yields is never stale, and does not
+communicate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ __all__ = ["ModelTables", "model_source"]
 
 Patterns = str | Sequence[str] | None
 
-# Attributes of wrappers, which torch and TorchRec leave out of the fully qualified names in a state_dict: DMP, torch.compile, FSDP, checkpoint.
+# Attributes of wrappers, which torch and TorchRec leave out of the fully qualified names in a state_dict: DMP,
+# torch.compile, FSDP, activation checkpoints.
 _WRAPPERS: Final = {"_dmp_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -39,7 +41,7 @@ def model_source(
     Args:
         model: a ``DistributedModelParallel``, a DDP module, or any module.
         include: globs over table names and fully qualified names; None is every table.
-        exclude: globs of what to leave out, dense parameters among it; a module that is refused can be left out by its path.
+        exclude: globs of what to leave out, dense parameters too; a module that is refused can be left out by its path.
         dense: globs of other parameters to register, True for all: 2-D ones as they are, 1-D ones as (1, n).
 
     Raises:
@@ -95,8 +97,8 @@ class ModelTables:
             chosen = [(name, found) for name, found in chosen if name not in left_out]
         if not chosen and not tables:
             raise ValueError(
-                f"{type(self._model).__name__} holds no tables: no TorchRec collection, nn.Embedding or nn.EmbeddingBag. "
-                "Other parameters are selected by dense=."
+                f"{type(self._model).__name__} holds no tables: no TorchRec collection, nn.Embedding(Bag)."
+                " Other parameters are selected by dense=."
             )
         if not chosen:
             raise ValueError(f"include and exclude leave none of the tables {_listed(tables)}.")
@@ -105,7 +107,7 @@ class ModelTables:
 
 @dataclass(frozen=True)
 class _Found:
-    """Something in the model: its own name, the path of the module that gave it, and how to look it up under a registered name."""
+    """Something in the model: its own name, the path of the module that gave it, and how to look it up under a name."""
 
     name: str
     path: str
@@ -115,7 +117,7 @@ class _Found:
 
 
 class _Replicas(NamedTuple):
-    """The innermost DDP around a module: over which ranks, which parameters it leaves alone, and the module's own path inside it."""
+    """The innermost DDP around a module: its ranks, the parameters it leaves alone, the module's own path inside it."""
 
     ranks: tuple[int, ...] | None = None
     ignored: frozenset[str] = frozenset()
@@ -129,7 +131,7 @@ class _Replicas(NamedTuple):
 
 
 class _Walk:
-    """One pass over a model. A module or parameter that is reached twice counts once, under the name that comes first."""
+    """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -173,7 +175,9 @@ class _Walk:
 
     def _refusal(self, module: nn.Module) -> str | None:
         if hasattr(module, "split_embedding_weights"):
-            return "a bare FBGEMM table batch has no table names; use TorchRec's collections, or add_data on each of its weights"
+            return (
+                "a bare FBGEMM table batch has no table names; use TorchRec's collections, or add_data on its weights"
+            )
         reason: str | None = self._torchrec.refusal(module) if self._torchrec else None
         return reason
 
@@ -200,7 +204,7 @@ def _replica(parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, 
     """A parameter that every rank of ``ranks`` holds whole."""
     if parameter is None:
         raise ValueError(
-            f"Table {name!r}: {fqn} is computed (parametrized or flattened by FSDP), not a parameter that can be masked."
+            f"Table {name!r}: {fqn} is computed (parametrized, or flattened by FSDP); only parameters can be masked."
         )
     if is_lazy(parameter):
         raise ValueError(f"Table {name!r}: {fqn} is not initialized yet; run a forward first.")
@@ -208,7 +212,7 @@ def _replica(parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, 
         raise ValueError(f"Table {name!r}: {fqn} is a {type(parameter.data).__name__}; register it by add_data.")
     if parameter.ndim > 2:
         raise ValueError(
-            f"Table {name!r}: {fqn} has the shape {tuple(parameter.shape)}; only 1-D and 2-D parameters can be registered."
+            f"Table {name!r}: {fqn} has the shape {tuple(parameter.shape)}; only 1-D and 2-D ones can be registered."
         )
     view = parameter.data if parameter.ndim == 2 else parameter.data.view(1, -1)
     whole = Rect(0, 0, view.shape[0], view.shape[1])

@@ -1,8 +1,9 @@
 """Where are the tables of a TorchRec module?
 
-The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it shards a module, so nothing communicates;
-the views come from the kernels. Both are read at each call, because ``DistributedModelParallel.reshard`` replaces them.
-With ``training``, this is the only importer of torchrec and fbgemm; :mod:`dist_sparse.modules` imports it once torchrec is in use.
+The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it shards a module, so
+nothing communicates; the views come from the kernels. Both are read at each call, because
+``DistributedModelParallel.reshard`` replaces them. With ``training``, this is the only importer of torchrec and fbgemm;
+:mod:`dist_sparse.modules` imports it once torchrec is in use.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _KERNELS: Final = ("dense", "fused", "fused_uvm")
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 _TESTED: Final = ((1, 7), (1, 8))
 
-# Modules that hold an ordinary collection and change which row an id means (or the row itself) behind the mask's back. By the Python module of
-# their classes, sharded and not, so that a release without one of them imports all the same.
+# Modules that change which row an id means (or the row itself) behind the mask's back. By the Python module of their
+# classes, sharded and not, so that a release without one of them imports all the same.
 _REFUSED: Final = {
     "torchrec.modules.mc_embedding_modules": "managed collisions move ids between rows",
     "torchrec.distributed.mc_embedding_modules": "managed collisions move ids between rows",
@@ -52,7 +53,7 @@ _REFUSED: Final = {
     "torchrec.modules.pec_embedding_modules": "PEC collections handle colliding ids on their own",
     "torchrec.distributed.pec_embedding": "PEC collections handle colliding ids on their own",
     "torchrec.distributed.embedding_tower_sharding": "an embedding tower lives on the ranks of one host only",
-    "torchrec.modules.fused_embedding_modules": "it is trained unsharded inside a table batch; shard it, or use EmbeddingBagCollection",
+    "torchrec.modules.fused_embedding_modules": "it is a table batch of its own; use EmbeddingBagCollection",
     "torchrec.quant.embedding_modules": "it is quantized; sparsify the float model before quantizing",
     "torchrec.distributed.quant_embedding": "it is quantized; sparsify the float model before quantizing",
     "torchrec.distributed.quant_embeddingbag": "it is quantized; sparsify the float model before quantizing",
@@ -60,7 +61,7 @@ _REFUSED: Final = {
 
 
 class Table(NamedTuple):
-    """A table that was found: its name inside its module, its fully qualified name, and how to look it up under a registered name."""
+    """A table: its name inside its module, its fully qualified name, and how to look it up under a registered name."""
 
     name: str
     fqn: str
@@ -71,21 +72,22 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
     """Refuses a mix of releases: TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others.
 
     Raises:
-        ImportError: two of them don't fit; says which part is wrong. Unknown (nightly, internal) versions and untested releases only warn.
+        ImportError: two of them don't fit; says which part is wrong. Unknown (nightly, internal) versions and untested
+            releases only warn.
     """
     rec, gemm, base = (_minor(version) for version in (torchrec_version, fbgemm_version, torch_version))
     have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
     if rec is None or gemm is None or base is None:
         warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
         return
-    wanted_torch = (2, rec[1] + 5)
+    wanted = (2, rec[1] + 5)
     if rec != gemm:
         raise ImportError(
-            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs fbgemm-gpu {rec[0]}.{rec[1]}.*; installed: {have}."
+            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*; installed: {have}."
         )
-    if base != wanted_torch:
+    if base != wanted:
         raise ImportError(
-            f"The torch is wrong: torchrec {torchrec_version} needs torch {wanted_torch[0]}.{wanted_torch[1]}.*; installed: {have}."
+            f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*; installed: {have}."
         )
     if rec not in _TESTED:
         tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED)
@@ -95,7 +97,7 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why the tables below a module of TorchRec's can't be sparsified, or None. Says what would work where something does."""
+    """Why the tables below a module of TorchRec's can't be sparsified (and what would work), or None."""
     if isinstance(module, DMPCollection) or isinstance(getattr(module, "_env", None), ShardingEnv2D):
         return "2-D parallelism (DMPCollection) averages replicas on its own schedule; use DistributedModelParallel"
     for base in type(module).__mro__:
@@ -122,7 +124,7 @@ def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict] | None:
 
 
 def sharded_tables(module: nn.Module, path: str) -> list[Table] | None:
-    """The tables of a sharded collection at ``path`` of the model, in the order of its configs; None for another module."""
+    """The tables of a sharded collection at ``path``, in the order of its configs; None for another module."""
     if not isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
         return None
     attribute = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
@@ -136,7 +138,7 @@ def sharded_tables(module: nn.Module, path: str) -> list[Table] | None:
 
 @dataclass
 class _Pieces:
-    """One table: its config (that of any shard), the rectangles of every rank and this rank's views, both in kernel order."""
+    """One table: its config (any shard's), the rectangles of every rank and this rank's views, both in kernel order."""
 
     config: Any
     held: list[list[Rect]]
@@ -144,7 +146,7 @@ class _Pieces:
 
 
 class _Collection:
-    """A sharded collection at this moment, read when the first of its tables is located. Lives no longer than one walk."""
+    """A sharded collection at this moment, read when its first table is located. Lives no longer than one walk."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module  # TorchRec's internals are untyped for us
@@ -156,7 +158,7 @@ class _Collection:
         env = self._module._env
         if env.process_group is None and env.world_size > 1:
             raise ValueError(
-                "A module sharded by ShardingEnv.from_local is for inference; shard it over a process group to train it."
+                "A module sharded by ShardingEnv.from_local is for inference; shard it over a process group."
             )
         if env.world_size == 1:
             return None
@@ -212,7 +214,7 @@ class _Collection:
             dtype=data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
             ranks=ranks,
-            # A row-wise table smaller than the world leaves the last ranks pieces of zero rows: those are nothing to hold.
+            # A row-wise table smaller than the world leaves the last ranks pieces of zero rows: nothing to hold.
             tiling=tuple(tuple(rect for rect in rects if rect.numel) for rects in pieces.held),
             shards=tuple(Shard(rect, view.data) for rect, view in zip(held, pieces.views, strict=True) if rect.numel),
             kernel=kernel,
@@ -234,7 +236,7 @@ def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
         lookup = lookup.module
     for kernel in lookup._emb_modules:
         configs = kernel._config.embedding_tables
-        # Key-value and virtual tables materialise their weights when asked for them: those kernels are refused by locate(), not read.
+        # Key-value and virtual tables materialise their weights when asked: locate() refuses them, nothing reads them.
         if all(config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value for config in configs):
             yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)
 

@@ -65,7 +65,8 @@ def names(model: nn.Module, **selection: Any) -> list[str]:
 def test_plain_modules_need_no_torchrec() -> None:
     code = (
         "import sys, torch; from dist_sparse.modules import model_source; "
-        "located = model_source(torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 2)), dense=True).locate(); "
+        "model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 2)); "
+        "located = model_source(model, dense=True).locate(); "
         "assert [data.name for data in located] == ['0', '1/weight', '1/bias'], located; "
         "assert not {'torchrec', 'fbgemm_gpu', 'dist_sparse.torchrec'} & set(sys.modules)"
     )
@@ -130,10 +131,10 @@ def test_patterns_that_select_nothing_are_errors(selection: dict[str, Any], mess
 
 
 def test_a_model_without_tables_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Linear holds no tables: no TorchRec collection, nn.Embedding"):
+    with pytest.raises(ValueError, match=r"Linear holds no tables: no TorchRec collection, nn.Embedding"):
         model_source(nn.Linear(2, 2))
     assert names(nn.Linear(2, 2), dense=True) == ["weight", "bias"]
-    with pytest.raises(ValueError, match="Invalid model of type Tensor: must be a torch.nn.Module"):
+    with pytest.raises(ValueError, match=r"Invalid model of type Tensor: must be a torch.nn.Module"):
         model_source(torch.ones(2, 2))  # type: ignore[arg-type]
 
 
@@ -143,7 +144,7 @@ def test_equal_table_names_get_the_module_path() -> None:
     clash = nn.ModuleDict({"a": bags("b/t", "t"), "a/b": bags("t"), "c": bags("b/t")})
     with pytest.raises(
         ValueError,
-        match="Two tables would be called 'a/b/t': a.embedding_bags.b/t.weight, a/b.embedding_bags.t.weight. Rename",
+        match=r"Two tables would be called 'a/b/t': a.embedding_bags.b/t.weight, a/b.embedding_bags.t.weight. Rename",
     ):
         model_source(clash)
 
@@ -263,7 +264,7 @@ REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "quantized": (_quantized, "it is quantized; sparsify the float model"),
     "fused": (
         lambda: FusedEmbeddingBagCollection(bags("id").embedding_bag_configs(), torch.optim.SGD, {"lr": 0.1}),
-        "inside a table batch; shard it, or use EmbeddingBagCollection",
+        "a table batch of its own; use EmbeddingBagCollection",
     ),
     "itep": (
         lambda: ITEPEmbeddingBagCollection(bags("id"), GenericITEPModule({"id": 12}, enable_pruning=False)),
@@ -301,10 +302,10 @@ def test_modules_that_are_refused(case: str) -> None:
     [
         (
             ("2.13.0+cpu", "1.7.0", "1.7.0"),
-            r"The torch is wrong: torchrec 1.7.0 needs torch 2.12.\*; installed: torch 2.13.0",
+            r"The torch is wrong: torchrec 1.7.0 needs 2.12.\*; installed: torch 2.13.0",
         ),
-        (("2.13.0", "1.8.0", "1.7.0"), r"The fbgemm-gpu is wrong: torchrec 1.8.0 needs fbgemm-gpu 1.8.\*"),
-        (("2.12.1", "1.8.0", "1.8.0+cu130"), r"The torch is wrong: torchrec 1.8.0 needs torch 2.13.\*"),
+        (("2.13.0", "1.8.0", "1.7.0"), r"The fbgemm-gpu is wrong: torchrec 1.8.0 needs 1.8.\*"),
+        (("2.12.1", "1.8.0", "1.8.0+cu130"), r"The torch is wrong: torchrec 1.8.0 needs 2.13.\*"),
     ],
 )
 def test_versions_that_do_not_fit_are_refused(versions: tuple[str, str, str], message: str) -> None:

@@ -1,7 +1,8 @@
 """Which sharded models are tests run on? One real DistributedModelParallel for every sharding cell.
 
-A cell is a set of tables, a plan for a world and a kind of collection. The same global weights can be put under every cell, so that
-results can be compared over shardings and with one process. A world of 4 is two "hosts" of two ranks (``LOCAL[4]``).
+A cell is a set of tables, a plan for a world and a kind of collection. The same global weights can be put under every
+cell, so that results can be compared over shardings and with one process. A world of 4 is two "hosts" of two ranks
+(``LOCAL[4]``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 LOCAL: Final = {1: 1, 2: 2, 4: 2}
-"""``local_world_size`` to run a world of this size with. TorchRec keeps its host groups for the life of a process, so one per process."""
+"""``local_world_size`` for a world of this size. TorchRec keeps its host groups for the life of a process: one each."""
 
 Generator = Callable[..., Any]
 
@@ -65,7 +66,8 @@ class TableSpec:
     features: tuple[str, ...]
 
 
-# Row counts that no world divides, a table that is smaller than a world of 4 (row-wise: 1, 1, 1 and 0 rows), one that two features share.
+# Row counts that no world divides, a table that is smaller than a world of 4 (row-wise: 1, 1, 1 and 0 rows), one that
+# two features share.
 TABLES: Final = (
     TableSpec("user", 37, 8, ("user_id",)),
     TableSpec("item", 10, 16, ("item_id", "last_item_id")),
@@ -210,7 +212,7 @@ def build(
     collection = net.sparse.tables
     tables = collection.embedding_bags if cell.bags else collection.embeddings
     if cell.fused:
-        # Data-parallel tables have no fused optimizer in TorchRec; in a mixed plan they are told by the helper that made their plan.
+        # Data-parallel tables have no fused optimizer in TorchRec; they are told by the helper that made their plan.
         fused = [tables[t.name].weight for t in cell.tables if "data_parallel" not in cell.plan[t.name].__qualname__]
         apply_optimizer_in_backward(optimizer, fused, dict(optimizer_args or {"lr": 0.1}))
     sharder = EmbeddingBagCollectionSharder() if cell.bags else EmbeddingCollectionSharder()
@@ -285,7 +287,7 @@ def gathered(source: nn.Module | Sequence[ShardedData]) -> dict[str, Tensor]:
 
 
 def set_weights(model: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Writes these global weights into every shard and replica of the model's tables. Each rank writes what it holds."""
+    """Writes these global weights into the model's tables, sharded or not. Each rank writes what it holds."""
     for name, value in _table_entries(model).items():
         if name not in full:
             continue

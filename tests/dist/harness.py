@@ -1,11 +1,12 @@
 """How do tests run real ranks? Gloo processes on this machine, started once per call, that always end.
 
-Ranks are forked from a server that has imported torch and torchrec once, so that a call costs well under a second after the first.
-Results and tracebacks come back through files; a rank that hangs is asked for its stack, then all ranks are killed.
+Ranks are forked from a server that has imported torch and torchrec once, so that a call costs well under a second after
+the first. Results and tracebacks come back through files; a rank that hangs is asked for its stack, then all are killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -83,7 +84,7 @@ def run_ranks(
 
 
 def run_cases(cases: Mapping[str, Any], check: Callable[[Any], None]) -> dict[str, str | None]:
-    """Inside ``fn``: calls ``check`` for each case in turn on all ranks; returns case -> None, or this rank's traceback.
+    """Inside ``fn``: calls ``check`` for each case on all ranks; returns case -> None, or this rank's traceback.
 
     Cases after a failed one are not run, because the ranks may have left each other at different collectives.
     """
@@ -165,7 +166,7 @@ def _main(
     log = os.open(folder / f"log{rank}", os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115: faulthandler needs it open until the process ends
+    stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115  (open for faulthandler until the end)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     os.environ |= {
         "RANK": str(rank),
@@ -197,8 +198,6 @@ def _main(
     part.write_bytes(written)
     part.rename(folder / f"result{rank}")
     if code == 0:
-        try:
+        with contextlib.suppress(Exception):  # another rank failed and says so
             dist.barrier()
-        except Exception:
-            pass  # another rank failed and says so
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Are the tables of a sharded model found where they are? Every sharding cell, on real gloo ranks, against TorchRec's own state_dict."""
+"""Are the tables of a sharded model found where they are? Every cell, on real ranks, against TorchRec's state_dict."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from dist_sparse.modules import model_source
 from dist_sparse.shards import Rect, ShardedData, check_tiling
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, weights
 from tests.dist.harness import run_cases, run_ranks
+
+pytestmark = pytest.mark.dist
 
 Report = list[dict[str, str | None]]
 
@@ -123,8 +125,8 @@ def test_reshard_moves_the_views(world: int) -> None:
 
 def _reshard(world: int) -> None:
     every = cells(world)
-    # What torchrec 1.8 can do on gloo: every shard of a changed table moves, no rank holds two of them, and (or the forward would misroute ids)
-    # the features were not in the order of the ranks before.
+    # What torchrec 1.8 can do on gloo: every shard of a changed table moves, no rank holds two of them, and the
+    # features were not in the order of the ranks before (or the forward would misroute ids).
     moves = {
         "table_wise": {"user": table_wise(rank=0), "tiny": table_wise(rank=2 % world)},
         "column_wise": {"item": column_wise(ranks=list(range(world))[::-1]), "tiny": column_wise(ranks=[1, 2 % world])},
@@ -263,7 +265,7 @@ def _plain_ddp() -> None:
 
 
 def _lazy_data_parallel() -> None:
-    """Before init_data_parallel() the dense part is every rank's own; afterwards it is replicated. locate() says what is."""
+    """Before init_data_parallel() the dense part is every rank's own, afterwards it is replicated."""
     net = nn.ModuleDict({"sharded": _ebc("id"), "position": nn.Embedding(7, 3)})
     model = _shard(net, {"sharded": table_wise(rank=0)}, [EmbeddingBagCollectionSharder()], init_data_parallel=False)
     source = model_source(model)
