@@ -1,7 +1,7 @@
 """How do tests run real ranks? Gloo processes on this machine, started once per call, that always end.
 
 Ranks are forked from a server that has imported torch and torchrec once, so that a call costs well under a second after
-the first. Results and tracebacks come back through files; a rank that hangs is asked for its stack, then all are killed.
+the first. Results and tracebacks come back through files; a rank that hangs gives its stack, then all are killed.
 """
 
 from __future__ import annotations
