@@ -368,6 +368,19 @@ class TestState:
         with pytest.raises(ValueError):
             target.get_data("bag")
 
+    @pytest.mark.parametrize("source, target", [(Ancestor, Ours), (Ours, Ancestor)], ids=["to ours", "from ours"])
+    def test_states_are_interchangeable(self, source: type, target: type) -> None:
+        saved = source(data_of_each_kind(), level=0.5)
+        saved.step()
+        saved.squash_mask(names=["emb"])
+        loaded = target()
+        loaded.load_state_dict(saved_and_loaded(saved.state_dict(), weights_only=False))
+        assert dict(loaded.data_groups) == dict(saved.data_groups)
+        for name in saved.data_groups:
+            assert torch.equal(loaded.get_mask(name), saved.get_mask(name))
+            masked = loaded.get_data(name, return_original=False)
+            assert torch.equal(masked, saved.get_data(name, return_original=False))
+
     def test_a_loaded_sparsifier_goes_on_as_the_saved_one(self, library: type) -> None:
         source = library([("w", torch.ones(4, 2))])
         source.step()
