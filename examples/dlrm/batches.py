@@ -1,0 +1,122 @@
+"""Which examples does each rank see, and in what shape does TorchRec want them?
+
+A :class:`Dataset` holds all examples in memory, feature by feature. Batches are cut from one global order, so a world
+of any size sees the same examples at the same step, and every rank gets the same number of batches: the collectives of
+a step never wait for a rank that has run out of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Batch", "DataError", "Dataset", "SparseFeature", "batches", "steps_per_pass"]
+
+
+class DataError(ValueError):
+    """The data, or what was asked of it, will not do; the message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseFeature:
+    """One categorical feature: the ids of every example, and the size of the table that embeds them.
+
+    Args:
+        name: of the feature and of its table.
+        rows: ids lie in [0, rows).
+        ids: (ids,) int64, the ids of all examples one after the other.
+        offsets: (examples + 1,) int64, where each example's ids begin; None when every example has exactly one.
+    """
+
+    name: str
+    rows: int
+    ids: Tensor
+    offsets: Tensor | None = None
+
+    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids of the examples ``index``, one after the other, and how many each of them has."""
+        if self.offsets is None:
+            return self.ids[index], torch.ones_like(index)
+        starts = self.offsets[index]
+        lengths = self.offsets[index + 1] - starts
+        ends = lengths.cumsum(0)
+        # Where each id comes from: its place in the result, shifted by how far its example has moved.
+        shift = (starts - (ends - lengths)).repeat_interleave(lengths)
+        return self.ids[torch.arange(len(shift)) + shift], lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """All examples of a data set, and which of them are for training and which for the test.
+
+    Args:
+        name: for people.
+        sparse: the categorical features.
+        dense_names: what the columns of ``dense`` mean.
+        dense: (examples, len(dense_names)) float32.
+        labels: (examples,) float32, 0 or 1.
+        train: indices of the training examples.
+        test: indices of the test examples.
+    """
+
+    name: str
+    sparse: tuple[SparseFeature, ...]
+    dense_names: tuple[str, ...]
+    dense: Tensor
+    labels: Tensor
+    train: Tensor
+    test: Tensor
+
+    def hashed_to(self, rows: Mapping[str, int]) -> Dataset:
+        """The same data for smaller tables: ids of the features in ``rows`` are folded into that many rows."""
+        sparse = (replace(f, rows=rows[f.name], ids=f.ids % rows[f.name]) if f.name in rows else f for f in self.sparse)
+        return replace(self, sparse=tuple(sparse))
+
+    def batch(self, index: Tensor) -> Batch:
+        """The examples ``index`` as TorchRec's Batch."""
+        taken = [feature.take(index) for feature in self.sparse]
+        sparse = KeyedJaggedTensor.from_lengths_sync(
+            keys=[feature.name for feature in self.sparse],
+            values=torch.cat([ids for ids, _ in taken]),
+            lengths=torch.cat([lengths for _, lengths in taken]),
+        )
+        return Batch(dense_features=self.dense[index], sparse_features=sparse, labels=self.labels[index])
+
+
+def steps_per_pass(examples: int, batch_size: int) -> int:
+    """How many batches every rank gets from one pass over the examples; what fills no global batch is dropped."""
+    return examples // batch_size
+
+
+def batches(
+    dataset: Dataset, index: Tensor, *, batch_size: int, rank: int, world: int, shuffle_seed: int | None = None
+) -> Iterator[Batch]:
+    """This rank's part of every global batch of one pass over ``index``.
+
+    Args:
+        dataset: where the examples are.
+        index: the examples to go through.
+        batch_size: of the whole world; each rank gets ``batch_size // world`` of it.
+        rank: of this process.
+        world: number of processes.
+        shuffle_seed: the order of the pass, the same on all ranks; None keeps the order of ``index``.
+
+    Raises:
+        DataError: the batch does not divide by the number of ranks, or there is not one whole batch.
+    """
+    if batch_size % world:
+        raise DataError(f"Invalid {batch_size=}: must be divisible by the number of processes ({world}).")
+    steps = steps_per_pass(len(index), batch_size)
+    if steps == 0:
+        raise DataError(f"Invalid {batch_size=}: there are only {len(index)} examples to take a batch from.")
+    if shuffle_seed is not None:
+        index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(shuffle_seed))]
+    local = batch_size // world
+    for step in range(steps):
+        start = step * batch_size + rank * local
+        yield dataset.batch(index[start : start + local])

@@ -1,0 +1,116 @@
+"""How do plain (user, item) interactions become examples with labels?
+
+Reads the ``.npz`` of a standard split (Gowalla and its kin): train_user, train_item, test_user, test_item, num_users,
+num_items. Each interaction is a positive example; for each, one item that the user has not interacted with is drawn,
+with a seed, as a negative.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlrm.batches import DataError, Dataset, SparseFeature
+from dlrm.movielens import hashed_cross
+
+__all__ = ["load"]
+
+Ints = npt.NDArray[np.int64]
+
+_KEYS = ("train_user", "train_item", "test_user", "test_item", "num_users", "num_items")
+_CROSS_ROWS = 100_000
+_ITEM_BUCKETS = 16
+_DRAWS = 50
+
+
+def load(path: Path, seed: int) -> Dataset:
+    """The file's own split, with one negative for each positive.
+
+    Features: user, item, a hashed cross of the user and a bucket of items; dense: how active the user and how popular
+    the item is in the training part, never counting the interaction itself (else a training positive would betray its
+    label).
+
+    Raises:
+        DataError: the file is not such an .npz; says what is wrong with it.
+    """
+    users, items, (train_user, train_item), (test_user, test_item) = _read(path)
+    rng = np.random.default_rng(seed)
+    known_train = np.unique(train_user * items + train_item)
+    known = np.union1d(known_train, test_user * items + test_item)
+    # Training may not know the test's positives: its negatives avoid the training part only.
+    train_negative = _draw(train_user, items, known_train, rng)
+    test_negative = _draw(test_user, items, known, rng)
+
+    user = np.concatenate([train_user, train_user, test_user, test_user])
+    item = np.concatenate([train_item, train_negative, test_item, test_negative])
+    n, m = len(train_user), len(test_user)
+    label = np.concatenate([np.ones(n), np.zeros(n), np.ones(m), np.zeros(m)]).astype(np.float32)
+
+    itself = np.zeros(len(user), dtype=np.int64)
+    itself[:n] = 1
+    activity = np.bincount(train_user, minlength=users)[user]
+    popularity = np.bincount(train_item, minlength=items)[item] - itself
+    dense = np.log1p(np.stack([activity, popularity], axis=1)).astype(np.float32)
+
+    bucket = hashed_cross(item, np.zeros_like(item), _ITEM_BUCKETS)
+    ids = {
+        "user_id": (users, user),
+        "item_id": (items, item),
+        "user_x_item": (_CROSS_ROWS, hashed_cross(user, bucket, _CROSS_ROWS)),
+    }
+    return Dataset(
+        name=path.name,
+        sparse=tuple(
+            SparseFeature(name=name, rows=rows, ids=torch.from_numpy(values)) for name, (rows, values) in ids.items()
+        ),
+        dense_names=("log of the user's interactions", "log of the item's other interactions"),
+        dense=torch.from_numpy(dense),
+        labels=torch.from_numpy(label),
+        train=torch.arange(2 * n),
+        test=torch.arange(2 * n, 2 * (n + m)),
+    )
+
+
+def _read(path: Path) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
+    if not path.is_file():
+        raise DataError(f"Invalid --data {path}: no such file.")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            missing = [key for key in _KEYS if key not in stored]
+            if missing:
+                raise ValueError(f"it has no {', '.join(missing)}")
+            arrays = {key: np.asarray(stored[key]).astype(np.int64, casting="safe") for key in _KEYS}
+        users, items = int(arrays["num_users"]), int(arrays["num_items"])
+        for part in ("train", "test"):
+            user, item = arrays[f"{part}_user"], arrays[f"{part}_item"]
+            if user.ndim != 1 or user.shape != item.shape or not len(user):
+                raise ValueError(
+                    f"{part}_user {user.shape} and {part}_item {item.shape} must be lists of one length, not empty"
+                )
+            for name, ids, bound in ((f"{part}_user", user, users), (f"{part}_item", item, items)):
+                if ids.min() < 0 or ids.max() >= bound:
+                    raise ValueError(f"{name} must lie in [0, {bound}), found {ids.min()} to {ids.max()}")
+    except Exception as error:  # numpy raises half a dozen types for a file that is not an .npz
+        raise DataError(
+            f"Invalid --data {path}: not an interactions .npz ({error}). It needs {', '.join(_KEYS)}."
+        ) from error
+    return users, items, (arrays["train_user"], arrays["train_item"]), (arrays["test_user"], arrays["test_item"])
+
+
+def _draw(user: Ints, items: int, known: Ints, rng: np.random.Generator) -> Ints:
+    """For every user in the list an item that is not among the ``known`` pairs (sorted ``user * items + item``)."""
+    drawn = rng.integers(items, size=len(user))
+    for _ in range(_DRAWS):
+        pairs = user * items + drawn
+        place = np.minimum(np.searchsorted(known, pairs), len(known) - 1)
+        again = np.flatnonzero(known[place] == pairs)
+        if not len(again):
+            return drawn
+        drawn[again] = rng.integers(items, size=len(again))
+    raise DataError(
+        f"No negative found for user {user[again[0]]} in {_DRAWS} draws: "
+        f"it has interacted with nearly all of the {items} items."
+    )

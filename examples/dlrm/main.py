@@ -1,0 +1,147 @@
+"""Trains a DLRM three times: dense, sparsified while it trains, and dense with tables as small as those became.
+
+One process:     python examples/dlrm/main.py
+Two processes:   python examples/dlrm/main.py --nproc 2
+The same:        torchrun --nproc_per_node 2 --local-addr 127.0.0.1 examples/dlrm/main.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+# So that this file can be started as a script, from anywhere.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from dlrm import interactions, movielens
+from dlrm.batches import DataError, Dataset
+from dlrm.model import DIM, sharding_of
+from dlrm.options import parse, started_world
+from dlrm.report import runs_table, tables_table
+from dlrm.train import Result, Settings, Sparsity, run
+
+_TIMEOUT = timedelta(minutes=5)
+_FLOAT_BYTES = torch.float32.itemsize
+
+
+def main(options: argparse.Namespace) -> None:
+    """The three runs and the closing tables. Collective over the default process group, which it starts."""
+    started = time.perf_counter()
+    _quiet()
+    _start_process_group()
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    if options.data is not None:
+        dataset = interactions.load(options.data, options.seed)
+    else:
+        if rank == 0:
+            movielens.fetch()
+        dist.barrier()  # the others read what rank 0 has fetched
+        dataset = movielens.load(movielens.fetch())
+    rows = {feature.name: feature.rows for feature in dataset.sparse}
+    say(
+        f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test, "
+        f"{len(rows)} tables with {sum(rows.values())} rows x {DIM}; {world} process(es), sharding {options.sharding}"
+    )
+    settings = Settings(
+        sharding=sharding_of(rows, options.sharding, world),
+        batch_size=options.batch_size,
+        epochs=options.epochs,
+        seed=options.seed,
+        rank=rank,
+        world=world,
+    )
+    sparsity = Sparsity(block=options.block, norm=options.norm, level=options.sparsity, every=options.every)
+
+    def finished(result: Result) -> Result:
+        say(f"{result.name}: done after {time.perf_counter() - started:.0f} s")
+        return result
+
+    dense = finished(run("dense", dataset, settings))
+    sparse = finished(run("sparsified", dataset, settings, sparsity))
+    small = finished(run("small dense", shrunk(dataset, sparse), settings))
+    block = ",".join(map(str, options.block))
+    say(f"\nTables of the sparsified run (block {block}, {options.norm})\n\n{tables_table(sparse.tables)}")
+    say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
+
+
+def shrunk(dataset: Dataset, sparse: Result) -> Dataset:
+    """The data for tables with as many bytes as the sparsified run has kept: fewer rows, each shared by several ids."""
+    return dataset.hashed_to({table.name: max(1, table.kept_bytes // (DIM * _FLOAT_BYTES)) for table in sparse.tables})
+
+
+def _quiet() -> None:
+    """Leaves out what TorchRec 1.8.0 and FBGEMM say at every start on CPU about their own insides, nothing else."""
+    for name in ("torchrec.distributed.utils", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings(
+        "ignore",
+        message=".* is deprecated. (Use|Please use) ",
+        category=FutureWarning,
+        module=r"torch(rec)?\.distributed",
+    )
+    warnings.filterwarnings(
+        "ignore", message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel", category=UserWarning
+    )
+
+
+def relaunch(world: int, argv: Sequence[str]) -> None:
+    """Becomes torchrun with ``world`` processes of this script; does not return."""
+    only_nproc = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only_nproc.add_argument("--nproc")
+    # Wherever --nproc stands, torchrun takes it for an abbreviation of an option of its own.
+    _, others = only_nproc.parse_known_args(argv)
+    # Port 0 lets two jobs run on one machine at a time; torchrun's fixed default does not.
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), *rendezvous]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # TorchRec's resharding takes message tags from hash()
+    os.execv(sys.executable, [sys.executable, *torchrun, str(Path(__file__).resolve()), *others])
+
+
+def _start_process_group() -> None:
+    if started_world() is not None:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    else:  # TorchRec wants a process group even for one process; an in-memory store needs no port
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+
+
+def _leave(status: int) -> None:
+    """Ends the process at once, past the interpreter's own shutdown.
+
+    Gloo and DDP tear each other down in an order that aborts the process now and then, after all the work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    options = parse(__doc__)
+    if options.relaunch:
+        relaunch(options.world, sys.argv[1:])
+    try:
+        main(options)
+        dist.barrier()  # nobody leaves while another still talks to it
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        _leave(1)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)

@@ -1,0 +1,177 @@
+"""Where does MovieLens-100K come from, and which features does the DLRM get from it?
+
+The 100,000 ratings travel inside the ``recbole`` wheel, which is used as a data source only: it is downloaded, never
+installed. Every feature of a rating is made from the rating's own time and earlier: nothing of the future, and no
+label, reaches a feature.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlrm.batches import DataError, Dataset, SparseFeature
+
+__all__ = ["CACHE", "CROSS_ROWS", "fetch", "hashed_cross", "load", "past_of_user"]
+
+CACHE = Path(__file__).resolve().parents[2] / ".data"
+CROSS_ROWS = 50_000
+"""Rows of the hashed user x genre cross: the table that is worth making smaller."""
+
+_WHEEL = "recbole==1.2.1"
+_INSIDE = "recbole/dataset_example/ml-100k/"
+_ROWS = {"ml-100k.inter": 100_000, "ml-100k.user": 943, "ml-100k.item": 1_682}
+_TRAIN_PART = 0.8
+
+Ints = npt.NDArray[np.int64]
+
+
+def fetch(cache: Path = CACHE) -> Path:
+    """The folder with the three files of MovieLens-100K, downloaded at the first call.
+
+    Raises:
+        DataError: the package index can't be reached, or what came from it is not the expected data.
+    """
+    folder = cache / "ml-100k"
+    if all((folder / name).is_file() for name in _ROWS):
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "2"]
+        done = subprocess.run([*pip, "--dest", scratch, _WHEEL], capture_output=True, text=True, check=False)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or not wheels:
+            said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise DataError(
+                f"MovieLens-100K is not in {folder} and could not be downloaded: "
+                f"`pip download {_WHEEL}` failed ({said}). "
+                f"Connect to a package index, or copy {', '.join(_ROWS)} into that folder, or give --data PATH."
+            )
+        new = Path(scratch) / "ml-100k"
+        new.mkdir()
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for name in _ROWS:
+                (new / name).write_bytes(wheel.read(_INSIDE + name))
+        for name, expected in _ROWS.items():
+            _table(new / name, expected)
+        folder.mkdir(exist_ok=True)
+        for (
+            name
+        ) in _ROWS:  # file by file and last of all: a folder with all three is a whole one, whoever else is fetching
+            os.replace(new / name, folder / name)
+    return folder
+
+
+def load(folder: Path) -> Dataset:
+    """MovieLens-100K in order of time; the first 80 % train, the rest test. The label is ``rating >= 4``.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    ratings = _table(folder / "ml-100k.inter", _ROWS["ml-100k.inter"])
+    users = _table(folder / "ml-100k.user", _ROWS["ml-100k.user"])
+    items = _table(folder / "ml-100k.item", _ROWS["ml-100k.item"])
+
+    time = np.array([int(row[3]) for row in ratings], dtype=np.int64)
+    order = np.argsort(time, kind="stable")
+    time = time[order]
+    user = np.array([int(row[0]) for row in ratings], dtype=np.int64)[order] - 1
+    item = np.array([int(row[1]) for row in ratings], dtype=np.int64)[order] - 1
+    rating = np.array([float(row[2]) for row in ratings], dtype=np.float32)[order]
+
+    users.sort(key=lambda row: int(row[0]))
+    items.sort(key=lambda row: int(row[0]))
+    age = np.array([int(row[1]) for row in users], dtype=np.int64)
+    gender, occupation, zip_code = (_codes([row[column] for row in users]) for column in (2, 3, 4))
+    year = np.array([_year(row) for row in items], dtype=np.float32)
+    genre_names = sorted({genre for row in items for genre in row[3].split()})
+    genres_of = [np.array([genre_names.index(genre) for genre in row[3].split()], dtype=np.int64) for row in items]
+
+    genres = np.concatenate([genres_of[i] for i in item])
+    lengths = np.array([len(g) for g in genres_of], dtype=np.int64)[item]
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    cross = hashed_cross(np.repeat(user, lengths), genres, CROSS_ROWS)
+
+    past, hours = past_of_user(user, time)
+    dense = np.stack([np.log1p(hours), (year[item] - 1990) / 10, np.log1p(past)], axis=1).astype(np.float32)
+
+    cut = int(len(time) * _TRAIN_PART)
+    while time[cut] == time[cut - 1]:  # a test rating is strictly later than every training rating
+        cut += 1
+
+    def single(name: str, rows: int, ids: Ints) -> SparseFeature:
+        return SparseFeature(name=name, rows=rows, ids=torch.from_numpy(ids))
+
+    return Dataset(
+        name="MovieLens-100K",
+        sparse=(
+            single("user_id", len(users), user),
+            single("movie_id", len(items), item),
+            single("age", 100, age[user]),
+            single("gender", int(gender.max()) + 1, gender[user]),
+            single("occupation", int(occupation.max()) + 1, occupation[user]),
+            single("zip_code", int(zip_code.max()) + 1, zip_code[user]),
+            SparseFeature(name="genres", rows=len(genre_names), ids=torch.from_numpy(genres), offsets=offsets),
+            SparseFeature(name="user_x_genre", rows=CROSS_ROWS, ids=torch.from_numpy(cross), offsets=offsets),
+        ),
+        dense_names=("log hours since the user's first rating", "movie year", "log of the user's ratings so far"),
+        dense=torch.from_numpy(dense),
+        labels=torch.from_numpy((rating >= 4).astype(np.float32)),
+        train=torch.arange(cut),
+        test=torch.arange(cut, len(time)),
+    )
+
+
+def past_of_user(user: Ints, time: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
+    """For every rating: how many the same user gave strictly earlier, and the hours since that user's first one.
+
+    People rate several movies in one second; those do not count each other, whatever their order in the file.
+    """
+    order = np.lexsort((time, user))
+    u, t = user[order], time[order]
+    place = np.arange(len(u))
+    new_user = np.r_[True, u[1:] != u[:-1]]
+    new_moment = new_user | np.r_[True, t[1:] != t[:-1]]
+    first_of_user = np.maximum.accumulate(np.where(new_user, place, 0))
+    first_of_moment = np.maximum.accumulate(np.where(new_moment, place, 0))
+    past, hours = np.empty_like(user), np.empty(len(user))
+    past[order] = first_of_moment - first_of_user
+    hours[order] = (t - t[first_of_user]) / 3600
+    return past, hours
+
+
+def hashed_cross(left: Ints, right: Ints, rows: int) -> Ints:
+    """An id in [0, rows) for every pair, by splitmix64's mixer: the same in every process, unlike Python's hash()."""
+    mixed = left.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + right.astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(rows)).astype(np.int64)
+
+
+def _table(path: Path, expected: int) -> list[list[str]]:
+    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    if len(rows) != expected or any(len(row) < 4 for row in rows):
+        raise DataError(
+            f"{path} is not the file of MovieLens-100K: {len(rows)} rows, expected {expected}. "
+            "Delete it and start again."
+        )
+    return rows
+
+
+def _codes(values: list[str]) -> Ints:
+    return np.unique(np.array(values), return_inverse=True)[1].astype(np.int64)
+
+
+def _year(item: list[str]) -> float:
+    """The year of release; one movie has it in its title only, one nowhere (it gets the year that scales to 0)."""
+    written = item[2] if item[2].isdigit() else "".join(re.findall(r"\((\d{4})\)", item[1])[-1:])
+    return float(written or 1990)

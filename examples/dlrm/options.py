@@ -1,0 +1,138 @@
+"""What can be asked of the job, and what is refused before anything is started?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dist_sparse import ROW
+from dlrm.model import DIM, SHARDINGS
+
+__all__ = ["parse", "started_world"]
+
+
+def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, checked: a wrong one ends the process with status 2 and a line that says what is wrong."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="processes to start under torchrun (default: this one alone, or torchrun's own number)",
+    )
+    add(
+        "--sharding",
+        choices=SHARDINGS,
+        default="mixed",
+        help="how the tables lie over the processes (default: %(default)s)",
+    )
+    add(
+        "--block",
+        type=_block,
+        default=(1, ROW),
+        metavar="R,C",
+        help="block that is kept or removed: `1,ROW` (whole rows, the default) or e.g. `1,4`",
+    )
+    add(
+        "--norm",
+        choices=("L1", "L2"),
+        default="L2",
+        help="of a block: the blocks with the smallest go (default: %(default)s)",
+    )
+    add(
+        "--sparsity",
+        type=_level,
+        default=0.8,
+        metavar="LEVEL",
+        help="final part of the blocks to remove, in [0, 1] (default: %(default)s)",
+    )
+    add(
+        "--every",
+        type=_positive,
+        default=20,
+        metavar="STEPS",
+        help="steps between two moves of the masks (default: %(default)s)",
+    )
+    add("--epochs", type=_positive, default=1, metavar="N", help="passes over the training data (default: %(default)s)")
+    add("--seed", type=_seed, default=0, metavar="N", help="of weights, order and negatives (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="examples per step over all processes (default: %(default)s)",
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="instead of MovieLens-100K: an interactions .npz with train_user, train_item, test_user, test_item, "
+        "num_users, num_items; for large ones raise --batch-size, too",
+    )
+    options = parser.parse_args(argv)
+
+    started = started_world()
+    if started is not None and options.nproc not in (None, started):
+        parser.error(f"argument --nproc: invalid value: {options.nproc} (torchrun has already started {started})")
+    options.world = started or options.nproc or 1
+    options.relaunch = started is None and options.world > 1
+    if options.batch_size % options.world:
+        parser.error(
+            f"argument --batch-size: invalid value: {options.batch_size} "
+            f"(must be divisible by {options.world} processes)"
+        )
+    if options.sharding in ("mixed", "column_wise") and DIM % options.world:
+        parser.error(
+            f"argument --sharding: {options.sharding} cuts {DIM} columns, "
+            f"which don't divide by {options.world} processes"
+        )
+    if options.data is not None and not options.data.is_file():
+        parser.error(f"argument --data: no such file: {options.data}")
+    return options
+
+
+def started_world() -> int | None:
+    """The number of processes that torchrun has started, or None when it has not started this one."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def _positive(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be a whole number, at least {least})")
+    return int(text)
+
+
+def _level(text: str) -> float:
+    try:
+        level = float(text)
+    except ValueError:
+        level = float("nan")
+    if not 0 <= level <= 1:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be in [0, 1])")
+    return level
+
+
+def _block(text: str) -> tuple[int, int | str]:
+    height, _, width = text.partition(",")
+    if (
+        not height.isdecimal()
+        or not (width.isdecimal() or width == ROW)
+        or "0" in (height.lstrip("0") or "0", width.lstrip("0") or "0")
+    ):
+        raise argparse.ArgumentTypeError(
+            f"invalid value: {text!r} (must be `rows,columns`, both at least 1, or `rows,ROW`)"
+        )
+    return int(height), ROW if width == ROW else int(width)

