@@ -1,10 +1,12 @@
 """Who decides about a block that a shard border cuts?
 
-Every block row of a table has an owner, rank ``block_row * world // block_rows``. The holders of a cut block send the owner what they know of
-it, the owner scores it and takes part in selection with it, and sends the verdict back: one all-to-all each way for all tables.
+Every block row of a table has an owner, rank ``block_row * world // block_rows``. The holders of a cut block send the
+owner what they know of it, the owner scores it and takes part in selection with it, and sends the verdict back: one
+all-to-all each way for all tables.
 
 - Cut by a column border: float64 partial sums, which the owner adds in ascending column offset.
-- Cut by a row border: the element scores of those few block rows; the owner puts the slab together and scores it as if never cut.
+- Cut by a row border: the element scores of those few block rows; the owner puts the slab together and scores it as if
+never cut.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 from dist_sparse.masks import pack, unpack
-from dist_sparse.scores import block_sizes, block_sums, to_scores
+from dist_sparse.scores import block_sums, block_widths, to_scores
 from dist_sparse.selection import KEPT, Segment
 from dist_sparse.shards import Block, Grid, Rect, ShardedData, grid_of
 
@@ -26,7 +28,8 @@ __all__ = ["CutTable", "Owned", "Partials", "Verdict", "exchange_partials", "fin
 
 @dataclass(frozen=True)
 class CutTable:
-    """The cut blocks of one table: all of block rows ``rows``, and of the other block rows those in block columns ``cols``."""
+    """The cut blocks of one table: all of block rows ``rows``, and of the other block rows those in block columns
+    ``cols``."""
 
     data: ShardedData
     block: Block
@@ -74,7 +77,8 @@ class Owned:
     """The cut blocks of one table that this rank decides about.
 
     Args:
-        columns: scores of the blocks in cut block columns, over ``range`` of owned block rows (rows cut as well hold KEPT).
+        columns: scores of the blocks in cut block columns, over ``range`` of owned block rows (rows cut as well hold
+            KEPT).
         slabs: for each owned cut block row its scores, and the element scores ``(rows, width)`` they come from.
     """
 
@@ -100,17 +104,20 @@ class Verdict:
 
 
 def find_cuts(data: ShardedData, block: Block) -> CutTable | None:
-    """The cut blocks of a table, or None when every block lies within one shard. Known from metadata: the same on every rank."""
+    """The cut blocks of a table, or None when every block lies within one shard. Known from metadata: the same on every
+    rank."""
     rows = {rect.row // block[0] for rect in data.rects if rect.row % block[0]}
     cols = {rect.col // block[1] for rect in data.rects if rect.col % block[1]}
     return CutTable(data, block, tuple(sorted(rows)), tuple(sorted(cols))) if rows or cols else None
 
 
 def exchange_partials(tables: Sequence[tuple[CutTable, dict[Rect, Partials]]], group: Group) -> list[Owned]:
-    """Brings the parts of every cut block to its owner. Collective over ``group``: every rank must call it; one all-to-all.
+    """Brings the parts of every cut block to its owner. Collective over ``group``: every rank must call it; one
+    all-to-all.
 
     Args:
-        tables: the cut tables, the same ones in the same order on every rank, with the partials of the shards this rank speaks for.
+        tables: the cut tables, the same ones in the same order on every rank, with the partials of the shards this rank
+            speaks for.
     """
     pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
     sizes = [0] * group.size
@@ -134,11 +141,13 @@ def exchange_partials(tables: Sequence[tuple[CutTable, dict[Rect, Partials]]], g
 def return_verdicts(
     tables: Sequence[tuple[CutTable, dict[int, Tensor], Tensor | None]], group: Group, by_element: Sequence[bool]
 ) -> list[dict[Rect, Verdict]]:
-    """Brings the owners' decisions to every holder, replicas included. Collective over ``group``; one all-to-all of packed bits.
+    """Brings the owners' decisions to every holder, replicas included. Collective over ``group``; one all-to-all of
+    packed bits.
 
     Args:
-        tables: the cut tables, in the order of :func:`exchange_partials`; for each owned cut block row the removed flags (``(grid.cols,)`` by
-            block or ``(rows, width)`` by element); the removed flags of the owned cut block columns, ``(owned rows, cut columns)``.
+        tables: the cut tables, in the order of :func:`exchange_partials`; for each owned cut block row the removed
+            flags (``(grid.cols,)`` by block or ``(rows, width)`` by element); the removed flags of the owned cut block
+            columns, ``(owned rows, cut columns)``.
         by_element: for each table, whether the flags of its slabs are by element.
     """
     pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
@@ -186,11 +195,15 @@ def return_verdicts(
 
 
 def _own(table: CutTable, streams: list[_Stream], group: Group) -> Owned:
-    """Reads this rank's part of ``table`` from what the ranks sent, adds it up in ascending column offset, and scores it."""
+    """Reads this rank's part of ``table`` from what the ranks sent, adds it up in ascending column offset, and scores
+    it."""
     owned, whole = table.owned_rows(group.rank, group.size), table.grid
     device = streams[0].raw.device
     sums = torch.zeros(len(owned), len(table.cols), dtype=torch.float64, device=device)
-    slabs = {i: torch.zeros(*table.slab(i)[2:], dtype=torch.float64, device=device) for i in table.rows_in(owned.start, owned.stop)}
+    slabs = {
+        i: torch.zeros(*table.slab(i)[2:], dtype=torch.float64, device=device)
+        for i in table.rows_in(owned.start, owned.stop)
+    }
     parts: list[tuple[Rect, range, Tensor]] = []
     for sender in range(group.size):
         for rect, rows in _sent(table, sender, group.rank, group.size):
@@ -207,19 +220,17 @@ def _own(table: CutTable, streams: list[_Stream], group: Group) -> Owned:
             sums[rows.start - owned.start : rows.stop - owned.start, cols[0] : cols[-1] + 1] += part
     result = Owned()
     if table.cols and len(owned):
-        heights, widths = block_sizes(table.data.shape, whole, table.block, device)
         chosen = torch.tensor(table.cols, device=device)
-        scores = to_scores(sums, (heights[owned.start : owned.stop], widths[chosen])).view(torch.int32)
+        widths = block_widths(table.data.shape, table.block, chosen)
+        scores = to_scores(sums, owned.start, widths, table.data.shape, table.block).view(torch.int32)
         scores[[i - owned.start for i in slabs]] = KEPT
-        ids = torch.arange(owned.start, owned.stop, device=device)
-        result.columns = Segment(ids, chosen, whole.cols, bits=scores.flatten())
+        result.columns = Segment(owned.start, chosen, whole.cols, bits=scores.flatten())
     for i, slab in slabs.items():
         rect = table.slab(i)
-        grid = grid_of(rect, table.block)
+        every = torch.arange(whole.cols, device=device)
         _, folded = next(block_sums(slab, rect, table.block, "given"))
-        scores = to_scores(folded, block_sizes(table.data.shape, grid, table.block, device)).view(torch.int32)
-        ids = torch.tensor([i], device=device), torch.arange(whole.cols, device=device)
-        result.slabs[i] = Segment(*ids, whole.cols, bits=scores.flatten()), slab
+        scores = to_scores(folded, i, block_widths(table.data.shape, table.block, every), table.data.shape, table.block)
+        result.slabs[i] = Segment(i, every, whole.cols, bits=scores.view(torch.int32).flatten()), slab
     return result
 
 

@@ -1,7 +1,8 @@
 """How do ranks talk? The one module that communicates.
 
-A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout; no process group is a world of one that runs the
-same code and sends nothing. Objects cross ranks as JSON bytes in tensors, never as pickles. Every collective adds to :func:`traffic`.
+A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout; no process group is a
+world of one that runs the same code and sends nothing. Objects cross ranks as JSON bytes in tensors, never as pickles.
+Every collective adds to :func:`traffic`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Group", "Replica", "Traffic", "group_over", "rank_in", "reset_traffic", "set_timeout", "traffic", "world_ranks"]
+__all__ = [
+    "Group",
+    "Replica",
+    "Traffic",
+    "group_over",
+    "rank_in",
+    "reset_traffic",
+    "set_timeout",
+    "traffic",
+    "world_ranks",
+]
 
 Json = Any
 
@@ -31,7 +42,8 @@ class Traffic:
 
 
 class Replica(NamedTuple):
-    """This rank's copy of something that several ranks hold: its hash, whether this rank is the first holder, how many there are."""
+    """This rank's copy of something that several ranks hold: its hash, whether this rank is the first holder, how many
+    there are."""
 
     hash: int
     first: bool
@@ -44,7 +56,8 @@ _groups: dict[tuple[int, ...], tuple[Any, Group]] = {}
 
 
 def traffic() -> Traffic:
-    """Collectives that this process took part in through the library, and the bytes it handed to them. A world of one sends nothing."""
+    """Collectives that this process took part in through the library, and the bytes it handed to them. A world of one
+    sends nothing."""
     return Traffic(*_sent)
 
 
@@ -56,7 +69,8 @@ def reset_traffic() -> None:
 def set_timeout(seconds: float) -> None:
     """The longest that a collective of the library waits for a stalled or dead rank (600 s at first).
 
-    Counts for groups made afterwards, so call it before the first ``add_model`` or ``step``, with the same value on every rank.
+    Counts for groups made afterwards, so call it before the first ``add_model`` or ``step``, with the same value on
+    every rank.
     """
     global _timeout
     if not seconds > 0:
@@ -93,7 +107,8 @@ class Group:
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks. Collective over the group. Takes and returns any shape, on the tensor's device; the input may be overwritten."""
+        """The sum over ranks. Collective over the group. Takes and returns any shape, on the tensor's device; the input
+        may be overwritten."""
         if self._group is None:
             return tensor
         sent = tensor.to(self.device).contiguous()
@@ -112,14 +127,15 @@ class Group:
         return torch.stack(parts).to(tensor.device)
 
     def all_to_all(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Sends ``pieces[r]`` (1-D uint8) to rank r; returns what every rank sent here, ``sizes[r]`` bytes from rank r. Collective."""
+        """Sends ``pieces[r]`` (1-D uint8) to rank r; returns what every rank sent here, ``sizes[r]`` bytes from rank r.
+        Collective."""
         if self._group is None:
             return list(pieces)
         sent = torch.cat([piece.to(self.device) for piece in pieces])
         _count(sent)
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         dist.all_to_all_single(received, sent, list(sizes), [p.numel() for p in pieces], group=self._group)
-        return list(received.to(pieces[0].device).split(list(sizes)))
+        return list(torch.split(received.to(pieces[0].device), list(sizes)))
 
     def all_gather_json(self, value: Json) -> list[Json]:
         """Every rank's JSON value, in group order. Collective over the group; two messages (lengths, then bytes)."""
@@ -150,7 +166,8 @@ class Group:
     ) -> dict[str, list[int]]:
         """Makes sure that all ranks are about to do the same, before any of them does it. Collective over the group.
 
-        One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at fault and what is wrong with each.
+        One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at fault and what is
+        wrong with each.
 
         Args:
             action: what is about to happen, for messages.
@@ -159,10 +176,12 @@ class Group:
             replicas: hashes of what this rank holds in common with others, by a name that its holders share.
 
         Returns:
-            For each replica that has drifted from its first holder's: the global ranks where it has. Empty when all is well.
+            For each replica that has drifted from its first holder's: the global ranks where it has. Empty when all is
+            well.
 
         Raises:
-            ValueError: a rank reported an error (with its text), or facts differ. A world of one re-raises ``error`` itself.
+            ValueError: a rank reported an error (with its text), or facts differ. A world of one re-raises ``error``
+                itself.
         """
         if self._group is None:
             if error is not None:
@@ -170,7 +189,9 @@ class Group:
             return {}
         replicas = replicas or {}
         balance = sum(_weight(name) * r.hash * (r.holders - 1 if r.first else -1) for name, r in replicas.items())
-        balance = (balance + (1 << 63)) % (1 << 64) - (1 << 63)  # sums to zero over ranks, modulo 2**64, if no replica has drifted
+        balance = (balance + (1 << 63)) % (1 << 64) - (
+            1 << 63
+        )  # sums to zero over ranks, modulo 2**64, if no replica has drifted
         mine = torch.tensor([error is not None, _digest(action), _digest(facts), balance], dtype=torch.int64)
         told = self.all_gather(mine)
         if not told[:, 0].any() and bool((told[:, 1:3] == told[0, 1:3]).all()):
@@ -183,7 +204,8 @@ class Group:
 
 
 def group_over(ranks: tuple[int, ...] | None) -> Group:
-    """The library's own group over these global ranks, made at the first call. Collective over ``ranks`` (that first time)."""
+    """The library's own group over these global ranks, made at the first call. Collective over ``ranks`` (that first
+    time)."""
     if ranks is None or len(ranks) == 1:
         return Group(None, None)
     parent = dist.group.WORLD

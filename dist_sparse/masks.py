@@ -1,8 +1,8 @@
 """Which blocks of a shard are kept? One bit each.
 
-A :class:`BlockMask` holds the bits of the blocks that touch one global rectangle, row-major, bit ``n % 8`` of byte ``n // 8``, 1 = kept. Bits
-live with their shard and are keyed by its rectangle; blocks cut by the shard's border have the same bit in every shard that they touch.
-Masks that are not constant on blocks use blocks of (1, 1).
+A :class:`BlockMask` holds the bits of the blocks that touch one global rectangle, row-major, bit ``n % 8`` of byte ``n
+// 8``, 1 = kept. Bits live with their shard and are keyed by its rectangle; blocks cut by the shard's border have the
+same bit in every shard that they touch. Masks that are not constant on blocks use blocks of (1, 1).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 def count_bits(packed: Tensor) -> int:
     """How many bits of ``packed`` (uint8, any length) are 1."""
     total = 0
-    for part in packed.split(_CHUNK):
+    for part in torch.split(packed, _CHUNK):
         pairs = part - ((part >> 1) & 0x55)
         fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
         total += int(((fours + (fours >> 4)) & 0x0F).sum())
@@ -68,7 +68,9 @@ class BlockMask:
         self.grid = grid_of(self.rect, self.block)
         need = -(-self.grid.rows * self.grid.cols // 8)
         if self.bits.dtype != torch.uint8 or self.bits.shape != (need,):
-            raise ValueError(f"The mask of {self.rect} by blocks {self.block} needs {need} bytes, got {tuple(self.bits.shape)}.")
+            raise ValueError(
+                f"The mask of {self.rect} by blocks {self.block} needs {need} bytes, got {tuple(self.bits.shape)}."
+            )
 
     @staticmethod
     def full(rect: Rect, block: Block, device: torch.device) -> BlockMask:
@@ -93,7 +95,8 @@ class BlockMask:
         return self.blocks - count_bits(self.bits)
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` a multiple of 8 (or grid.cols is)."""
+        """Kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` a multiple of 8
+        (or grid.cols is)."""
         last = self.grid.rows if last is None else last
         start = first * self.grid.cols
         assert start % 8 == 0
@@ -137,18 +140,24 @@ class BlockMask:
             yield slice(top - self.rect.row, bottom - self.rect.row), kept
 
     def apply_(self, tensor: Tensor) -> None:
-        """Writes zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there becomes zero too."""
+        """Writes zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
+        becomes zero too."""
         self._zero(tensor, self.bits)
 
-    def apply_removed_since_(self, before: BlockMask, tensor: Tensor) -> None:
-        """Writes zero to what this mask removes and ``before``, of the same shard, kept."""
+    def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
+        """Writes zero to what this mask removes and is not known to be zero already: what ``before``, of the same
+        shard, kept, and
+        the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
         if before.block != self.block:
             self.apply_(tensor)
         else:
-            self._zero(tensor, ~(before.bits & ~self.bits))
+            new = before.bits & ~self.bits
+            self._zero(tensor, ~(new if dirty is None else new | dirty))
 
     def _zero(self, tensor: Tensor, kept_bits: Tensor) -> None:
-        live = tensor.data  # writes through .data: autograd must not see them (a forward may be waiting for its backward)
+        live = (
+            tensor.data
+        )  # writes through .data: autograd must not see them (a forward may be waiting for its backward)
         whole_rows = self.block[0] == 1 and self.grid.cols == 1
         if whole_rows:
             gone = (~unpack(kept_bits, self.blocks)).nonzero().flatten()
@@ -180,5 +189,7 @@ class BlockMask:
             kept[rows, cols] = piece.flags().to(device)
             known[rows, cols] = True
         if not bool(known.all()):
-            raise ValueError(f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()} blocks are unknown.")
+            raise ValueError(
+                f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()} blocks are unknown."
+            )
         return BlockMask(rect, block, pack(kept.flatten()))

@@ -1,8 +1,9 @@
 """How much does a block matter?
 
-The score of a sparse block is ``float32(float64 sum of the element scores / number of real elements)``: a mean, so edge blocks compete with
-whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a user's function. Sums are taken in float64 over
-chunks of rows, in an order that depends on neither the chunk nor the sharding, so that a block scores the same wherever it lies.
+The score of a sparse block is ``float32(float64 sum of the element scores / number of real elements)``: a mean, so edge
+blocks compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a
+user's function. Sums are taken in float64 over chunks of rows, in an order that depends on neither the chunk nor the
+sharding, so that a block scores the same wherever it lies.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dist_sparse.shards import Block, Grid, Rect, grid_of
+from dist_sparse.shards import Block, Rect, grid_of
 
-__all__ = ["Measure", "block_sizes", "block_sums", "element_scores", "row_chunks", "to_scores"]
+__all__ = ["Measure", "block_sums", "block_widths", "element_scores", "row_chunks", "to_scores"]
 
 Measure = Literal["L1", "L2", "given"] | Callable[[Tensor, tuple[int, int]], Tensor]
-"""How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and the
+"""How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and
+the
 global (row, column) of its first element and returns element scores of the same shape."""
 
 CHUNK_ELEMENTS = 1 << 20
@@ -37,7 +39,9 @@ def element_scores(chunk: Tensor, measure: Measure, offset: tuple[int, int], out
     if callable(measure):
         scored = measure(chunk, offset)
         if scored.shape != chunk.shape:
-            raise ValueError(f"score() returned shape {tuple(scored.shape)} for data of shape {tuple(chunk.shape)}: must be equal.")
+            raise ValueError(
+                f"score() returned shape {tuple(scored.shape)} for data of shape {tuple(chunk.shape)}: must be equal."
+            )
         return buffer.copy_(scored)
     buffer.copy_(chunk)
     if measure == "L1":
@@ -51,8 +55,9 @@ def block_sums(tensor: Tensor, rect: Rect, block: Block, measure: Measure) -> It
     """Sums of element scores per block of the shard ``rect``, in chunks of block rows from the top.
 
     Yields:
-        ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and float64 sums of shape
-        ``(block rows, block columns)`` over the elements that the shard holds. ``sums`` is overwritten by the next chunk.
+        ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and float64 sums of
+        shape ``(block rows, block columns)`` over the elements that the shard holds. ``sums`` is overwritten by the
+        next chunk.
     """
     grid = grid_of(rect, block)
     buffer = torch.empty(0, dtype=torch.float64, device=tensor.device)
@@ -85,20 +90,26 @@ def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def to_scores(sums: Tensor, sizes: tuple[Tensor, Tensor]) -> Tensor:
-    """Scores, float32: the sums ``(block rows, block columns)`` over the number of elements; ``sums`` is overwritten."""
-    height, width = sizes
-    return sums.div_(height.unsqueeze(1) * width).to(torch.float32)
+def to_scores(sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
+    """Scores, float32 ``(block rows, block columns)``: the sums over the number of real elements; ``sums`` is
+    overwritten.
+
+    Args:
+        sums: float64, of block rows ``[first, first + block rows)``.
+        widths: elements in a row of each block column, from :func:`block_widths`.
+        shape: of the whole table; its last block row may be lower.
+    """
+    whole = shape[0] // block[0] - first
+    sums[:whole].div_(widths * block[0])
+    if shape[0] % block[0] and whole < sums.shape[0]:
+        sums[max(whole, 0) :].div_(widths * (shape[0] % block[0]))
+    return sums.to(torch.float32)
 
 
-def block_sizes(shape: tuple[int, int], grid: Grid, block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Heights ``(grid.rows,)`` and widths ``(grid.cols,)`` of the blocks, in elements, float64: edge blocks are smaller."""
-
-    def extents(first: int, count: int, size: int, total: int) -> Tensor:
-        starts = torch.arange(first, first + count, device=device) * size
-        return (starts + size).clamp_(max=total).sub_(starts).to(torch.float64)
-
-    return extents(grid.row, grid.rows, block[0], shape[0]), extents(grid.col, grid.cols, block[1], shape[1])
+def block_widths(shape: tuple[int, int], block: Block, columns: Tensor) -> Tensor:
+    """Elements in a row of the blocks in the given global block columns, float64: the last block of a row may be
+    narrower."""
+    return (shape[1] - columns * block[1]).clamp_(max=block[1]).to(torch.float64)
 
 
 def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor:
@@ -111,7 +122,7 @@ def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor
     if first:
         _fold(scored[:, None, :first], out[:, :1])
     if whole:
-        body = scored[:, first : first + whole * width].unflatten(1, (whole, width))
+        body = scored[:, first : first + whole * width].unfold(1, width, width)
         _fold(body, out[:, left : left + whole])
     if first + whole * width < rect.cols:
         _fold(scored[:, None, first + whole * width :], out[:, left + whole :])
@@ -121,8 +132,9 @@ def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor
 def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w`` alone.
 
-    torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its order changes with the position of
-    the column) nor for one long row (it may be split over threads): so the last dimension is made contiguous, and long ones are cut.
+    torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its order changes with the
+    position of the column) nor for one long row (it may be split over threads): so the last dimension is made
+    contiguous, and long ones are cut.
     """
     width = parts.shape[-1]
     if width <= _FEW:

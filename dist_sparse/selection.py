@@ -1,22 +1,24 @@
 """Which are the k smallest scores over all ranks?
 
-Scores are non-negative float32, whose bit patterns order as integers; equal scores are ordered by global block index. So the k-th smallest
-(score, index) is found exactly by narrowing: a histogram of the leading bits is summed over ranks, the bucket that holds the k-th is
-kept, and the next bits are looked at among its members only. Three rounds settle the 31 bits of a score, for all tables side by side in one
-message each; up to three more settle the index where scores tie at the threshold over several ranks.
+Scores are non-negative float32, whose bit patterns order as integers; equal scores are ordered by global block index.
+So the k-th smallest (score, index) is found exactly by narrowing: a histogram of the leading bits is summed over ranks,
+the bucket that holds the k-th is kept, and the next bits are looked at among its members only. Three rounds settle the
+31 bits of a score, for all tables side by side in one message each; up to three more settle the index where scores tie
+at the threshold over several ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
 
-__all__ = ["KEPT", "REMOVED", "Ballot", "Segment", "Threshold", "select_smallest"]
+__all__ = ["KEPT", "REMOVED", "REMOVED_CLEAN", "Ballot", "Segment", "Threshold", "select_smallest"]
 
 KEPT = 0x7FFFFFFF
 """Stands in the place of a score that is decided elsewhere: never among the smallest."""
@@ -24,11 +26,15 @@ KEPT = 0x7FFFFFFF
 REMOVED = -1
 """Likewise, of a block that was decided to be removed: always below the threshold."""
 
+REMOVED_CLEAN = -2
+"""Likewise, when this shard's part of the block is zero already."""
+
 _NOT_FINITE = 0x7F800000
 _SHIFTS = (20, 10, 0)
 _BUCKETS = (2048, 1024, 1024)
 _PRESENT = 1 << 44
-"""Added to a bucket by each rank that has something in it: tells whether ties lie on one rank (2**44 blocks, 2**19 ranks fit)."""
+"""Added to a bucket by each rank that has something in it: tells whether ties lie on one rank (2**44 blocks, 2**19
+ranks fit)."""
 
 _CHUNK = 1 << 19
 
@@ -37,9 +43,9 @@ class Segment:
     """Scores of a grid of blocks, as int32 bit patterns ``(rows * cols,)``, row-major, and where in the table they lie.
 
     Args:
-        row_ids: global block row of each row, int64 ``(rows,)``.
+        first_row: global block row of the first row; the others follow.
         col_ids: global block column of each column, int64 ``(cols,)``.
-        grid_cols: block columns of the whole table; the global index of a block is ``row_id * grid_cols + col_id``.
+        grid_cols: block columns of the whole table; the global index of a block is ``row * grid_cols + col_id``.
         bits: the scores' bit patterns; may be written until selection starts.
         read: instead of ``bits``, makes an iterator over ``(start, bits)`` chunks; called once per pass.
         counts: whether this rank speaks for these blocks; replicas are thresholded, not counted.
@@ -47,7 +53,7 @@ class Segment:
 
     def __init__(
         self,
-        row_ids: Tensor,
+        first_row: int,
         col_ids: Tensor,
         grid_cols: int,
         *,
@@ -55,7 +61,7 @@ class Segment:
         read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
         counts: bool = True,
     ) -> None:
-        self.row_ids, self.col_ids, self.grid_cols = row_ids, col_ids, grid_cols
+        self.first_row, self.col_ids, self.grid_cols = first_row, col_ids, grid_cols
         self.bits, self.counts = bits, counts
         self._read = read
         self.first_histogram: Tensor | None = None
@@ -66,14 +72,14 @@ class Segment:
             yield from self._read()
         elif self.bits is not None:
             start = 0
-            for chunk in self.bits.split(_CHUNK):
+            for chunk in torch.split(self.bits, _CHUNK):
                 yield start, chunk
                 start += chunk.numel()
 
     def ids(self, positions: Tensor) -> Tensor:
         """Global block indices of flat ``positions``, int64, same shape."""
         cols = self.col_ids.numel()
-        return self.row_ids[positions // cols] * self.grid_cols + self.col_ids[positions % cols]
+        return (positions // cols + self.first_row) * self.grid_cols + self.col_ids[positions % cols]
 
 
 @dataclass
@@ -85,7 +91,8 @@ class Ballot:
         k: how many blocks to remove.
         blocks: how many blocks the whole table has.
         segments: the scores that this rank knows; over all ranks every block is counted once.
-        spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell by itself whether it sees all ties.
+        spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell by itself whether it
+            sees all ties.
     """
 
     name: str
@@ -97,7 +104,8 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A block is removed when its score is below ``bits``, or equal to it with a global index of at most ``last`` (None: any)."""
+    """A block is removed when its score is below ``bits``, or equal to it with a global index of at most ``last``
+    (None: any)."""
 
     bits: int
     last: int | None
@@ -118,22 +126,24 @@ _EVERYTHING = Threshold(bits=_NOT_FINITE - 1, last=None)
 
 
 def first_histogram(bits: Tensor) -> Tensor:
-    """The first round's histogram of finite scores, int64 ``(2048,)``; a scorer may sum it while the chunk is in the cache."""
+    """The first round's histogram of finite scores, int64 ``(2048,)``; a scorer may sum it while the chunk is in the
+    cache."""
     return torch.bincount(bits >> _SHIFTS[0], minlength=_BUCKETS[0])
 
 
 def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
-    """For every ballot the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``: every rank must call it.
+    """For every ballot the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``:
+    every rank must call it.
 
-    Three all-reduces of 16, 8 and 8 KiB a table; at most three more for tables whose threshold ties over ranks. None of the sizes
-    depends on the number of scores.
+    Three all-reduces of 16, 8 and 8 KiB a table; at most three more for tables whose threshold ties over ranks. None of
+    the sizes depends on the number of scores.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
     """
     answers = [_NOTHING if ballot.k <= 0 else _EVERYTHING for ballot in ballots]
     asked = [i for i, ballot in enumerate(ballots) if 0 < ballot.k < ballot.blocks]
-    searches = {i: _Search(ballots[i].k, lambda i=i: _counted(ballots[i]), first=_first(ballots[i])) for i in asked}
+    searches = {i: _Search(ballots[i].k, partial(_counted, ballots[i]), first=_first(ballots[i])) for i in asked}
     rounds = list(zip(_SHIFTS, _BUCKETS, strict=True))
     _narrow(list(searches.values()), rounds, group.all_reduce, names=[ballots[i].name for i in asked])
     over_ranks: dict[int, _Search] = {}
@@ -143,10 +153,11 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
         if search.left == search.inside:
             continue  # all that tie at the threshold go
         if search.holders > 1 or ballot.spread_replicas:
-            over_ranks[i] = _Search(search.left, lambda b=ballot, t=bits: _ties(b, t, counted=True))
+            over_ranks[i] = _Search(search.left, partial(_ties, ballot, bits, counted=True))
             continue
-        # One rank speaks for all that tie. It, and any replica of it, sees them all and settles the order alone; the others see none.
-        ties = _Search(search.left, lambda b=ballot, t=bits: _ties(b, t, counted=False))
+        # One rank speaks for all that tie. It, and any replica of it, sees them all and settles the order alone; the
+        # others see none.
+        ties = _Search(search.left, partial(_ties, ballot, bits, counted=False))
         _narrow([ties], _index_rounds(ballot.blocks), lambda counts: counts)
         answers[i] = Threshold(bits=bits, last=ties.prefix)
     if over_ranks:
@@ -157,11 +168,13 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
 
 
 class _Search:
-    """The narrowing of one table: the leading bits found so far, and how many of those that share them are still wanted.
+    """The narrowing of one table: the leading bits found so far, and how many of those that share them are still
+    wanted.
 
     Args:
         k: how many keys are wanted; the search ends at the k-th smallest.
-        keys: makes an iterator over chunks of this rank's keys; called once per round until few enough are left to be kept.
+        keys: makes an iterator over chunks of this rank's keys; called once per round until few enough are left to be
+            kept.
         first: the first round's histogram, where it is known already.
     """
 
@@ -172,7 +185,8 @@ class _Search:
         self._few: list[Tensor] | None = None
 
     def histogram(self, shift: int, buckets: int) -> Tensor:
-        """How many of the keys that have the prefix fall into each bucket of the next bits; int64 ``(buckets,)`` on the CPU."""
+        """How many of the keys that have the prefix fall into each bucket of the next bits; int64 ``(buckets,)`` on the
+        CPU."""
         if self._shift is None and self._first is not None:
             return self._first
         counts = torch.zeros(buckets, dtype=torch.int64)
@@ -200,7 +214,8 @@ def _narrow(
     reduce: Callable[[Tensor], Tensor],
     names: Sequence[str] | None = None,
 ) -> None:
-    """Runs all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one host sync."""
+    """Runs all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one
+    host sync."""
     if not searches:
         return
     for turn, (shift, buckets) in enumerate(rounds):
@@ -222,7 +237,9 @@ def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
     bad = counts[:, _NOT_FINITE >> _SHIFTS[0] :].sum(1).tolist()
     for name, number in zip(names, bad, strict=True):
         if number:
-            raise ValueError(f"Table {name!r}: {number} block scores exceed float32 once their parts are added; must be finite.")
+            raise ValueError(
+                f"Table {name!r}: {number} block scores exceed float32 once their parts are added; must be finite."
+            )
 
 
 def _counted(ballot: Ballot) -> Iterator[Tensor]:
@@ -245,7 +262,8 @@ def _first(ballot: Ballot) -> Tensor:
 
 
 def _ties(ballot: Ballot, threshold: int, *, counted: bool) -> Iterator[Tensor]:
-    """Global indices of the blocks that score exactly ``threshold``: those this rank speaks for, or all that it sees."""
+    """Global indices of the blocks that score exactly ``threshold``: those this rank speaks for, or all that it
+    sees."""
     for segment in ballot.segments:
         if segment.counts or not counted:
             for start, bits in segment.chunks():
@@ -255,7 +273,8 @@ def _ties(ballot: Ballot, threshold: int, *, counted: bool) -> Iterator[Tensor]:
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:
-    """Shifts and bucket counts that settle an index below ``blocks`` in as few rounds as 2048 buckets allow, three at most."""
+    """Shifts and bucket counts that settle an index below ``blocks`` in as few rounds as 2048 buckets allow, three at
+    most."""
     need = max(1, (blocks - 1).bit_length())
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)

@@ -1,13 +1,13 @@
 """Which rectangle of which global tensor does every rank hold?
 
-A :class:`ShardedData` is the answer for one tensor at one moment: its global shape, the rectangles of all ranks and this rank's live views.
-It is made anew each time it is needed and never kept, because resharding, loading and memory stashing replace the storage behind it.
-Nothing here communicates: the rectangles of the other ranks come from metadata.
+A :class:`ShardedData` is the answer for one tensor at one moment: its global shape, the rectangles of all ranks and
+this rank's live views. It is made anew each time it is needed and never kept, because resharding, loading and memory
+stashing replace the storage behind it. Nothing here communicates: the rectangles of the other ranks come from metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -78,9 +78,11 @@ class ShardedData:
         name: the name under which it was registered.
         shape: the global (rows, columns).
         dtype: of the weights.
-        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``; for people, nothing decides on it.
+        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``; for people, nothing
+            decides on it.
         ranks: global ranks of the group over which the tensor lies, in group order; ``None`` is a world of one.
-        tiling: for each group rank the rectangles it holds, in the order of its shards. Equal rectangles on several ranks are replicas.
+        tiling: for each group rank the rectangles it holds, in the order of its shards. Equal rectangles on several
+            ranks are replicas.
         shards: this rank's own, in the order of ``tiling[rank]``.
         kernel: TorchRec's compute kernel, where there is one.
         fqn: the fully qualified name in the model, where there is one.
@@ -103,7 +105,8 @@ class ShardedData:
         return len(set(rects)) < len(rects)
 
     def owned(self, rank: int) -> list[Rect]:
-        """The rectangles for which group rank ``rank`` speaks: of several replicas the lowest rank's (and its first) one."""
+        """The rectangles for which group rank ``rank`` speaks: of several replicas the lowest rank's (and its first)
+        one."""
         earlier = {rect for held in self.tiling[:rank] for rect in held}
         return [rect for rect in dict.fromkeys(self.tiling[rank]) if rect not in earlier]
 
@@ -143,13 +146,16 @@ def check_tiling(data: ShardedData) -> None:
     """Refuses rectangles that do not cover the global shape exactly once (replicas counted once).
 
     Raises:
-        ValueError: a rectangle lies out of bounds, or there is a gap or an overlap; names the table, the rank and the place.
+        ValueError: a rectangle lies out of bounds, or there is a gap or an overlap; names the table, the rank and the
+            place.
     """
     rows, cols = data.shape
     for rank, held in enumerate(data.tiling):
         for rect in held:
             if min(rect) < 0 or rect.row_end > rows or rect.col_end > cols:
-                raise ValueError(f"Table {data.name!r}: the shard {rect} of rank {rank} lies outside the shape {data.shape}.")
+                raise ValueError(
+                    f"Table {data.name!r}: the shard {rect} of rank {rank} lies outside the shape {data.shape}."
+                )
     rects = data.rects
     row_cuts = sorted({0, rows} | {edge for rect in rects for edge in (rect.row, rect.row_end)})
     col_cuts = sorted({0, cols} | {edge for rect in rects for edge in (rect.col, rect.col_end)})
@@ -163,11 +169,14 @@ def check_tiling(data: ShardedData) -> None:
         i, j = wrong[0].tolist()
         place = Rect(row_cuts[i], col_cuts[j], row_cuts[i + 1] - row_cuts[i], col_cuts[j + 1] - col_cuts[j])
         fault = "a gap" if cover[i, j] == 0 else "an overlap"
-        raise ValueError(f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover {data.shape} exactly once.")
+        raise ValueError(
+            f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover {data.shape} exactly once."
+        )
 
 
 class Grid(NamedTuple):
-    """The sparse blocks that touch a rectangle: block rows ``[row, row + rows)`` by block columns ``[col, col + cols)``."""
+    """The sparse blocks that touch a rectangle: block rows ``[row, row + rows)`` by block columns ``[col, col +
+    cols)``."""
 
     row: int
     col: int

@@ -1,7 +1,7 @@
 """Where do the pieces of a ShardedTensor or a DTensor lie?
 
-Both carry the rectangles of all ranks in their metadata, so nothing is communicated. The objects are held; their local views are taken anew at
-each ``locate()``.
+Both carry the rectangles of all ranks in their metadata, so nothing is communicated. The objects are held; their local
+views are taken anew at each ``locate()``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ __all__ = ["TensorSource", "is_sharded"]
 
 
 def is_sharded(data: object) -> bool:
-    """Whether ``data`` is a ShardedTensor or a DTensor. Their modules are imported only by those who use them, so not here."""
+    """Whether ``data`` is a ShardedTensor or a DTensor. Their modules are imported only by those who use them, so not
+    here."""
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
-    return bool(kinds & {"torch.distributed._shard.sharded_tensor.api.ShardedTensor", "torch.distributed.tensor.DTensor"})
+    return bool(
+        kinds & {"torch.distributed._shard.sharded_tensor.api.ShardedTensor", "torch.distributed.tensor.DTensor"}
+    )
 
 
 class TensorSource:
     """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one column per element: ``(1, n)``.
 
     Raises:
-        ValueError: the tensor has more than two dimensions, is not of a real floating dtype, or its shards do not tile it.
+        ValueError: the tensor has more than two dimensions, is not of a real floating dtype, or its shards do not tile
+            it.
     """
 
     def __init__(self, name: str, data: Any) -> None:
@@ -39,10 +43,16 @@ class TensorSource:
     def locate(self) -> list[ShardedData]:
         data = self._data
         if data.dim() not in (1, 2):
-            raise ValueError(f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or two dimensions.")
+            raise ValueError(
+                f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or two dimensions."
+            )
         if not data.dtype.is_floating_point:
-            raise ValueError(f"Data {self._name!r} of dtype {data.dtype}: sharded data must be of a real floating dtype.")
-        return [_from_sharded_tensor(self._name, data) if hasattr(data, "local_shards") else _from_dtensor(self._name, data)]
+            raise ValueError(
+                f"Data {self._name!r} of dtype {data.dtype}: sharded data must be of a real floating dtype."
+            )
+        return [
+            _from_sharded_tensor(self._name, data) if hasattr(data, "local_shards") else _from_dtensor(self._name, data)
+        ]
 
 
 def _from_sharded_tensor(name: str, data: Any) -> ShardedData:

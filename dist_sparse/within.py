@@ -11,11 +11,12 @@ __all__ = ["smallest_in_blocks"]
 
 
 def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int) -> Tensor:
-    """The ``zeros`` smallest elements of each chosen block; among equal scores those first in the block's row-major order.
+    """The ``zeros`` smallest elements of each chosen block; among equal scores those first in the block's row-major
+    order.
 
     Args:
-        scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks at the right and lower edge may be
-            smaller; one with no more than ``zeros`` elements goes as a whole.
+        scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks at the right and
+            lower edge may be smaller; one with no more than ``zeros`` elements goes as a whole.
         chosen: bool ``(block rows, block columns)``.
         zeros: at least 1, at most the block's area.
 

@@ -1,7 +1,8 @@
 """What does every data sparsifier do, whatever its masks are made of?
 
-:class:`BaseDataSparsifier` keeps the names, signatures and results of its ancestor in ``torch.ao.pruning._experimental`` for plain data, and adds
-sharded tables and whole models, whose masks are packed bits that live with their shards. Nothing but the registration knows which is which.
+:class:`BaseDataSparsifier` keeps the names, signatures and results of its ancestor in
+``torch.ao.pruning._experimental`` for plain data, and adds sharded tables and whole models, whose masks are packed bits
+that live with their shards. Nothing but the registration knows which is which.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import Group, group_over, world_ranks
-from dist_sparse.masks import BlockMask
+from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.modules import model_source
 from dist_sparse.shards import Block, ShardedData, Source
 from dist_sparse.sparsifiers import plain, saving
+from dist_sparse.sparsifiers.by_shard import ByShard
 from dist_sparse.sparsifiers.configs import model_configs
 from dist_sparse.sparsifiers.due import due_step
 from dist_sparse.sparsifiers.inspection import Inspection
@@ -44,7 +45,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         data_groups: name -> its configuration, read at every step.
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
-        repair: what a step does about replicas that have drifted apart: ``"raise"``, or ``"broadcast"`` the first rank's.
+        repair: what a step does about replicas that have drifted apart: ``"raise"``, or ``"broadcast"`` the first
+            rank's.
     """
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
@@ -67,14 +69,15 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     def add_data(self, name: str, data: Any, reuse_mask: bool = True, **config: Any) -> Tensor:
         """Registers ``data`` under ``name``. Never communicates.
 
-        The weight itself is held, never a copy. A known name is replaced, with a UserWarning: its config stays except for what is passed, its mask
-        stays if ``reuse_mask``.
+        The weight itself is held, never a copy. A known name is replaced, with a UserWarning: its config stays except
+        for what is passed, its mask stays if ``reuse_mask``.
 
         Args:
             name: not empty, without dots.
             data: exactly a Tensor, Parameter, Embedding or EmbeddingBag, or a ShardedTensor or DTensor.
             reuse_mask: keep the mask of the replaced data, which must have the same shape.
-            **config: overrides of the defaults; ``mask`` starts from a given mask, ``parametrization`` replaces ``mask * x``.
+            **config: overrides of the defaults; ``mask`` starts from a given mask, ``parametrization`` replaces ``mask
+                * x``.
 
         Returns:
             The masked data; of sharded data, the data itself.
@@ -101,10 +104,14 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             if reuse_mask:
                 mask = self.get_mask(name)
                 if mask.shape != weight.shape:
-                    raise AssertionError("to retain the old mask, the shape of the new data must be the same as the previous one")
+                    raise AssertionError(
+                        "to retain the old mask, the shape of the new data must be the same as the previous one"
+                    )
         parametrization = group.get("parametrization", plain.Masked)
         if known:
-            plain.attach(plain.Container(), name, weight, mask, parametrization)  # data that is refused must not cost the old
+            plain.attach(
+                plain.Container(), name, weight, mask, parametrization
+            )  # data that is refused must not cost the old
             self._delete_data(name)
         plain.attach(self._container, name, weight, mask, parametrization)
         self.state[name] = {"mask": mask}
@@ -120,21 +127,24 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         config: Mapping[str, Any] | None = None,
         dense: bool | str | list[str] | None = None,
     ) -> list[str]:
-        """Registers the embedding tables of a model: DistributedModelParallel, DDP or plain. Collective: every rank must call it.
+        """Registers the embedding tables of a model: DistributedModelParallel, DDP or plain. Collective: every rank
+        must call it.
 
         Args:
             model: its tables are found again whenever they are needed, so resharding and loading are followed.
             include: globs over table names and fully qualified names; None is every table.
             exclude: globs of what to leave out.
-            config: overrides of the defaults: either for all (``{"sparsity_level": 0.5}``) or by glob (``{"user_*": {...}}``).
-            dense: globs of other parameters to register too, True for all. Their names are the fully qualified ones with '/' for '.'.
+            config: overrides of the defaults: either for all (``{"sparsity_level": 0.5}``) or by glob (``{"user_*":
+                {...}}``).
+            dense: globs of other parameters to register too, True for all. Their names are the fully qualified ones
+                with '/' for '.'.
 
         Returns:
             The names registered.
 
         Raises:
-            ValueError: a pattern matches nothing, a module can't be sparsified, a key of ``config`` or a name is known to be wrong, or the
-                ranks disagree; on every rank, and nothing is registered.
+            ValueError: a pattern matches nothing, a module can't be sparsified, a key of ``config`` or a name is known
+                to be wrong, or the ranks disagree; on every rank, and nothing is registered.
         """
         located: list[ShardedData] = []
         configs: dict[str, dict[str, Any]] = {}
@@ -152,14 +162,18 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         except Exception as fault:
             error = fault
         ranks = located[0].ranks if located else world_ranks()
-        facts = {f"table {data.name!r}": [data.shape, str(data.dtype), data.tiling, configs.get(data.name)] for data in located}
+        facts = {
+            f"table {data.name!r}": [data.shape, str(data.dtype), data.tiling, configs.get(data.name)]
+            for data in located
+        }
         group_over(ranks).agree(f"add_model() of {type(self).__name__}", facts, error)
         assert source is not None
         self._register(source, located, configs)
         return [data.name for data in located]
 
     def get_data(self, name: str, return_original: bool = True) -> Tensor:
-        """The registered tensor, or its effective weight if not ``return_original``. Of a sharded table: this rank's only shard.
+        """The registered tensor, or its effective weight if not ``return_original``. Of a sharded table: this rank's
+        only shard.
 
         Raises:
             ValueError: unknown, squashed (the original), or not exactly one shard on this rank.
@@ -181,8 +195,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         return effective
 
     def get_mask(self, name: str) -> Tensor:
-        """The mask, 1 = kept, 0 = removed. Of plain data the live object, whose in-place edits count; of a sharded table this rank's
-        only shard, unpacked (int8); inside :meth:`update_mask` the one being updated.
+        """The mask, 1 = kept, 0 = removed. Of plain data the live object, whose in-place edits count; of a sharded
+        table this rank's only shard, unpacked (int8); inside :meth:`update_mask` the one being updated.
 
         Raises:
             ValueError: unknown, or a table with several shards or none on this rank.
@@ -199,9 +213,11 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         return mask
 
     def step(self) -> None:
-        """Updates all masks, if enabled; else reads nothing and sends nothing. Collective if sharded tables are registered.
+        """Updates all masks, if enabled; else reads nothing and sends nothing. Collective if sharded tables are
+        registered.
 
-        Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables, what is newly removed is zeroed at once.
+        Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables, what is newly removed
+        is zeroed at once.
 
         Raises:
             ValueError: on every rank; no mask and no weight has changed.
@@ -236,7 +252,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         """
 
     def apply_masks(self) -> None:
-        """Writes zero to every removed weight of the sharded tables: what optimizers have revived since. Reads all masks, touches only
+        """Writes zero to every removed weight of the sharded tables: what optimizers have revived since. Reads all
+        masks, touches only
         rows with removed blocks. Local, unless shards have moved since the last step: then collective."""
         located = self._tables.locate()
         self._tables.follow(located)
@@ -248,7 +265,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     def squash_mask(
         self, *args: Any, leave_parametrized: bool = True, names: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Makes masks permanent and forgets them; mask and config of plain data remain readable. Already squashed names are skipped.
+        """Makes masks permanent and forgets them; mask and config of plain data remain readable. Already squashed names
+        are skipped.
 
         Args:
             leave_parametrized: write the masked data into the user's own tensor; False leaves it dense.
@@ -273,7 +291,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
                 plain.squash(self._container, name, leave_parametrized=leave_parametrized)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks, configs and plain data, in the ancestor's format; ``sharded`` holds this rank's bits by table and global rectangle."""
+        """Masks, configs and plain data, in the ancestor's format; ``sharded`` holds this rank's bits by table and
+        global rectangle."""
         return saving.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -299,7 +318,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         for name, group in self.data_groups.items():
             lines += ["\tData Group", f"\t    name: {name}"]
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
-        return "\n".join(lines) + ")"
+        return "\n".join([*lines, ")"])
 
     def _known(self, name: str) -> None:
         if name not in self.data_groups:
@@ -338,36 +357,4 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         return mask.detach().clone()
 
     def _rule(self) -> Any:
-        return _ByShard(self)
-
-
-class _ByShard:
-    """The user's own ``update_mask``, once per local shard, its mask packed element by element."""
-
-    edits_masks = True
-
-    def __init__(self, sparsifier: BaseDataSparsifier) -> None:
-        self._sparsifier = sparsifier
-
-    def prepare(self, located: Mapping[str, ShardedData]) -> dict[str, list[BlockMask]]:
-        user = self._sparsifier
-        made: dict[str, list[BlockMask]] = {}
-        for name, data in located.items():
-            made[name] = []
-            for shard, before in zip(data.shards, user._tables.masks(name), strict=True):
-                mask = before.dense()
-                user._edited = (name, mask)
-                try:
-                    user.update_mask(name, shard.tensor, **user.data_groups[name])
-                finally:
-                    user._edited = None
-                made[name].append(BlockMask.of_elements(shard.rect, mask))
-        return made
-
-    def facts(self, name: str) -> Any:
-        return self._sparsifier.data_groups[name]
-
-    def finish(
-        self, prepared: dict[str, list[BlockMask]], names: list[str], group: Group
-    ) -> dict[str, tuple[list[BlockMask], Block]]:
-        return {name: (prepared[name], (1, 1)) for name in names}
+        return ByShard(self)

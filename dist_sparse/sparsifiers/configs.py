@@ -18,8 +18,8 @@ def model_configs(
     """The defaults overlaid by the user's ``config``, for every table by name.
 
     Args:
-        config: overrides for all tables, or a mapping from globs (over table names and fully qualified names) to overrides; of several
-            globs that match, later ones win.
+        config: overrides for all tables, or a mapping from globs (over table names and fully qualified names) to
+            overrides; of several globs that match, later ones win.
 
     Raises:
         ValueError: a glob matches nothing, a key is unknown, or the two forms are mixed.
@@ -27,12 +27,16 @@ def model_configs(
     config = config or {}
     by_glob = [isinstance(value, Mapping) for value in config.values()]
     if any(by_glob) and not all(by_glob):
-        raise ValueError(f"Invalid config={dict(config)!r}: must map either keys to values or globs to such mappings, not both.")
+        raise ValueError(
+            f"Invalid config={dict(config)!r}: must map either keys to values or globs to such mappings, not both."
+        )
     rules: Mapping[str, Mapping[str, Any]] = config if any(by_glob) else {"*": config}
     for glob, overrides in rules.items():
         unknown = sorted(set(overrides) - set(defaults))
         if unknown:
-            raise ValueError(f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are {sorted(defaults)}.")
+            raise ValueError(
+                f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are {sorted(defaults)}."
+            )
         if not any(_matches(data, glob) for data in located):
             raise ValueError(f"Invalid config: {glob!r} matches no table; there are {[data.name for data in located]}.")
     configs = {}

@@ -13,28 +13,30 @@ _HEAD = ("name", "shape", "dtype", "sharding", "shards (here)", "block", "zeros/
 
 
 def describe(sparsifier: BaseDataSparsifier) -> str:
-    """A table of everything registered: name, shape, dtype, sharding, shards, configuration, level, mask bytes. Sends nothing.
+    """A table of everything registered: name, shape, dtype, sharding, shards, configuration, level, mask bytes. Sends
+    nothing.
 
     "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts over all ranks.
     """
     located = sparsifier._tables.locate() if sparsifier._tables else {}
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    size: tuple[int, ...]
     for name, config in sparsifier.data_groups.items():
         if name in located:
             data = located[name]
-            shape, dtype, sharding = data.shape, data.dtype, data.sharding
+            size, dtype, sharding = tuple(data.shape), data.dtype, data.sharding
             shards = f"{len(data.rects)} ({len(data.shards)})"
             mask_bytes = sum(mask.bits.numel() for mask in sparsifier._tables.masks(name))
         else:
             weight = sparsifier.get_data(name, return_original=False)
             mask = sparsifier.get_mask(name)
-            shape, dtype, sharding, shards = tuple(weight.shape), weight.dtype, "plain", "1 (1)"
+            size, dtype, sharding, shards = tuple(weight.shape), weight.dtype, "plain", "1 (1)"
             mask_bytes = mask.numel() * mask.element_size()
         block, zeros, level = (config.get(key) for key in ("sparse_block_shape", "zeros_per_block", "sparsity_level"))
         rows.append(
             (
                 name,
-                " x ".join(map(str, shape)),
+                " x ".join(map(str, size)),
                 str(dtype).removeprefix("torch."),
                 sharding,
                 shards,

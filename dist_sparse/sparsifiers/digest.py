@@ -1,8 +1,8 @@
 """When are two masks the same?
 
-A mask's hash is the sum, modulo 2**64, of ``a(row) * b(column)`` over its removed elements, with pseudo-random ``a`` and ``b``. Sums can be taken over
-any pieces in any order, and over a whole block at once, so the hash depends on neither the sharding nor the blocks and costs one pass over
-the bits. It tells accidents apart, not attacks.
+A mask's hash is the sum, modulo 2**64, of ``a(row) * b(column)`` over its removed elements, with pseudo-random ``a``
+and ``b``. Sums can be taken over any pieces in any order, and over a whole block at once, so the hash depends on
+neither the sharding nor the blocks and costs one pass over the bits. It tells accidents apart, not attacks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def shape_hash(shape: tuple[int, int]) -> int:
 
 
 def _weighted(mask: BlockMask, rows: Tensor, cols: Tensor) -> int:
-    """The sum of ``rows[r] * cols[c]`` over removed elements: per block, the product of the sums over its rows and its columns."""
+    """The sum of ``rows[r] * cols[c]`` over removed elements: per block, the product of the sums over its rows and its
+    columns."""
     if mask.blocks == 0:
         return 0
     down = _by_block(rows, mask.rect.row, mask.block[0], mask.grid.row, mask.grid.rows)

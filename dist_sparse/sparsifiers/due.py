@@ -1,7 +1,9 @@
 """What happens, in which order, in a due step over sharded tables?
 
-1. Local: find the tables, score them (or run the user's ``update_mask``), hash the replicas. Errors are noted, not raised.
-2. One exchange of status: an error, another config or another set of names on any rank stops all ranks here, before anything has changed.
+1. Local: find the tables, score them (or run the user's ``update_mask``), hash the replicas. Errors are noted, not
+raised.
+2. One exchange of status: an error, another config or another set of names on any rank stops all ranks here, before
+anything has changed.
 3. Collective: masks follow their shards if those have moved; thresholds are found and new masks made.
 4. Local: what is newly removed is zeroed in the weights, and the new masks take the place of the old.
 """
@@ -12,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from dist_sparse.groups import Group, Replica, group_over
-from dist_sparse.masks import BlockMask
 from dist_sparse.shards import Block, ShardedData
 from dist_sparse.sparsifiers.sharded import ShardedTables, hash_tensor
+from dist_sparse.sparsifiers.update import NewMask
 
 __all__ = ["MaskRule", "due_step"]
 
@@ -33,7 +35,7 @@ class MaskRule(Protocol):
         """What must be equal on all ranks for one table, JSON-able."""
         ...
 
-    def finish(self, prepared: Any, names: list[str], group: Group) -> Mapping[str, tuple[list[BlockMask], Block]]:
+    def finish(self, prepared: Any, names: list[str], group: Group) -> Mapping[str, tuple[list[NewMask], Block]]:
         """The collective half: new masks of the named tables, and the block that one of their bits stands for."""
         ...
 
@@ -67,17 +69,21 @@ def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, rep
         _repair(tables, located, drifted, repair)
         prepared = rule.prepare(located)
     tables.follow(located)
-    made: dict[str, tuple[list[BlockMask], Block]] = {}
+    made: dict[str, tuple[list[NewMask], Block]] = {}
     for ranks, names in tables.groups.items():
         made.update(rule.finish(prepared, names, group_over(ranks)))
     for name, (masks, block) in made.items():
-        for shard, before, after in zip(located[name].shards, tables.masks(name), masks, strict=True):
-            after.apply_removed_since_(before, shard.tensor)
-        tables.commit(name, masks, block)
+        for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), masks, strict=True):
+            mask.apply_changed_(shard.tensor, before, dirty)
+        tables.commit(name, [mask for mask, _ in masks], block)
 
 
 def _agree_all(
-    tables: ShardedTables, located: Mapping[str, ShardedData], rule: MaskRule, error: Exception | None, check_replicas: bool
+    tables: ShardedTables,
+    located: Mapping[str, ShardedData],
+    rule: MaskRule,
+    error: Exception | None,
+    check_replicas: bool,
 ) -> dict[str, list[int]]:
     drifted: dict[str, list[int]] = {}
     for ranks, names in tables.groups.items():
@@ -104,8 +110,11 @@ def _replicas(data: ShardedData, rank: int) -> dict[str, Replica]:
     return found
 
 
-def _repair(tables: ShardedTables, located: Mapping[str, ShardedData], drifted: Mapping[str, list[int]], repair: str) -> None:
-    """Restores drifted replicas from their group's first rank. Collective: all ranks know the same of what has drifted."""
+def _repair(
+    tables: ShardedTables, located: Mapping[str, ShardedData], drifted: Mapping[str, list[int]], repair: str
+) -> None:
+    """Restores drifted replicas from their group's first rank. Collective: all ranks know the same of what has
+    drifted."""
     places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
     if repair != "broadcast":
         raise ValueError(
@@ -118,6 +127,8 @@ def _repair(tables: ShardedTables, located: Mapping[str, ShardedData], drifted: 
             data = located[name]
             if any(place.startswith(f"{name} rows [") for place in drifted):
                 if any(held != data.tiling[0] for held in data.tiling):
-                    raise ValueError(f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired.")
+                    raise ValueError(
+                        f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired."
+                    )
                 for shard in data.shards:
                     group.broadcast_(shard.tensor)

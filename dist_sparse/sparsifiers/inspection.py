@@ -71,13 +71,15 @@ class Inspection:
     _container: plain.Container
 
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
-        """This rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in the order of the shards."""
+        """This rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in the order of the
+        shards."""
         if name in self._tables:
             return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._tables.masks(name)]
         return [((0, 0), _plain_matrix(self._plain_mask(name)).to(torch.int8))]
 
     def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:
-        """The global mask, int8 ``(rows, columns)``. Collective for a sharded table: every rank must call it. For tests and inspection.
+        """The global mask, int8 ``(rows, columns)``. Collective for a sharded table: every rank must call it. For tests
+        and inspection.
 
         Raises:
             ValueError: unknown name, or the mask would take more than ``max_bytes``.
@@ -109,9 +111,12 @@ class Inspection:
         return full
 
     def table_stats(self) -> list[TableStats]:
-        """Counts of every registered name, the same on every rank. Collective if sharded tables are registered: one all-reduce."""
+        """Counts of every registered name, the same on every rank. Collective if sharded tables are registered: one
+        all-reduce."""
         located = self._located()
-        counts = self._summed({name: _count(self._tables.masks(name), data) for name, data in located.items()}, located, 3)
+        counts = self._summed(
+            {name: _count(self._tables.masks(name), data) for name, data in located.items()}, located, 3
+        )
         stats = []
         for name, group in self.data_groups.items():
             if name in located:
@@ -144,7 +149,8 @@ class Inspection:
         return stats
 
     def fingerprint(self) -> dict[str, str]:
-        """A hash of every global mask: depends on shape and mask alone, not on sharding, blocks or ranks. Collective as table_stats()."""
+        """A hash of every global mask: depends on shape and mask alone, not on sharding, blocks or ranks. Collective as
+        table_stats()."""
         located = self._located()
         hashes = {}
         for name, data in located.items():
@@ -164,7 +170,8 @@ class Inspection:
         return prints
 
     def audit(self) -> dict[str, str]:
-        """:meth:`fingerprint`, after comparing the masks of all holders: replicas, and the bits of blocks that a shard border cuts.
+        """:meth:`fingerprint`, after comparing the masks of all holders: replicas, and the bits of blocks that a shard
+        border cuts.
 
         Collective as table_stats().
 
@@ -218,7 +225,8 @@ class Inspection:
 
 
 def _count(masks: list[BlockMask], data: ShardedData) -> list[int]:
-    """Removed blocks, removed elements and mask bytes of this rank's shards. Replicas and cut blocks count for their first holder only."""
+    """Removed blocks, removed elements and mask bytes of this rank's shards. Replicas and cut blocks count for their
+    first holder only."""
     group = group_over(data.ranks)
     mine = set(data.owned(group.rank))
     removed = elements = 0
@@ -232,14 +240,17 @@ def _count(masks: list[BlockMask], data: ShardedData) -> list[int]:
 
 
 def _shared_bits(data: ShardedData, mask: BlockMask) -> list[tuple[str, int]]:
-    """Hashes of what other shards hold too, by place: the whole shard, and its block rows and columns that some border cuts."""
+    """Hashes of what other shards hold too, by place: the whole shard, and its block rows and columns that some border
+    cuts."""
     rects, grid, (height, width) = data.rects, mask.grid, mask.block
     found = [(f"shard {mask.rect}", bits_hash(mask.flags()))]
     flags = mask.flags()
     for i in {r.row // height for r in rects if r.row % height and grid.row <= r.row // height < grid.row + grid.rows}:
         found.append((f"block row {i}, block columns from {grid.col} on, {grid.cols}", bits_hash(flags[i - grid.row])))
     for j in {r.col // width for r in rects if r.col % width and grid.col <= r.col // width < grid.col + grid.cols}:
-        found.append((f"block column {j}, block rows from {grid.row} on, {grid.rows}", bits_hash(flags[:, j - grid.col])))
+        found.append(
+            (f"block column {j}, block rows from {grid.row} on, {grid.rows}", bits_hash(flags[:, j - grid.col]))
+        )
     return found
 
 

@@ -16,8 +16,8 @@ __all__ = ["DataNormSparsifier"]
 class DataNormSparsifier(ScoreSparsifier):
     """Removes the blocks whose elements are smallest, by the mean of ``|x|`` (L1) or of ``x * x`` (L2) over the block.
 
-    The masks of a sharded table are the same, bit for bit, for every sharding and any number of ranks. Among equal norms the block with the
-    smaller global row-major index goes first.
+    The masks of a sharded table are the same, bit for bit, for every sharding and any number of ranks. Among equal
+    norms the block with the smaller global row-major index goes first.
 
     Args:
         data_list: ``(name, data)`` pairs to register at once.

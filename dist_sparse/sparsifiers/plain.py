@@ -1,7 +1,8 @@
 """How does plain data carry its mask?
 
-As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier``: a container module holds the user's own tensor as a buffer, parametrized by
-its mask. These functions attach, detach, squash and save one name of that container; what they keep is plain, dense and local.
+As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier``: a container module holds the user's own tensor
+as a buffer, parametrized by its mask. These functions attach, detach, squash and save one name of that container; what
+they keep is plain, dense and local.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["Container", "Masked", "attach", "check_name", "detach", "dtype", "is_attached", "masks_to", "original", "restore", "squash"]
+__all__ = [
+    "Container",
+    "Masked",
+    "attach",
+    "check_name",
+    "detach",
+    "dtype",
+    "is_attached",
+    "masks_to",
+    "original",
+    "restore",
+    "squash",
+]
 
 
 class Masked(nn.Module):
@@ -22,7 +35,7 @@ class Masked(nn.Module):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        self.register_buffer("mask", mask)
+        self.register_buffer("mask", mask, persistent=False)  # saved once, in the sparsifier's own state
 
     def forward(self, x: Tensor) -> Tensor:
         """The effective weight, of the shape and dtype of ``x``."""
@@ -54,7 +67,8 @@ def check_name(name: object) -> str:
 
 
 def attach(container: Container, name: str, weight: Tensor, mask: Tensor, parametrization: Any) -> None:
-    """Holds ``weight`` itself (no copy) under ``name``, with ``parametrization(mask)`` over it. On failure nothing is held."""
+    """Holds ``weight`` itself (no copy) under ``name``, with ``parametrization(mask)`` over it. On failure nothing is
+    held."""
     container.register_buffer(name, weight)
     try:
         parametrize.register_parametrization(container, name, parametrization(mask))

@@ -1,7 +1,8 @@
 """What of a sparsifier is saved, and how does it come back?
 
-Plain data follows the ancestor's format (``state``, ``data_groups``, ``_container``); everything in it loads with ``torch.load``'s default
-``weights_only=True``. Sharded tables add ``sharded``: this rank's bits, keyed by table name and global rectangle, never by rank.
+Plain data follows the ancestor's format (``state``, ``data_groups``, ``_container``); everything in it loads with
+``torch.load``'s default ``weights_only=True``. Sharded tables add ``sharded``: this rank's bits, keyed by table name
+and global rectangle, never by rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["getstate", "load_state_dict", "setstate", "state_dict"]
 
 _UNSAVED = {"state", "_container", "_tables", "_edited", "step"}
-"""Attributes that a copy makes anew. ``step`` in the instance is a scheduler's counting wrapper: a copy is not scheduled."""
+"""Attributes that a copy makes anew. ``step`` in the instance is a scheduler's counting wrapper: a copy is not
+scheduled."""
 
 
 def state_dict(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
@@ -73,7 +75,9 @@ def getstate(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
         TypeError: sharded tables are registered: they belong to a model that lives on many ranks.
     """
     if sparsifier._tables:
-        raise TypeError("A sparsifier of sharded tables can't be copied or pickled: save state_dict() and register the model anew.")
+        raise TypeError(
+            "A sparsifier of sharded tables can't be copied or pickled: save state_dict() and register the model anew."
+        )
     kept = {key: value for key, value in sparsifier.__dict__.items() if key not in _UNSAVED}
     container = {name: value.detach() for name, value in sparsifier._container.state_dict().items()}
     return {**kept, "state": plain.masks_to(sparsifier.state, sparse=True), "_container": container}
@@ -97,7 +101,9 @@ def _tables_from(tables: ShardedTables, saved: Mapping[str, Any], strict: bool) 
         raise ValueError(f"The state has no masks of the registered tables {missing}; it has those of {sorted(saved)}.")
     unknown = [name for name in saved if name not in tables]
     if unknown:
-        raise ValueError(f"The state has masks of tables {unknown} that are not registered: call add_model() before loading.")
+        raise ValueError(
+            f"The state has masks of tables {unknown} that are not registered: call add_model() before loading."
+        )
     located = tables.locate() if saved else {}
     masks: dict[str, list[BlockMask]] = {}
     for name, entry in saved.items():
@@ -109,7 +115,9 @@ def _tables_from(tables: ShardedTables, saved: Mapping[str, Any], strict: bool) 
             try:
                 masks[name].append(BlockMask.assemble(shard.rect, block, parts, shard.tensor.device))
             except ValueError as error:
-                raise ValueError(f"Table {name!r}: {error} A state_dict() holds only the bits of the rank that made it.") from error
+                raise ValueError(
+                    f"Table {name!r}: {error} A state_dict() holds only the bits of the rank that made it."
+                ) from error
     return masks
 
 

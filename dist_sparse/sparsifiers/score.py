@@ -1,7 +1,8 @@
 """How do scores become masks, for plain data and for sharded tables alike?
 
-A subclass says how much an element matters (:meth:`ScoreSparsifier.score`); the frame does the rest: block means, the exact k smallest over all
-ranks, ties, edge blocks, and the elements inside a block. Plain data goes through the same code as a world of one.
+A subclass says how much an element matters (:meth:`ScoreSparsifier.score`); the frame does the rest: block means, the
+exact k smallest over all ranks, ties, edge blocks, and the elements inside a block. Plain data goes through the same
+code as a world of one.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, rank_in
-from dist_sparse.masks import BlockMask
 from dist_sparse.scores import Measure
 from dist_sparse.shards import ROW, Block, Rect, Shard, ShardedData, grid_of, resolve_block
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.update import Goal, ScoredTable, new_masks, score_table
+from dist_sparse.sparsifiers.scoring import Goal, ScoredTable, score_table
+from dist_sparse.sparsifiers.update import NewMask, new_masks
 
 __all__ = ["ScoreSparsifier"]
 
@@ -29,9 +29,11 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     Args:
         data_list: as in :class:`BaseDataSparsifier`.
-        sparsity_level: fraction of blocks to hit, 0 to 1 (clipped): exactly ``round(sparsity_level * blocks)`` of them, half to even.
+        sparsity_level: fraction of blocks to hit, 0 to 1 (clipped): exactly ``round(sparsity_level * blocks)`` of them,
+            half to even.
         sparse_block_shape: ``(rows, columns)`` of a block; ``(1, ROW)`` is whole rows.
-        zeros_per_block: elements to remove in a block that is hit, those with the smallest score; None is the whole block.
+        zeros_per_block: elements to remove in a block that is hit, those with the smallest score; None is the whole
+            block.
         **defaults: further configuration that :meth:`score` receives.
     """
 
@@ -61,7 +63,8 @@ class ScoreSparsifier(BaseDataSparsifier):
 
         Args:
             name: of the table.
-            data: a few whole rows of a local shard, ``(rows, columns)``. A score must not depend on how rows are grouped into calls.
+            data: a few whole rows of a local shard, ``(rows, columns)``. A score must not depend on how rows are
+                grouped into calls.
             offset: the global (row, column) of ``data[0, 0]``.
             **config: the table's configuration at this moment.
         """
@@ -78,7 +81,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Sets ``get_mask(name)`` to the int8 mask of ``data``, made from scratch.
 
         Raises:
-            NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite scores, or an impossible config.
+            NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite scores, or an
+                impossible config.
         """
         if not data.dtype.is_floating_point:
             raise NotImplementedError(f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored.")
@@ -94,7 +98,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             shards=(Shard(rect, matrix),),
         )
         scored = score_table(self._goal(table, config), 0)
-        [[mask]] = new_masks([scored], Group(None, None))
+        [[(mask, _)]] = new_masks([scored], Group(None, None))
         self.get_mask(name).data = mask.dense().view(data.shape)
 
     def _measure(self, name: str, config: Mapping[str, Any]) -> Measure:
@@ -104,10 +108,15 @@ class ScoreSparsifier(BaseDataSparsifier):
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
         area = block[0] * block[1]
         zeros = config["zeros_per_block"]
-        if zeros is None or (self._whole_blocks and data.name not in self._own_zeros and zeros == self.defaults["zeros_per_block"]):
+        if zeros is None or (
+            self._whole_blocks and data.name not in self._own_zeros and zeros == self.defaults["zeros_per_block"]
+        ):
             zeros = area
         if not isinstance(zeros, int) or not 0 <= zeros <= area:
-            raise ValueError(f"Invalid zeros_per_block={zeros!r} of {data.name!r}: must be an int in [0, {area}], the area of {block}.")
+            raise ValueError(
+                f"Invalid zeros_per_block={zeros!r} of {data.name!r}: must be an int in [0, {area}], "
+                f"the area of the block {block}."
+            )
         level = config["sparsity_level"]
         if not isinstance(level, (int, float)) or math.isnan(level):
             raise ValueError(f"Invalid sparsity_level={level!r} of {data.name!r}: must be a number.")
@@ -148,9 +157,9 @@ class _ByScore:
 
     def finish(
         self, prepared: dict[str, ScoredTable], names: list[str], group: Group
-    ) -> dict[str, tuple[list[BlockMask], Block]]:
+    ) -> dict[str, tuple[list[NewMask], Block]]:
         tables = [prepared[name] for name in names]
-        made: dict[str, tuple[list[BlockMask], Block]] = {}
+        made: dict[str, tuple[list[NewMask], Block]] = {}
         for name, table, masks in zip(names, tables, new_masks(tables, group), strict=True):
             made[name] = masks, ((1, 1) if table.goal.by_element else table.goal.block)
         return made

@@ -1,8 +1,8 @@
 """Where do the masks of sharded tables live, and how do they follow their shards?
 
-A :class:`ShardedTables` holds what was registered (sources that say where tables lie at the moment) and, for each shard on this rank, its
-:class:`~dist_sparse.masks.BlockMask`. When the rectangles of the moment differ from those that the bits were stored for, the bits move to
-their new holders by one all-to-all.
+A :class:`ShardedTables` holds what was registered (sources that say where tables lie at the moment) and, for each shard
+on this rank, its :class:`~dist_sparse.masks.BlockMask`. When the rectangles of the moment differ from those that the
+bits were stored for, the bits move to their new holders by one all-to-all.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class ShardedTables:
         return [name for name, data in located.items() if data.tiling != self._tilings[name]]
 
     def follow(self, located: Mapping[str, ShardedData]) -> None:
-        """Moves the bits of moved tables to their new holders. Collective over the groups of moved tables: one all-to-all each."""
+        """Moves the bits of moved tables to their new holders. Collective over the groups of moved tables: one
+        all-to-all each."""
         moved = self.moved(located)
         for ranks, names in self.groups.items():
             if tables := [located[name] for name in names if name in moved]:
@@ -117,7 +118,9 @@ class ShardedTables:
                 parts.append(BlockMask(rect, block, received[sender][at[sender] : at[sender] + count]))
                 at[sender] += count
             self._masks[table.name] = [
-                BlockMask.assemble(shard.rect, block, [p for p in parts if p.rect.intersect(shard.rect) == p.rect], shard.tensor.device)
+                BlockMask.assemble(
+                    shard.rect, block, [p for p in parts if p.rect.intersect(shard.rect) == p.rect], shard.tensor.device
+                )
                 for shard in table.shards
             ]
             self._tilings[table.name] = table.tiling
@@ -141,7 +144,10 @@ def _transfers(
     old: Tiling, new: Tiling, *, sender: int | None = None, receiver: int | None = None
 ) -> Iterator[tuple[int, int, Rect, Rect]]:
     """``(sender, receiver, common rectangle, old rectangle)`` of every message from an old owner to a new holder."""
-    owners = [[rect for rect in dict.fromkeys(held) if all(rect not in o for o in old[:rank])] for rank, held in enumerate(old)]
+    owners = [
+        [rect for rect in dict.fromkeys(held) if all(rect not in o for o in old[:rank])]
+        for rank, held in enumerate(old)
+    ]
     for to in range(len(new)) if receiver is None else (receiver,):
         for target in dict.fromkeys(new[to]):
             for origin in range(len(old)) if sender is None else (sender,):

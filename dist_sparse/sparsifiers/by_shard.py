@@ -1,0 +1,49 @@
+"""How does a user's own ``update_mask`` reach sharded tables?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dist_sparse.groups import Group
+from dist_sparse.masks import BlockMask
+from dist_sparse.shards import Block, ShardedData
+from dist_sparse.sparsifiers.update import NewMask
+
+if TYPE_CHECKING:
+    from dist_sparse.sparsifiers.base import BaseDataSparsifier
+
+__all__ = ["ByShard"]
+
+
+class ByShard:
+    """The user's own ``update_mask``, once per local shard, its mask packed element by element."""
+
+    edits_masks = True
+
+    def __init__(self, sparsifier: BaseDataSparsifier) -> None:
+        self._sparsifier = sparsifier
+
+    def prepare(self, located: Mapping[str, ShardedData]) -> dict[str, list[NewMask]]:
+        user = self._sparsifier
+        made: dict[str, list[NewMask]] = {}
+        for name, data in located.items():
+            made[name] = []
+            for shard, before in zip(data.shards, user._tables.masks(name), strict=True):
+                mask = before.dense()
+                user._edited = (name, mask)
+                try:
+                    user.update_mask(name, shard.tensor, **user.data_groups[name])
+                finally:
+                    user._edited = None
+                made_mask = BlockMask.of_elements(shard.rect, mask)
+                made[name].append(NewMask(made_mask, ~made_mask.bits))
+        return made
+
+    def facts(self, name: str) -> Any:
+        return self._sparsifier.data_groups[name]
+
+    def finish(
+        self, prepared: dict[str, list[NewMask]], names: list[str], group: Group
+    ) -> dict[str, tuple[list[NewMask], Block]]:
+        return {name: (prepared[name], (1, 1)) for name in names}

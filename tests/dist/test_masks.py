@@ -1,0 +1,110 @@
+"""Are the masks of every table the same, bit for bit, on every sharding and world, as in one process? (C1, C2)
+
+The reference is :func:`tests.oracle.oracle_mask` on the gathered weights of that very step: plain loops that share
+nothing with the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_sparse import ROW, DataNormSparsifier
+from tests.dist.cells import LOCAL, build, cells, gathered, set_weights
+from tests.dist.harness import run_cases, run_ranks
+from tests.oracle import oracle_mask
+
+BLOCKS: tuple[tuple[int, Any], ...] = ((1, 1), (1, 4), (4, 1), (3, 5), (1, ROW), (8, 8))
+LEVELS = (0.5, 0.0, 1.0, 0.37, 0.8)
+CELLS = [(world, name) for world in (1, 2, 4) for name in cells(world)]
+
+
+def _ties(w: Tensor) -> Tensor:
+    return w.mul(2).round()
+
+
+def _equal(w: Tensor) -> Tensor:
+    return torch.full_like(w, 0.25)
+
+
+def _many_zeros(w: Tensor) -> Tensor:
+    return torch.where(torch.arange(w.shape[0]).unsqueeze(1) % 3 == 0, w, 0.0)
+
+
+def _negative_zeros(w: Tensor) -> Tensor:
+    return torch.where(w > 0, w, -0.0)
+
+
+def _random(w: Tensor) -> Tensor:
+    return w
+
+
+WEIGHTS: tuple[Callable[[Tensor], Tensor], ...] = (_random, _ties, _equal, _many_zeros, _negative_zeros)
+
+
+def check_cell(case: tuple[str, int]) -> None:
+    """Every block, weight pattern, norm and level on one model; the sparsifier's config is changed in place, as a
+    schedule would."""
+    name, world = case
+    cell = cells(world)[name]
+    model = build(cell)
+    original = gathered(model)
+    turn = 0
+    for block in BLOCKS:
+        for norm in ("L1", "L2"):
+            sparsifier = DataNormSparsifier(sparse_block_shape=block, norm=norm)
+            names = sparsifier.add_model(model)
+            assert names == [table.name for table in cell.tables]
+            for pattern in WEIGHTS[:: 1 if norm == "L1" else 2]:
+                level = LEVELS[turn % len(LEVELS)] if pattern is not _ties else 0.5
+                turn += 1
+                set_weights(model, {table: pattern(full) for table, full in original.items()})
+                before = gathered(model)
+                for group in sparsifier.data_groups.values():
+                    group["sparsity_level"] = level
+                sparsifier.step()
+                after = gathered(model)
+                alone = DataNormSparsifier(list(before.items()), level, block, None, norm)
+                alone.step()
+                for i, (table, full) in enumerate(before.items()):
+                    where = f"{name} on {world} ranks, table {table}, {block=}, {norm=}, {pattern.__name__}, {level=}"
+                    got = sparsifier.full_mask(table).bool()
+                    assert torch.equal(got, alone.get_mask(table).bool()), where
+                    if (turn + i) % world == dist.get_rank():  # the oracle is slow: every table is checked by one rank
+                        want = oracle_mask(full, level, block, None, norm).bool()
+                        assert torch.equal(got, want), f"{where}: {int((got != want).sum())} elements differ"
+                    effective = torch.where(got, full, torch.zeros((), dtype=full.dtype))
+                    torch.testing.assert_close(after[table], effective, rtol=0, atol=0, msg=where)
+                prints = sparsifier.audit()
+                assert prints == {table: alone.fingerprint()[table] for table in names}, f"fingerprints of {name}"
+
+
+def run_cells(world: int) -> dict[str, str | None]:
+    torch.set_num_threads(1)
+    return run_cases({name: (name, world) for name in cells(world)}, check_cell)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[[int], list[dict[str, str | None]]]:
+    """The outcomes of a world's cells by rank; ranks are started once per world."""
+    known: dict[int, list[dict[str, str | None]]] = {}
+
+    def of(world: int) -> list[dict[str, str | None]]:
+        if world not in known:
+            known[world] = run_ranks(world, run_cells, world, timeout=280, local_world_size=LOCAL[world])
+        return known[world]
+
+    return of
+
+
+@pytest.mark.parametrize(("world", "name"), CELLS, ids=[f"{name}-{world}" for world, name in CELLS])
+def test_masks_equal_the_single_process_oracle(
+    outcomes: Callable[[int], list[dict[str, str | None]]], world: int, name: str
+) -> None:
+    for rank, outcome in enumerate(outcomes(world)):
+        assert outcome[name] is None, f"rank {rank}:\n{outcome[name]}"
