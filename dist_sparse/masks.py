@@ -29,7 +29,8 @@ def pack(flags: Tensor) -> Tensor:
     rest = -flags.numel() % 8
     if rest:
         flags = torch.cat([flags, flags.new_zeros(rest)])
-    words = flags.contiguous().view(torch.int64)
+    flags = flags.contiguous() if flags.storage_offset() % 8 == 0 else flags.clone()  # a view as words must be aligned
+    words = flags.view(torch.int64)
     return ((words * _GATHER) >> 56).to(torch.uint8)
 
 
@@ -141,29 +142,32 @@ class BlockMask:
 
     def apply_(self, tensor: Tensor) -> None:
         """Writes zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
-        becomes zero too."""
-        self._zero(tensor, self.bits)
+        becomes
+        zero too."""
+        self._zero(tensor, ~self.bits)
 
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
         """Writes zero to what this mask removes and is not known to be zero already: what ``before``, of the same
-        shard, kept, and
-        the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
+        shard,
+        kept, and the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
         if before.block != self.block:
             self.apply_(tensor)
         else:
             new = before.bits & ~self.bits
-            self._zero(tensor, ~(new if dirty is None else new | dirty))
+            self._zero(tensor, new if dirty is None else new | dirty)
 
-    def _zero(self, tensor: Tensor, kept_bits: Tensor) -> None:
-        live = (
-            tensor.data
-        )  # writes through .data: autograd must not see them (a forward may be waiting for its backward)
-        whole_rows = self.block[0] == 1 and self.grid.cols == 1
-        if whole_rows:
-            gone = (~unpack(kept_bits, self.blocks)).nonzero().flatten()
-            live.index_fill_(0, gone, 0)
+    def _zero(self, tensor: Tensor, gone: Tensor) -> None:
+        """Writes zero to the blocks whose bit is set in ``gone``."""
+        live = tensor.data  # autograd must not see the writes: a forward may be waiting for its backward
+        width = self.rect.cols if self.grid.cols == 1 else self.block[1]
+        whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
+        if self.block[0] == 1 and whole and live.is_contiguous():
+            touched = gone.nonzero().flatten()  # bytes: an eighth of the bits, and often few
+            row, bit = unpack(gone[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
+            blocks = touched[row] * 8 + bit
+            live.view(-1, width).index_fill_(0, blocks[blocks < self.blocks], 0)
             return
-        for rows, kept in self.element_chunks(kept_bits, skip=0xFF):
+        for rows, kept in self.element_chunks(~gone, skip=0xFF):
             live[rows].masked_fill_(~kept, 0)
 
     def cut(self, rect: Rect) -> BlockMask:

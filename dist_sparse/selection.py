@@ -126,17 +126,23 @@ _EVERYTHING = Threshold(bits=_NOT_FINITE - 1, last=None)
 
 
 def first_histogram(bits: Tensor) -> Tensor:
-    """The first round's histogram of finite scores, int64 ``(2048,)``; a scorer may sum it while the chunk is in the
-    cache."""
-    return torch.bincount(bits >> _SHIFTS[0], minlength=_BUCKETS[0])
+    """The first round's histogram of finite scores, int64 ``(2049,)``: how many are 0, then by leading bits those that
+    are not. A scorer may sum it while the chunk is in the cache.
+
+    Zeros are apart because what was removed before scores 0: a threshold among them is settled at once.
+    """
+    counts = torch.bincount(bits >> _SHIFTS[0], minlength=_BUCKETS[0])
+    zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
+    counts[0] -= zeros[0]
+    return torch.cat([zeros, counts])
 
 
 def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
     """For every ballot the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``:
     every rank must call it.
 
-    Three all-reduces of 16, 8 and 8 KiB a table; at most three more for tables whose threshold ties over ranks. None of
-    the sizes depends on the number of scores.
+    At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose threshold ties over
+    ranks. None of the sizes depends on the number of scores.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
@@ -148,7 +154,7 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
     _narrow(list(searches.values()), rounds, group.all_reduce, names=[ballots[i].name for i in asked])
     over_ranks: dict[int, _Search] = {}
     for i, search in searches.items():
-        ballot, bits = ballots[i], search.prefix
+        ballot, bits = ballots[i], search.last
         answers[i] = Threshold(bits=bits, last=None)
         if search.left == search.inside:
             continue  # all that tie at the threshold go
@@ -159,53 +165,69 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
         # others see none.
         ties = _Search(search.left, partial(_ties, ballot, bits, counted=False))
         _narrow([ties], _index_rounds(ballot.blocks), lambda counts: counts)
-        answers[i] = Threshold(bits=bits, last=ties.prefix)
+        answers[i] = Threshold(bits=bits, last=ties.last)
     if over_ranks:
         _narrow(list(over_ranks.values()), _index_rounds(max(ballots[i].blocks for i in over_ranks)), group.all_reduce)
         for i, ties in over_ranks.items():
-            answers[i] = Threshold(bits=answers[i].bits, last=ties.prefix)
+            answers[i] = Threshold(bits=answers[i].bits, last=ties.last)
     return answers
 
 
 class _Search:
-    """The narrowing of one table: the leading bits found so far, and how many of those that share them are still
-    wanted.
+    """The narrowing of one table: the leading bits found so far, and how many of those that share them are wanted.
 
     Args:
-        k: how many keys are wanted; the search ends at the k-th smallest.
+        k: how many keys are wanted.
         keys: makes an iterator over chunks of this rank's keys; called once per round until few enough are left to be
             kept.
-        first: the first round's histogram, where it is known already.
+        first: the first round's histogram with zeros apart, of keys whose histogram is known already.
+
+    Attributes:
+        last: the largest key that may go, once settled.
+        left: how many are wanted of the ``inside`` keys of the last bucket, which lie on ``holders`` ranks.
+        settled: all or nothing of what shares the prefix is wanted, or there are no more bits: no further round is
+            needed.
     """
 
     def __init__(self, k: int, keys: Callable[[], Iterator[Tensor]], first: Tensor | None = None) -> None:
-        self.left, self.prefix, self.inside, self.holders = k, 0, 0, 0
+        self.left, self.last, self.inside, self.holders = k, 0, 0, 0
+        self.settled = False
         self._keys, self._first = keys, first
+        self._prefix = 0
         self._shift: int | None = None
         self._few: list[Tensor] | None = None
 
     def histogram(self, shift: int, buckets: int) -> Tensor:
-        """How many of the keys that have the prefix fall into each bucket of the next bits; int64 ``(buckets,)`` on the
-        CPU."""
+        """How many of the keys that have the prefix fall into each bucket of the next bits, int64 on the CPU:
+        ``(buckets,)``, or one more in front for zeros if the first histogram was given with them apart."""
         if self._shift is None and self._first is not None:
             return self._first
         counts = torch.zeros(buckets, dtype=torch.int64)
-        few: list[Tensor] = []
+        few: list[Tensor] | None = [] if self._shift is not None and self._few is None else None
         seen = found = 0
         for chunk in self._few if self._few is not None else self._keys():
-            inside = chunk if self._shift is None else chunk[(chunk >> self._shift) == self.prefix]
+            inside = chunk if self._shift is None else chunk[(chunk >> self._shift) == self._prefix]
+            if self._first is not None and self._prefix == 0:
+                inside = inside[inside != 0]  # zeros have a bucket of their own
             if inside.numel():
                 counts += torch.bincount((inside >> shift) & (buckets - 1), minlength=buckets).cpu()
             seen, found = seen + chunk.numel(), found + inside.numel()
-            few = few if self._shift is None or found * 8 > max(seen, _CHUNK) else [*few, inside]
-        if self._shift is not None and found * 8 <= max(seen, _CHUNK):
+            if few is not None:
+                few = None if found * 8 > max(seen, _CHUNK) else [*few, inside]
+        if few is not None:
             self._few = few
         return counts
 
     def descend(self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int) -> None:
         """Keeps one bucket: ``below`` keys lie before it, ``inside`` in it, on ``holders`` ranks."""
-        self.prefix = self.prefix * buckets + bucket
+        zeros_apart = self._shift is None and self._first is not None
         self.left, self.inside, self.holders, self._shift = self.left - below, inside, holders, shift
+        if zeros_apart and bucket == 0:
+            self.settled = True
+            return
+        self._prefix = self._prefix * buckets + bucket - zeros_apart
+        self.last = ((self._prefix + 1) << shift) - 1
+        self.settled = self.left == self.inside or shift == 0
 
 
 def _narrow(
@@ -215,26 +237,27 @@ def _narrow(
     names: Sequence[str] | None = None,
 ) -> None:
     """Runs all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one
-    host sync."""
-    if not searches:
-        return
-    for turn, (shift, buckets) in enumerate(rounds):
-        counts = torch.stack([search.histogram(shift, buckets) for search in searches])
+    host sync. Which searches are settled is known to all ranks."""
+    for shift, buckets in rounds:
+        asked = [search for search in searches if not search.settled]
+        if not asked:
+            return
+        counts = torch.stack([search.histogram(shift, buckets) for search in asked])
         counts = reduce(counts + (counts > 0) * _PRESENT)
         holders, counts = counts >> _PRESENT.bit_length() - 1, counts & (_PRESENT - 1)
-        if turn == 0 and names is not None:
+        if names is not None and asked[0]._shift is None:
             _refuse_not_finite(counts, names)
         upto = counts.cumsum(1)
-        wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
-        bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=buckets - 1)
+        wanted = torch.tensor([search.left for search in asked]).unsqueeze(1)
+        bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
         inside = counts.gather(1, bucket)
         table = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders.gather(1, bucket)], 1).tolist()
-        for search, row in zip(searches, table, strict=True):
+        for search, row in zip(asked, table, strict=True):
             search.descend(shift, buckets, *row)
 
 
 def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
-    bad = counts[:, _NOT_FINITE >> _SHIFTS[0] :].sum(1).tolist()
+    bad = counts[:, 1 + (_NOT_FINITE >> _SHIFTS[0]) :].sum(1).tolist()
     for name, number in zip(names, bad, strict=True):
         if number:
             raise ValueError(
@@ -250,14 +273,14 @@ def _counted(ballot: Ballot) -> Iterator[Tensor]:
 
 
 def _first(ballot: Ballot) -> Tensor:
-    counts = torch.zeros(_BUCKETS[0], dtype=torch.int64)
+    counts = torch.zeros(1 + _BUCKETS[0], dtype=torch.int64)
     for segment in ballot.segments:
         if segment.counts:
             known = segment.first_histogram
             parts = [known] if known is not None else (first_histogram(bits) for _, bits in segment.chunks())
             for part in parts:
                 counts += part.cpu()
-    counts[KEPT >> _SHIFTS[0]] = 0
+    counts[1 + (KEPT >> _SHIFTS[0])] = 0
     return counts
 
 

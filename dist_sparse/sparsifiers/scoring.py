@@ -77,8 +77,8 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
         borders = sorted({rect.col for rect in data.rects if rect.col})
         fits = [w for w in range(1, min(goal.block[1], 64)) if all(border % w == 0 for border in borders)]
         raise ValueError(
-            f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block {goal.block}, so a column border "
-            f"may not cut blocks, but borders lie at columns {borders}; block widths that fit: {fits or [1]}."
+            f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block {goal.block}, so a column "
+            f"border may not cut blocks, but borders lie at columns {borders}; block widths that fit: {fits or [1]}."
         )
     table = ScoredTable(goal, cuts)
     mine = set(data.owned(rank))
@@ -110,7 +110,7 @@ def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segm
     widths = block_widths(goal.data.shape, goal.block, segment.col_ids)
     known = Partials(torch.zeros(grid.rows, len(cut_cols), dtype=torch.float64, device=device), {})
     bits = torch.empty(grid.rows, grid.cols, dtype=torch.int32, device=device)
-    histogram = torch.zeros(2048, dtype=torch.int64, device=device)
+    histogram = torch.zeros(2049, dtype=torch.int64, device=device)
     for first, sums in block_sums(shard.tensor, rect, goal.block, goal.measure):
         last = first + sums.shape[0]
         if cut_cols:
@@ -141,7 +141,7 @@ def _element_bits(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
 
 
 def _checked_histogram(goal: Goal, shard: Shard, segment: Segment) -> Tensor:
-    histogram = torch.zeros(2048, dtype=torch.int64, device=shard.tensor.device)
+    histogram = torch.zeros(2049, dtype=torch.int64, device=shard.tensor.device)
     for start, bits in segment.chunks():
         scores = bits.view(torch.float32).view(-1, shard.rect.cols)
         _check(goal, shard, scores, shard.rect.row + start // shard.rect.cols)

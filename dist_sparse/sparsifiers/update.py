@@ -115,7 +115,8 @@ def _mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdi
         for start, chunk in segment.chunks():
             gone = threshold.removes(segment, start, chunk)
             if not clean:
-                dirty.add(gone & (chunk != 0) & (chunk != REMOVED_CLEAN) if norm else gone)
+                stale = gone & (chunk != 0) if norm else gone
+                dirty.add(stale if verdict is None else stale & (chunk != REMOVED_CLEAN))
             writer.add(gone.logical_not_())
         mask = BlockMask(shard.rect, goal.block, writer.close(shard.tensor.device))
         return NewMask(mask, None if clean else dirty.close(shard.tensor.device))
