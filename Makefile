@@ -48,4 +48,4 @@ lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 bench: $(READY)  ## a due step() against torch.ao and against all-gather + topk
-	$(BIN)/python benchmarks/mask_update.py
+	$(BIN)/python -m benchmarks.mask_update

@@ -162,10 +162,13 @@ class BlockMask:
         width = self.rect.cols if self.grid.cols == 1 else self.block[1]
         whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
         if self.block[0] == 1 and whole and live.is_contiguous():
-            touched = gone.nonzero().flatten()  # bytes: an eighth of the bits, and often few
-            row, bit = unpack(gone[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
-            blocks = touched[row] * 8 + bit
-            live.view(-1, width).index_fill_(0, blocks[blocks < self.blocks], 0)
+            for start in range(0, gone.numel(), _CHUNK // 8):
+                part = gone[start : start + _CHUNK // 8]
+                touched = part.nonzero().flatten()  # bytes: an eighth of the bits, and often few
+                if touched.numel():
+                    row, bit = unpack(part[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
+                    blocks = (touched[row] + start) * 8 + bit
+                    live.view(-1, width).index_fill_(0, blocks[blocks < self.blocks], 0)
             return
         for rows, kept in self.element_chunks(~gone, skip=0xFF):
             live[rows].masked_fill_(~kept, 0)

@@ -90,9 +90,11 @@ def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def to_scores(sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
-    """Scores, float32 ``(block rows, block columns)``: the sums over the number of real elements; ``sums`` is
-    overwritten.
+def to_scores(
+    sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block, out: Tensor | None = None
+) -> Tensor:
+    """Scores, float32 ``(block rows, block columns)``, in ``out`` if given: the sums over the number of real elements;
+    ``sums`` is overwritten.
 
     Args:
         sums: float64, of block rows ``[first, first + block rows)``.
@@ -103,7 +105,7 @@ def to_scores(sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], 
     sums[:whole].div_(widths * block[0])
     if shape[0] % block[0] and whole < sums.shape[0]:
         sums[max(whole, 0) :].div_(widths * (shape[0] % block[0]))
-    return sums.to(torch.float32)
+    return sums.to(torch.float32) if out is None else out.copy_(sums)
 
 
 def block_widths(shape: tuple[int, int], block: Block, columns: Tensor) -> Tensor:

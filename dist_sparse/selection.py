@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 
-__all__ = ["KEPT", "REMOVED", "REMOVED_CLEAN", "Ballot", "Segment", "Threshold", "select_smallest"]
+__all__ = ["HISTOGRAM", "KEPT", "REMOVED", "REMOVED_CLEAN", "Ballot", "Segment", "Threshold", "select_smallest"]
 
 KEPT = 0x7FFFFFFF
 """Stands in the place of a score that is decided elsewhere: never among the smallest."""
@@ -32,6 +32,9 @@ REMOVED_CLEAN = -2
 _NOT_FINITE = 0x7F800000
 _SHIFTS = (20, 10, 0)
 _BUCKETS = (2048, 1024, 1024)
+HISTOGRAM = 1 + _BUCKETS[0]
+"""Length of the first round's histogram: zeros apart, then the leading bits."""
+
 _PRESENT = 1 << 44
 """Added to a bucket by each rank that has something in it: tells whether ties lie on one rank (2**44 blocks, 2**19
 ranks fit)."""
@@ -115,9 +118,10 @@ class Threshold:
         if self.last is None:
             return bits <= self.bits
         below = bits < self.bits
-        tied = (bits == self.bits).nonzero().flatten()
-        if tied.numel():
-            below[tied] = segment.ids(tied + start) <= self.last
+        tied = bits == self.bits
+        if bool(tied.any()):  # quicker than nonzero() where, as mostly, there is none
+            where = tied.nonzero().flatten()
+            below[where] = segment.ids(where + start) <= self.last
         return below
 
 
@@ -126,7 +130,7 @@ _EVERYTHING = Threshold(bits=_NOT_FINITE - 1, last=None)
 
 
 def first_histogram(bits: Tensor) -> Tensor:
-    """The first round's histogram of finite scores, int64 ``(2049,)``: how many are 0, then by leading bits those that
+    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits those that
     are not. A scorer may sum it while the chunk is in the cache.
 
     Zeros are apart because what was removed before scores 0: a threshold among them is settled at once.
@@ -203,7 +207,7 @@ class _Search:
         if self._shift is None and self._first is not None:
             return self._first
         counts = torch.zeros(buckets, dtype=torch.int64)
-        few: list[Tensor] | None = [] if self._shift is not None and self._few is None else None
+        few: list[Tensor] | None = [] if self._few is None else None
         seen = found = 0
         for chunk in self._few if self._few is not None else self._keys():
             inside = chunk if self._shift is None else chunk[(chunk >> self._shift) == self._prefix]
@@ -213,7 +217,8 @@ class _Search:
                 counts += torch.bincount((inside >> shift) & (buckets - 1), minlength=buckets).cpu()
             seen, found = seen + chunk.numel(), found + inside.numel()
             if few is not None:
-                few = None if found * 8 > max(seen, _CHUNK) else [*few, inside]
+                most = _CHUNK if self._shift is None else max(seen, _CHUNK)
+                few = None if found * 8 > most else [*few, inside]
         if few is not None:
             self._few = few
         return counts
@@ -273,7 +278,7 @@ def _counted(ballot: Ballot) -> Iterator[Tensor]:
 
 
 def _first(ballot: Ballot) -> Tensor:
-    counts = torch.zeros(1 + _BUCKETS[0], dtype=torch.int64)
+    counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
     for segment in ballot.segments:
         if segment.counts:
             known = segment.first_histogram
@@ -290,9 +295,9 @@ def _ties(ballot: Ballot, threshold: int, *, counted: bool) -> Iterator[Tensor]:
     for segment in ballot.segments:
         if segment.counts or not counted:
             for start, bits in segment.chunks():
-                tied = (bits == threshold).nonzero().flatten()
-                if tied.numel():
-                    yield segment.ids(tied + start)
+                tied = bits == threshold
+                if bool(tied.any()):
+                    yield segment.ids(tied.nonzero().flatten() + start)
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:

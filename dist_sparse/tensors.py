@@ -75,12 +75,14 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
     mesh = data.device_mesh
     if any(not isinstance(p, (ShardPlacement, Replicate)) for p in data.placements):
         raise ValueError(f"Data {name!r} has placements {data.placements}: only Shard and Replicate are supported.")
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    tiling: list[list[Rect]] = []
-    for position in itertools.product(*(range(size) for size in mesh.mesh.shape)):
+    held: dict[int, list[Rect]] = {}
+    positions = itertools.product(*(range(size) for size in mesh.mesh.shape))
+    for rank, position in zip(mesh.mesh.flatten().tolist(), positions, strict=True):
         sizes, offsets = local_shape_and_offset(data.shape, mesh.mesh.shape, list(position), data.placements)
         rect = _rect(offsets, sizes)
-        tiling.append([rect] if rect.numel else [])
+        held[rank] = [rect] if rect.numel else []
+    ranks = tuple(sorted(held))  # as process groups have them, whatever the order of the mesh
+    tiling = [held[rank] for rank in ranks]
     local = data.to_local()
     mine = tiling[ranks.index(dist.get_rank())]
     return _located(name, data, "dtensor", ranks, tiling, [Shard(rect, local) for rect in mine])

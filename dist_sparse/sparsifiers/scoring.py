@@ -16,10 +16,13 @@ from torch import Tensor
 
 from dist_sparse.cuts import CutTable, Partials, find_cuts
 from dist_sparse.scores import Measure, block_sums, block_widths, element_scores, to_scores
-from dist_sparse.selection import KEPT, Segment, first_histogram
+from dist_sparse.selection import HISTOGRAM, KEPT, Segment, first_histogram
 from dist_sparse.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "ScoredTable", "score_table"]
+
+_COUNTED = 1 << 18
+"""Scores to check and count at a time: few enough to be in the cache still, enough to make the calls worth it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,28 +112,29 @@ def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segm
     cut_rows = [i - grid.row for i in cuts.rows_in(grid.row, grid.row + grid.rows)] if cuts else []
     widths = block_widths(goal.data.shape, goal.block, segment.col_ids)
     known = Partials(torch.zeros(grid.rows, len(cut_cols), dtype=torch.float64, device=device), {})
-    bits = torch.empty(grid.rows, grid.cols, dtype=torch.int32, device=device)
-    histogram = torch.zeros(2049, dtype=torch.int64, device=device)
+    scores = torch.empty(grid.rows, grid.cols, dtype=torch.float32, device=device)
+    histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
+    seen = 0  # block rows that are checked and counted
     for first, sums in block_sums(shard.tensor, rect, goal.block, goal.measure):
         last = first + sums.shape[0]
         if cut_cols:
             known.sums[first:last] = sums[:, cut_cols]
-        scores = to_scores(sums, grid.row + first, widths, goal.data.shape, goal.block)
-        _check(goal, shard, scores, grid.row + first)
-        chunk = bits[first:last]
-        chunk.copy_(scores.view(torch.int32))
-        if cut_cols:
-            chunk[:, cut_cols] = KEPT
-        for i in (i for i in cut_rows if first <= i < last):
-            chunk[i - first] = KEPT
+        to_scores(sums, grid.row + first, widths, goal.data.shape, goal.block, out=scores[first:last])
+        if (last - seen) * grid.cols < _COUNTED and last < grid.rows:
+            continue
+        chunk = scores[seen:last]
+        _check(goal, shard, chunk, grid.row + seen)
+        chunk.view(torch.int32)[:, cut_cols] = KEPT
+        chunk.view(torch.int32)[[i - seen for i in cut_rows if seen <= i < last]] = KEPT
         if len(cut_cols) < grid.cols:
-            histogram += first_histogram(chunk.flatten())
+            histogram += first_histogram(chunk.view(torch.int32).flatten())
+        seen = last
     for i in cut_rows:
         inner = Rect((grid.row + i) * goal.block[0], rect.col, goal.block[0], rect.cols).intersect(rect)
         assert inner is not None
         rows = shard.tensor[inner.row - rect.row : inner.row_end - rect.row]
         known.elements[grid.row + i] = element_scores(rows, goal.measure, (inner.row, inner.col))
-    segment.bits, segment.first_histogram = bits.view(-1), histogram
+    segment.bits, segment.first_histogram = scores.view(torch.int32).view(-1), histogram
     return known
 
 
@@ -141,7 +145,7 @@ def _element_bits(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
 
 
 def _checked_histogram(goal: Goal, shard: Shard, segment: Segment) -> Tensor:
-    histogram = torch.zeros(2049, dtype=torch.int64, device=shard.tensor.device)
+    histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=shard.tensor.device)
     for start, bits in segment.chunks():
         scores = bits.view(torch.float32).view(-1, shard.rect.cols)
         _check(goal, shard, scores, shard.rect.row + start // shard.rect.cols)

@@ -97,29 +97,29 @@ def _mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdi
     goal, segment = table.goal, table.segments[shard.rect]
     grid = grid_of(shard.rect, goal.block)
     writer, dirty = _BitWriter(), _BitWriter()
+    # A norm of 0 says that the block is zero already; at a threshold of 0 so is all that goes. Other scores say nothing.
+    norm = goal.measure in ("L1", "L2")
     if verdict is not None and segment.bits is not None and table.cuts is not None:
         bits = segment.bits.view(grid.rows, grid.cols)
         if verdict.columns.shape[1]:
             cols = [j - grid.col for j in table.cuts.cols_in(grid)]
-            gone = torch.where(table.partials[shard.rect].sums == 0, REMOVED_CLEAN, REMOVED)
+            clean = norm & (table.partials[shard.rect].sums == 0)
+            gone = torch.where(clean, REMOVED_CLEAN, REMOVED)
             bits[:, cols] = torch.where(verdict.columns.to(bits.device), gone, KEPT).to(torch.int32)
         for i, gone in verdict.slabs.items():
             bits[i - grid.row] = (
                 KEPT if goal.by_element else torch.where(gone.to(bits.device), REMOVED, KEPT).to(torch.int32)
             )
     if not goal.by_element:
-        # A norm of 0 says that the block is zero already; at a threshold of 0 so is all that goes. Other scores say
-        # nothing.
-        norm = goal.measure in ("L1", "L2")
-        clean = norm and threshold.bits == 0 and verdict is None
+        settled = norm and threshold.bits == 0 and verdict is None
         for start, chunk in segment.chunks():
             gone = threshold.removes(segment, start, chunk)
-            if not clean:
+            if not settled:
                 stale = gone & (chunk != 0) if norm else gone
                 dirty.add(stale if verdict is None else stale & (chunk != REMOVED_CLEAN))
             writer.add(gone.logical_not_())
         mask = BlockMask(shard.rect, goal.block, writer.close(shard.tensor.device))
-        return NewMask(mask, None if clean else dirty.close(shard.tensor.device))
+        return NewMask(mask, None if settled else dirty.close(shard.tensor.device))
     assert segment.bits is not None
     for start, stop in row_chunks(shard.rect, goal.block):
         first = (shard.rect.row + start) // goal.block[0] - grid.row
@@ -146,7 +146,7 @@ class _BitWriter:
         flags = flags if self._rest is None else torch.cat([self._rest, flags])
         whole = flags.numel() // 8 * 8
         self._done.append(pack(flags[:whole]))
-        self._rest = flags[whole:] if whole < flags.numel() else None
+        self._rest = flags[whole:].clone() if whole < flags.numel() else None  # the caller may reuse flags
 
     def close(self, device: torch.device) -> Tensor:
         if self._rest is not None:

@@ -1,0 +1,106 @@
+"""How long does a due ``step()`` take, against torch.ao and against all-gather + topk?
+
+Each case runs in fresh processes; ratios are within a case, shortest of several. Results go to ``benchmarks/results/`` as JSON and markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.measure import environment, fresh
+
+__all__ = ["CASES", "main", "table"]
+
+DIM = 64
+MB = 1_000_000 // (DIM * 4)  # rows of a megabyte
+GATHER = ["gather_topk", "gather_kthvalue"]
+
+
+def _case(block: Any, norm: str, rows: int, ranks: int, sharding: str, peers: list[str]) -> dict[str, Any]:
+    return {"block": block, "norm": norm, "rows": rows, "dim": DIM, "ranks": ranks, "sharding": sharding, "peers": peers}
+
+
+CASES = [
+    _case("rows", "L2", 1 << 20, 1, "one process", ["norm_pass", "ancestor"]),
+    _case([1, 4], "L1", 1 << 20, 1, "one process", ["norm_pass", "ancestor"]),
+    *[_case("rows", "L2", rows, 2, how, GATHER) for how in ("row_wise", "column_wise") for rows in (1 << 18, 1 << 20)],
+    *[_case([1, 4], "L1", rows, 2, how, GATHER) for how in ("row_wise", "column_wise") for rows in (1 << 18, 1 << 20)],
+    *[_case("rows", "L2", rows, 4, how, GATHER) for how in ("row_wise", "column_wise") for rows in (1 << 20, 1 << 22)],
+    *[_case([1, 4], "L1", rows, 4, how, GATHER) for how in ("row_wise", "column_wise") for rows in (1 << 18, 1 << 20)],
+]
+
+
+def main() -> int:
+    """Runs the cases, prints the table, writes the dated result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["one", "ranks"], help="only the one-process cases, or only those over ranks")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
+    options = parser.parse_args()
+    cases = [c for c in CASES if options.only is None or (c["ranks"] == 1) == (options.only == "one")]
+    found = []
+    for case in tqdm(cases, disable=not sys.stderr.isatty()):
+        threads = 2 if case["ranks"] == 1 else 1
+        found.append({**fresh("benchmarks.mask_update_case", case, case["ranks"], threads), "threads_per_rank": threads})
+    text = table(found)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"{date.today().isoformat()}-mask-update"
+    stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), "cases": found}, indent=1) + "\n")
+    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    stem.with_suffix(".md").write_text(f"# Mask update, {date.today().isoformat()}\n\n{facts}.\n\n{text}\n")
+    return 0
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The figures as two markdown tables with what they mean."""
+    one = ["| case | first | growing | steady | norm pass | torch.ao | torch.ao / growing | growing / norm pass | extra |"]
+    one.append("|---|---|---|---|---|---|---|---|---|")
+    many = ["| case | first | growing | steady | gather + topk | / growing | gather + kthvalue | / growing | collectives |"]
+    many[0] += " bytes sent | extra |"
+    many.append("|---|---|---|---|---|---|---|---|---|---|---|")
+    for f in found:
+        block = "rows" if f["block"] == "rows" else "x".join(map(str, f["block"]))
+        size = f["rows"] * f["dim"] * 4 / 1e6
+        times = [_ms(f["first_s"]), _ms(f["growing_s"]), _ms(f["steady_s"])]
+        extra = f"{_mb(f['peak_extra_bytes_first'])} of {_mb(f['shard_bytes'])}"
+        if f["ranks"] == 1:
+            ratios = [f"**{f['ancestor_s'] / f['growing_s']:.0f} x**", f"{f['growing_s'] / f['norm_pass_s']:.2f} x"]
+            row = [f"{block} {f['norm']}, {size:.0f} MB", *times, _ms(f["norm_pass_s"]), _ms(f["ancestor_s"]), *ratios, extra]
+            one.append("| " + " | ".join(row) + " |")
+        else:
+            row = [f"{block} {f['norm']}, {size:.0f} MB, {f['sharding']} on {f['ranks']}", *times]
+            for peer in GATHER:
+                row += [_ms(f[f"{peer}_s"]), f"**{f[f'{peer}_s'] / f['growing_s']:.2f} x**"]
+            row += [str(f["collectives"]), f"{f['bytes_sent']:,}", extra]
+            many.append("| " + " | ".join(row) + " |")
+    notes = (
+        "first: from dense to 50 %, so half of the table is overwritten with zeros. growing: the level rises by 1 % of the "
+        "blocks. steady: the level stays. Peers only compute a mask, in memory, and write nothing to the weights. norm pass: "
+        "one chunked float64 read of the table. extra: peak resident memory of the first step above the tables, of the bytes "
+        "of a rank's shards. Shortest of several, slowest rank."
+    )
+    parts = [notes]
+    if len(one) > 2:
+        parts.append("\n".join(one))
+    if len(many) > 2:
+        parts.append("\n".join(many))
+    return "\n\n".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _mb(count: float | None) -> str:
+    return "?" if count is None else f"{count / 1e6:.0f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
