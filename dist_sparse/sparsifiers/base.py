@@ -127,8 +127,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         config: Mapping[str, Any] | None = None,
         dense: bool | str | list[str] | None = None,
     ) -> list[str]:
-        """Registers the embedding tables of a model: DistributedModelParallel, DDP or plain. Collective: every rank
-        must call it.
+        """Registers the embedding tables of a model: DistributedModelParallel, DDP or plain. Collective: every rank of
+        the world must call it.
 
         Args:
             model: its tables are found again whenever they are needed, so resharding and loading are followed.
@@ -161,12 +161,11 @@ class BaseDataSparsifier(Inspection, abc.ABC):
                 self._check_config(data, configs[data.name])
         except Exception as fault:
             error = fault
-        ranks = located[0].ranks if located else world_ranks()
         facts = {
-            f"table {data.name!r}": [data.shape, str(data.dtype), data.tiling, configs.get(data.name)]
+            f"table {data.name!r}": [data.shape, str(data.dtype), data.ranks, data.tiling, configs.get(data.name)]
             for data in located
         }
-        group_over(ranks).agree(f"add_model() of {type(self).__name__}", facts, error)
+        group_over(world_ranks()).agree(f"add_model() of {type(self).__name__}", facts, error)
         assert source is not None
         self._register(source, located, configs)
         return [data.name for data in located]
@@ -199,13 +198,14 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         table this rank's only shard, unpacked (int8); inside :meth:`update_mask` the one being updated.
 
         Raises:
-            ValueError: unknown, or a table with several shards or none on this rank.
+            ValueError: unknown, or a table with several shards or none on this rank, or with shards that have moved
+                since the last step.
         """
         self._known(name)
         if self._edited is not None and self._edited[0] == name:
             return self._edited[1]
         if name in self._tables:
-            masks = self._tables.masks(name)
+            masks = self._tables.masks_here(name)
             if len(masks) != 1:
                 raise ValueError(f"Table {name!r} has {len(masks)} shards on this rank: use local_masks({name!r}).")
             return masks[0].dense()
@@ -292,7 +292,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Masks, configs and plain data, in the ancestor's format; ``sharded`` holds this rank's bits by table and
-        global rectangle."""
+        global rectangle. Local, unless shards have moved since the last step: then collective."""
         return saving.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:

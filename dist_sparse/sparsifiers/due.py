@@ -75,7 +75,7 @@ def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, rep
     for name, (masks, block) in made.items():
         for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), masks, strict=True):
             mask.apply_changed_(shard.tensor, before, dirty)
-        tables.commit(name, [mask for mask, _ in masks], block)
+        tables.commit(located[name], [mask for mask, _ in masks], block)
 
 
 def _agree_all(
@@ -85,9 +85,15 @@ def _agree_all(
     error: Exception | None,
     check_replicas: bool,
 ) -> dict[str, list[int]]:
+    """What has drifted, once the ranks of every group are about to do the same. Collective over the tables' groups.
+
+    Larger groups come later and no group is left out after an error, so that it is heard by all ranks of the largest.
+    """
     drifted: dict[str, list[int]] = {}
-    for ranks, names in tables.groups.items():
+    for ranks, names in sorted(tables.groups.items(), key=lambda entry: len(entry[0] or ())):
         group = group_over(ranks)
+        if group.size == 1:
+            continue
         facts: dict[str, Any] = {}
         replicas: dict[str, Replica] = {}
         for name in names if error is None else ():
@@ -97,7 +103,12 @@ def _agree_all(
             facts[f"the sharding of table {name!r}"] = data.tiling
             if check_replicas and data.replicated:
                 replicas.update(_replicas(data, group.rank))
-        drifted.update(group.agree("step()", facts, error, replicas))
+        try:
+            drifted.update(group.agree("step()", facts, error, replicas))
+        except ValueError as refused:
+            error = refused
+    if error is not None:
+        raise error
     return drifted
 
 

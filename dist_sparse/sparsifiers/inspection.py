@@ -72,9 +72,13 @@ class Inspection:
 
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
         """This rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in the order of the
-        shards."""
+        shards.
+
+        Raises:
+            ValueError: unknown name, or the shards have moved since the last step.
+        """
         if name in self._tables:
-            return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._tables.masks(name)]
+            return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._tables.masks_here(name)]
         return [((0, 0), _plain_matrix(self._plain_mask(name)).to(torch.int8))]
 
     def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:

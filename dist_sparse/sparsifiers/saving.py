@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Rect
+from dist_sparse.shards import Rect, ShardedData
 from dist_sparse.sparsifiers import plain
 from dist_sparse.sparsifiers.sharded import ShardedTables
 
@@ -35,6 +35,7 @@ def state_dict(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
     }
     tables = sparsifier._tables
     if tables:
+        tables.follow(tables.locate())
         saved["sharded"] = {
             name: {
                 "block": tuple(tables.block(name)),
@@ -54,7 +55,8 @@ def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], st
     container = plain.Container()
     plain.restore(container, states, groups, saved["_container"])
     tables = sparsifier._tables
-    masks = _tables_from(tables, saved.get("sharded", {}), strict)
+    located = tables.locate() if saved.get("sharded") else {}
+    masks = _tables_from(tables, located, saved.get("sharded", {}), strict)
     if strict:
         sparsifier._container = container
         sparsifier.state = states
@@ -65,7 +67,7 @@ def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], st
     lost = [name for name in groups if name not in sparsifier.state and name not in tables]
     sparsifier.data_groups = {name: group for name, group in groups.items() if name not in lost}
     for name, pieces in masks.items():
-        tables.commit(name, pieces, _block(saved["sharded"][name]["block"]))
+        tables.commit(located[name], pieces, _block(saved["sharded"][name]["block"]))
 
 
 def getstate(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
@@ -94,7 +96,9 @@ def setstate(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any]) -> None:
     plain.restore(sparsifier._container, sparsifier.state, sparsifier.data_groups, saved["_container"])
 
 
-def _tables_from(tables: ShardedTables, saved: Mapping[str, Any], strict: bool) -> dict[str, list[BlockMask]]:
+def _tables_from(
+    tables: ShardedTables, located: Mapping[str, ShardedData], saved: Mapping[str, Any], strict: bool
+) -> dict[str, list[BlockMask]]:
     """The masks of this rank's shards, put together from saved pieces. Checks everything before anything changes."""
     missing = [name for name in tables.names if name not in saved]
     if missing and (strict or saved):
@@ -104,7 +108,6 @@ def _tables_from(tables: ShardedTables, saved: Mapping[str, Any], strict: bool) 
         raise ValueError(
             f"The state has masks of tables {unknown} that are not registered: call add_model() before loading."
         )
-    located = tables.locate() if saved else {}
     masks: dict[str, list[BlockMask]] = {}
     for name, entry in saved.items():
         block = _block(entry["block"])

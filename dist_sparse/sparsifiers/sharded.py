@@ -76,14 +76,28 @@ class ShardedTables:
         """The masks of this rank's shards, in their order. The list is live: :meth:`commit` replaces it."""
         return self._masks[name]
 
+    def masks_here(self, name: str) -> list[BlockMask]:
+        """As :meth:`masks`, for a caller that may be alone and so can't make them follow their shards.
+
+        Raises:
+            ValueError: the shards have moved since the masks were last used.
+        """
+        if self.moved({name: self.locate()[name]}):
+            raise ValueError(
+                f"The shards of table {name!r} have moved since its masks were last used: call step(), apply_masks() "
+                "or table_stats() on every rank first."
+            )
+        return self._masks[name]
+
     def block(self, name: str) -> Block:
         """What one bit of the table's masks stands for; known on ranks without a shard too."""
         return self._blocks[name]
 
-    def commit(self, name: str, masks: list[BlockMask], block: Block) -> None:
-        """Replaces the masks of this rank's shards by masks of the same rectangles."""
+    def commit(self, data: ShardedData, masks: list[BlockMask], block: Block) -> None:
+        """Replaces the masks of this rank's shards by masks of the rectangles that it holds in ``data``."""
         assert all(mask.block == block for mask in masks)
-        self._masks[name], self._blocks[name] = masks, block
+        assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
+        self._masks[data.name], self._blocks[data.name], self._tilings[data.name] = masks, block, data.tiling
 
     def moved(self, located: Mapping[str, ShardedData]) -> list[str]:
         """The tables whose rectangles differ from those that the bits were stored for. The same on every rank."""

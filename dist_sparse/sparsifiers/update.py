@@ -97,7 +97,8 @@ def _mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdi
     goal, segment = table.goal, table.segments[shard.rect]
     grid = grid_of(shard.rect, goal.block)
     writer, dirty = _BitWriter(), _BitWriter()
-    # A norm of 0 says that the block is zero already; at a threshold of 0 so is all that goes. Other scores say nothing.
+    # A norm of 0 says that the block is zero already, and at a threshold of 0 so is all that goes. Other scores say
+    # nothing.
     norm = goal.measure in ("L1", "L2")
     if verdict is not None and segment.bits is not None and table.cuts is not None:
         bits = segment.bits.view(grid.rows, grid.cols)
