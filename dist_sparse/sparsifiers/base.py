@@ -21,7 +21,7 @@ from dist_sparse.modules import model_source
 from dist_sparse.shards import Block, ShardedData, Source
 from dist_sparse.sparsifiers import plain, saving
 from dist_sparse.sparsifiers.by_shard import ByShard
-from dist_sparse.sparsifiers.configs import model_configs
+from dist_sparse.sparsifiers.configs import model_overrides
 from dist_sparse.sparsifiers.due import due_step
 from dist_sparse.sparsifiers.inspection import Inspection
 from dist_sparse.sparsifiers.sharded import ShardedTables
@@ -95,8 +95,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
         weight: Tensor = data.weight if type(data) in EMBEDDING_TYPES else data
         known = name in self.state
-        group = copy.deepcopy(self.data_groups[name] if known else self.defaults)
-        group.update(config)
+        group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
         mask = group.get("mask")
         mask = torch.ones_like(weight) if mask is None else mask
         if known:
@@ -156,7 +155,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             taken = [data.name for data in located if data.name in self.data_groups]
             if taken:
                 raise ValueError(f"The names {taken} are registered already.")
-            configs = model_configs(located, config, self.defaults)
+            overrides = model_overrides(located, config, self.defaults)
+            configs = {name: self._overlaid(self.defaults, given) for name, given in overrides.items()}
             for data in located:
                 self._check_config(data, configs[data.name])
         except Exception as fault:
@@ -334,7 +334,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             raise ValueError(f"Name {name!r} is registered already; sharded data can't be replaced.")
         source = TensorSource(name, data)
         located = source.locate()
-        group = {**copy.deepcopy(self.defaults), **config}
+        group = self._overlaid(self.defaults, config)
         self._check_config(located[0], group)
         self._register(source, located, {name: group})
         kept: Tensor = data
@@ -344,6 +344,10 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self._tables.add(source, located, {data.name: self._bit_block(data, configs[data.name]) for data in located})
         for data in located:
             self.data_groups[data.name] = configs[data.name]
+
+    def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of ``config``, changed to what a user gave."""
+        return {**copy.deepcopy(dict(config)), **given}
 
     def _check_config(self, data: ShardedData, config: Mapping[str, Any]) -> None:
         """Refuses a configuration that no step could follow. For subclasses."""

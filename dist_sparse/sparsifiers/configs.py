@@ -1,4 +1,4 @@
-"""Which configuration does each table of a model get?"""
+"""Which configuration does a user ask for, for each table of a model?"""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 from dist_sparse.shards import ShardedData
 
-__all__ = ["model_configs"]
+__all__ = ["model_overrides"]
 
 
-def model_configs(
+def model_overrides(
     located: Sequence[ShardedData], config: Mapping[str, Any] | None, defaults: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The defaults overlaid by the user's ``config``, for every table by name.
+    """What the user's ``config`` says of every table, by name.
 
     Args:
         config: overrides for all tables, or a mapping from globs (over table names and fully qualified names) to
             overrides; of several globs that match, later ones win.
+        defaults: whose keys are the known ones.
 
     Raises:
         ValueError: a glob matches nothing, a key is unknown, or the two forms are mixed.
@@ -39,13 +40,15 @@ def model_configs(
             )
         if not any(_matches(data, glob) for data in located):
             raise ValueError(f"Invalid config: {glob!r} matches no table; there are {[data.name for data in located]}.")
-    configs = {}
-    for data in located:
-        configs[data.name] = copy.deepcopy(dict(defaults))
-        for glob, overrides in rules.items():
-            if _matches(data, glob):
-                configs[data.name].update(copy.deepcopy(dict(overrides)))
-    return configs
+    return {
+        data.name: {
+            key: copy.deepcopy(value)
+            for glob, overrides in rules.items()
+            if _matches(data, glob)
+            for key, value in overrides.items()
+        }
+        for data in located
+    }
 
 
 def _matches(data: ShardedData, glob: str) -> bool:

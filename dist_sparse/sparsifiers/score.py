@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from dist_sparse.groups import Group, rank_in
 from dist_sparse.scores import Measure
-from dist_sparse.shards import ROW, Block, Rect, Shard, ShardedData, grid_of, resolve_block
+from dist_sparse.shards import Block, Rect, Shard, ShardedData, grid_of, resolve_block
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.scoring import Goal, ScoredTable, score_table
 from dist_sparse.sparsifiers.update import NewMask, new_masks
@@ -46,9 +46,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: Any,
     ) -> None:
         self._whole_blocks = zeros_per_block is None
-        self._own_zeros: set[str] = set()
-        if zeros_per_block is None and ROW not in sparse_block_shape:
-            zeros_per_block = math.prod(int(size) for size in sparse_block_shape)
+        if zeros_per_block is None:
+            zeros_per_block = _area(sparse_block_shape)
         super().__init__(
             data_list,
             sparsity_level=sparsity_level,
@@ -68,14 +67,6 @@ class ScoreSparsifier(BaseDataSparsifier):
             offset: the global (row, column) of ``data[0, 0]``.
             **config: the table's configuration at this moment.
         """
-
-    def add_data(self, name: str, data: Any, reuse_mask: bool = True, **config: Any) -> Tensor:
-        masked = super().add_data(name, data, reuse_mask, **config)
-        if "zeros_per_block" in config:
-            self._own_zeros.add(name)
-        return masked
-
-    add_data.__doc__ = BaseDataSparsifier.add_data.__doc__
 
     def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
         """Sets ``get_mask(name)`` to the int8 mask of ``data``, made from scratch.
@@ -108,9 +99,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
         area = block[0] * block[1]
         zeros = config["zeros_per_block"]
-        if zeros is None or (
-            self._whole_blocks and data.name not in self._own_zeros and zeros == self.defaults["zeros_per_block"]
-        ):
+        if zeros is None:
             zeros = area
         if not isinstance(zeros, int) or not 0 <= zeros <= area:
             raise ValueError(
@@ -124,6 +113,14 @@ class ScoreSparsifier(BaseDataSparsifier):
         blocks = grid.rows * grid.cols
         k = round(min(max(level, 0.0), 1.0) * blocks) if zeros else 0
         return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=self._measure(data.name, config))
+
+    def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole blocks stay whole when a user gives another block and says nothing of zeros_per_block."""
+        group = super()._overlaid(config, given)
+        whole = self._whole_blocks and config["zeros_per_block"] == _area(config["sparse_block_shape"])
+        if whole and "zeros_per_block" not in given:
+            group["zeros_per_block"] = _area(group["sparse_block_shape"])
+        return group
 
     def _check_config(self, data: ShardedData, config: Mapping[str, Any]) -> None:
         self._goal(data, config)
@@ -163,6 +160,13 @@ class _ByScore:
         for name, table, masks in zip(names, tables, new_masks(tables, group), strict=True):
             made[name] = masks, ((1, 1) if table.goal.by_element else table.goal.block)
         return made
+
+
+def _area(block: Any) -> int | None:
+    """Elements of a block; None where the width of the table decides, or if it is no block (refused when resolved)."""
+    if not isinstance(block, Sequence) or not all(isinstance(size, int) for size in block):
+        return None
+    return math.prod(block)
 
 
 def _matrix(name: str, data: Tensor) -> Tensor:
