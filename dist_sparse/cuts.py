@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dist_sparse.bits import pack, unpack
 from dist_sparse.groups import Group
-from dist_sparse.masks import pack, unpack
 from dist_sparse.scores import block_sums, block_widths, to_scores
-from dist_sparse.selection import KEPT, Segment
+from dist_sparse.segments import KEPT, Segment
 from dist_sparse.shards import Block, Grid, Rect, ShardedData, grid_of
 
 __all__ = ["CutTable", "Owned", "Partials", "Verdict", "exchange_partials", "find_cuts", "return_verdicts"]
@@ -224,13 +224,16 @@ def _own(table: CutTable, streams: list[_Stream], group: Group) -> Owned:
         widths = block_widths(table.data.shape, table.block, chosen)
         scores = to_scores(sums, owned.start, widths, table.data.shape, table.block).view(torch.int32)
         scores[[i - owned.start for i in slabs]] = KEPT
-        result.columns = Segment(owned.start, chosen, whole.cols, bits=scores.flatten())
+        result.columns = Segment(owned.start, chosen, whole.cols)
+        result.columns.add(scores)
     for i, slab in slabs.items():
         rect = table.slab(i)
         every = torch.arange(whole.cols, device=device)
         _, folded = next(block_sums(slab, rect, table.block, "given"))
         scores = to_scores(folded, i, block_widths(table.data.shape, table.block, every), table.data.shape, table.block)
-        result.slabs[i] = Segment(i, every, whole.cols, bits=scores.view(torch.int32).flatten()), slab
+        segment = Segment(i, every, whole.cols)
+        segment.add(scores.view(torch.int32))
+        result.slabs[i] = segment, slab
     return result
 
 

@@ -13,41 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dist_sparse.bits import count_bits, pack, positions, unpack
 from dist_sparse.shards import Block, Grid, Rect, grid_of
 
-__all__ = ["BlockMask", "count_bits", "pack", "unpack"]
-
-_GATHER = 0x0102040810204080
-"""Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in order."""
+__all__ = ["BlockMask"]
 
 _CHUNK = 1 << 20
 """Elements expanded at a time."""
-
-
-def pack(flags: Tensor) -> Tensor:
-    """Bools ``(n,)`` to bytes ``(ceil(n / 8),)``, uint8; the bits behind the last are 0."""
-    rest = -flags.numel() % 8
-    if rest:
-        flags = torch.cat([flags, flags.new_zeros(rest)])
-    flags = flags.contiguous() if flags.storage_offset() % 8 == 0 else flags.clone()  # a view as words must be aligned
-    words = flags.view(torch.int64)
-    return ((words * _GATHER) >> 56).to(torch.uint8)
-
-
-def unpack(packed: Tensor, count: int) -> Tensor:
-    """Bytes ``(ceil(count / 8),)`` to bools ``(count,)``."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:count].to(torch.bool)
-
-
-def count_bits(packed: Tensor) -> int:
-    """How many bits of ``packed`` (uint8, any length) are 1."""
-    total = 0
-    for part in torch.split(packed, _CHUNK):
-        pairs = part - ((part >> 1) & 0x55)
-        fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-        total += int(((fours + (fours >> 4)) & 0x0F).sum())
-    return total
 
 
 @dataclass
@@ -164,10 +136,9 @@ class BlockMask:
         if self.block[0] == 1 and whole and live.is_contiguous():
             for start in range(0, gone.numel(), _CHUNK // 8):
                 part = gone[start : start + _CHUNK // 8]
-                touched = part.nonzero().flatten()  # bytes: an eighth of the bits, and often few
-                if touched.numel():
-                    row, bit = unpack(part[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
-                    blocks = (touched[row] + start) * 8 + bit
+                blocks = positions(part)
+                if blocks.numel():
+                    blocks += start * 8
                     live.view(-1, width).index_fill_(0, blocks[blocks < self.blocks], 0)
             return
         for rows, kept in self.element_chunks(~gone, skip=0xFF):

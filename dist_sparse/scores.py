@@ -90,11 +90,9 @@ def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def to_scores(
-    sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block, out: Tensor | None = None
-) -> Tensor:
-    """Scores, float32 ``(block rows, block columns)``, in ``out`` if given: the sums over the number of real elements;
-    ``sums`` is overwritten.
+def to_scores(sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
+    """Scores, a new float32 tensor ``(block rows, block columns)``: the sums over the number of real elements; ``sums``
+    is overwritten.
 
     Args:
         sums: float64, of block rows ``[first, first + block rows)``.
@@ -105,7 +103,7 @@ def to_scores(
     sums[:whole].div_(widths * block[0])
     if shape[0] % block[0] and whole < sums.shape[0]:
         sums[max(whole, 0) :].div_(widths * (shape[0] % block[0]))
-    return sums.to(torch.float32) if out is None else out.copy_(sums)
+    return sums.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def block_widths(shape: tuple[int, int], block: Block, columns: Tensor) -> Tensor:
@@ -132,7 +130,8 @@ def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor
 
 
 def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w`` alone.
+    """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w`` alone: neighbours
+    in pairs while ``w`` is even, then one by one.
 
     torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its order changes with the
     position of the column) nor for one long row (it may be split over threads): so the last dimension is made
@@ -140,6 +139,8 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     """
     width = parts.shape[-1]
     if width <= _FEW:
+        while width % 2 == 0 and width > 2:
+            parts, width = parts[..., 0::2] + parts[..., 1::2], width // 2
         if width == 1:
             return parts[..., 0] if out is None else out.copy_(parts[..., 0])
         total = torch.add(parts[..., 0], parts[..., 1], out=out)

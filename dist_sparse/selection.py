@@ -17,72 +17,18 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
+from dist_sparse.segments import HISTOGRAM, KEPT, LEADING_BUCKETS, LEADING_SHIFT, NOT_FINITE, Segment, first_histogram
 
-__all__ = ["HISTOGRAM", "KEPT", "REMOVED", "REMOVED_CLEAN", "Ballot", "Segment", "Threshold", "select_smallest"]
+__all__ = ["Ballot", "Threshold", "select_smallest"]
 
-KEPT = 0x7FFFFFFF
-"""Stands in the place of a score that is decided elsewhere: never among the smallest."""
-
-REMOVED = -1
-"""Likewise, of a block that was decided to be removed: always below the threshold."""
-
-REMOVED_CLEAN = -2
-"""Likewise, when this shard's part of the block is zero already."""
-
-_NOT_FINITE = 0x7F800000
-_SHIFTS = (20, 10, 0)
-_BUCKETS = (2048, 1024, 1024)
-HISTOGRAM = 1 + _BUCKETS[0]
-"""Length of the first round's histogram: zeros apart, then the leading bits."""
+_SHIFTS = (LEADING_SHIFT, 10, 0)
+_BUCKETS = (LEADING_BUCKETS, 1024, 1024)
 
 _PRESENT = 1 << 44
 """Added to a bucket by each rank that has something in it: tells whether ties lie on one rank (2**44 blocks, 2**19
 ranks fit)."""
 
 _CHUNK = 1 << 19
-
-
-class Segment:
-    """Scores of a grid of blocks, as int32 bit patterns ``(rows * cols,)``, row-major, and where in the table they lie.
-
-    Args:
-        first_row: global block row of the first row; the others follow.
-        col_ids: global block column of each column, int64 ``(cols,)``.
-        grid_cols: block columns of the whole table; the global index of a block is ``row * grid_cols + col_id``.
-        bits: the scores' bit patterns; may be written until selection starts.
-        read: instead of ``bits``, makes an iterator over ``(start, bits)`` chunks; called once per pass.
-        counts: whether this rank speaks for these blocks; replicas are thresholded, not counted.
-    """
-
-    def __init__(
-        self,
-        first_row: int,
-        col_ids: Tensor,
-        grid_cols: int,
-        *,
-        bits: Tensor | None = None,
-        read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
-        counts: bool = True,
-    ) -> None:
-        self.first_row, self.col_ids, self.grid_cols = first_row, col_ids, grid_cols
-        self.bits, self.counts = bits, counts
-        self._read = read
-        self.first_histogram: Tensor | None = None
-
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """``(start, bits)`` pieces of the scores, in order."""
-        if self._read is not None:
-            yield from self._read()
-        elif self.bits is not None:
-            start = 0
-            for chunk in torch.split(self.bits, _CHUNK):
-                yield start, chunk
-                start += chunk.numel()
-
-    def ids(self, positions: Tensor) -> Tensor:
-        """Global block indices of flat ``positions``, int64, same shape."""
-        cols = self.col_ids.numel()
-        return (positions // cols + self.first_row) * self.grid_cols + self.col_ids[positions % cols]
 
 
 @dataclass
@@ -117,28 +63,19 @@ class Threshold:
         """Removed flags, bool, of the chunk ``bits`` that starts at ``start`` of ``segment``."""
         if self.last is None:
             return bits <= self.bits
-        below = bits < self.bits
-        tied = bits == self.bits
-        if bool(tied.any()):  # quicker than nonzero() where, as mostly, there is none
-            where = tied.nonzero().flatten()
-            below[where] = segment.ids(where + start) <= self.last
-        return below
+        removed = bits <= self.bits
+        if segment.tied is None:
+            where = (bits == self.bits).nonzero().flatten()
+        else:
+            ends = torch.tensor([start, start + bits.numel()], device=bits.device)
+            first, end = torch.searchsorted(segment.tied, ends).tolist()
+            where = segment.tied[first:end] - start
+        removed[where[segment.ids(where + start) > self.last]] = False
+        return removed
 
 
 _NOTHING = Threshold(bits=0, last=-1)
-_EVERYTHING = Threshold(bits=_NOT_FINITE - 1, last=None)
-
-
-def first_histogram(bits: Tensor) -> Tensor:
-    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits those that
-    are not. A scorer may sum it while the chunk is in the cache.
-
-    Zeros are apart because what was removed before scores 0: a threshold among them is settled at once.
-    """
-    counts = torch.bincount(bits >> _SHIFTS[0], minlength=_BUCKETS[0])
-    zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
-    counts[0] -= zeros[0]
-    return torch.cat([zeros, counts])
+_EVERYTHING = Threshold(bits=NOT_FINITE - 1, last=None)
 
 
 def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
@@ -162,6 +99,9 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
         answers[i] = Threshold(bits=bits, last=None)
         if search.left == search.inside:
             continue  # all that tie at the threshold go
+        if search.inside <= _CHUNK:
+            for segment in ballot.segments:
+                segment.find_tied(bits)
         if search.holders > 1 or ballot.spread_replicas:
             over_ranks[i] = _Search(search.left, partial(_ties, ballot, bits, counted=True))
             continue
@@ -262,7 +202,7 @@ def _narrow(
 
 
 def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
-    bad = counts[:, 1 + (_NOT_FINITE >> _SHIFTS[0]) :].sum(1).tolist()
+    bad = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1).tolist()
     for name, number in zip(names, bad, strict=True):
         if number:
             raise ValueError(
@@ -285,7 +225,7 @@ def _first(ballot: Ballot) -> Tensor:
             parts = [known] if known is not None else (first_histogram(bits) for _, bits in segment.chunks())
             for part in parts:
                 counts += part.cpu()
-    counts[1 + (KEPT >> _SHIFTS[0])] = 0
+    counts[1 + (KEPT >> LEADING_SHIFT)] = 0
     return counts
 
 
@@ -293,11 +233,11 @@ def _ties(ballot: Ballot, threshold: int, *, counted: bool) -> Iterator[Tensor]:
     """Global indices of the blocks that score exactly ``threshold``: those this rank speaks for, or all that it
     sees."""
     for segment in ballot.segments:
-        if segment.counts or not counted:
+        if segment.tied is not None and (segment.counts or not counted):
+            yield segment.ids(segment.tied)
+        elif segment.counts or not counted:
             for start, bits in segment.chunks():
-                tied = bits == threshold
-                if bool(tied.any()):
-                    yield segment.ids(tied.nonzero().flatten() + start)
+                yield segment.ids((bits == threshold).nonzero().flatten() + start)
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_sparse.masks import BlockMask, count_bits, pack, unpack
+from dist_sparse.bits import count_bits, pack, positions, unpack
+from dist_sparse.masks import BlockMask
 from dist_sparse.shards import Rect, grid_of
 
 CPU = torch.device("cpu")
@@ -45,6 +46,7 @@ def test_pack_and_unpack_are_inverse(count: int) -> None:
     assert packed.numel() == -(-count // 8)
     assert torch.equal(unpack(packed, count), flags)
     assert count_bits(packed) == int(flags.sum())
+    assert torch.equal(positions(packed), flags.nonzero().flatten())
     assert [int(byte) >> bit & 1 for byte in packed for bit in range(8)][:count] == flags.int().tolist()
 
 

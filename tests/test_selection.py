@@ -22,10 +22,18 @@ def smallest(scores: Tensor, k: int, cols: int = 1, pieces: int = 1) -> Tensor:
     for piece in range(pieces):
         stop = rows * (piece + 1) // pieces
         bits = scores[start * cols : stop * cols].view(torch.int32).clone()
-        segments.append(Segment(start, torch.arange(cols), cols, bits=bits))
+        segments.append(Segment(start, torch.arange(cols), cols))
+        segments[-1].add(bits.view(-1, cols))
         start = stop
     [threshold] = select_smallest([Ballot("t", k, scores.numel(), segments)], ALONE)
     return torch.cat([threshold.removes(s, at, bits) for s in segments for at, bits in s.chunks()])
+
+
+def segment(scores: Tensor) -> Segment:
+    """One column of scores."""
+    made = Segment(0, torch.arange(1), 1)
+    made.add(scores.view(torch.int32).view(-1, 1))
+    return made
 
 
 def expected(scores: Tensor, k: int) -> Tensor:
@@ -63,14 +71,13 @@ def test_many_tables_are_settled_in_different_rounds() -> None:
     torch.manual_seed(0)
     tables = [torch.rand(1000), torch.zeros(50), torch.randint(0, 3, (999,)).float(), torch.rand(1), torch.rand(77)]
     ks = [400, 20, 500, 1, 0]
-    segments = [Segment(0, torch.zeros(1, dtype=torch.int64), 1, bits=t.view(torch.int32)) for t in tables]
+    segments = [segment(t) for t in tables]
     ballots = [Ballot(str(i), k, t.numel(), [s]) for i, (k, t, s) in enumerate(zip(ks, tables, segments, strict=True))]
-    for threshold, segment, table, k in zip(select_smallest(ballots, ALONE), segments, tables, ks, strict=True):
-        removed = torch.cat([threshold.removes(segment, at, bits) for at, bits in segment.chunks()])
+    for threshold, known, table, k in zip(select_smallest(ballots, ALONE), segments, tables, ks, strict=True):
+        removed = torch.cat([threshold.removes(known, at, bits) for at, bits in known.chunks()])
         assert torch.equal(removed, expected(table, k))
 
 
 def test_scores_that_are_not_finite_are_refused_by_name() -> None:
-    bits = torch.tensor([1.0, torch.inf, 2.0]).view(torch.int32)
     with pytest.raises(ValueError, match=r"'user'.*finite"):
-        select_smallest([Ballot("user", 1, 3, [Segment(0, torch.arange(1), 1, bits=bits)])], ALONE)
+        select_smallest([Ballot("user", 1, 3, [segment(torch.tensor([1.0, torch.inf, 2.0]))])], ALONE)

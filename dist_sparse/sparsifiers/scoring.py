@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_sparse.cuts import CutTable, Partials, find_cuts
 from dist_sparse.scores import Measure, block_sums, block_widths, element_scores, to_scores
-from dist_sparse.selection import HISTOGRAM, KEPT, Segment, first_histogram
+from dist_sparse.segments import HISTOGRAM, KEPT, Segment, first_histogram
 from dist_sparse.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "ScoredTable", "score_table"]
@@ -47,6 +47,11 @@ class Goal:
     @property
     def grid(self) -> Grid:
         return grid_of(Rect(0, 0, *self.data.shape), self.block)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks in the whole table."""
+        return self.grid.rows * self.grid.cols
 
     @property
     def by_element(self) -> bool:
@@ -112,29 +117,31 @@ def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segm
     cut_rows = [i - grid.row for i in cuts.rows_in(grid.row, grid.row + grid.rows)] if cuts else []
     widths = block_widths(goal.data.shape, goal.block, segment.col_ids)
     known = Partials(torch.zeros(grid.rows, len(cut_cols), dtype=torch.float64, device=device), {})
-    scores = torch.empty(grid.rows, grid.cols, dtype=torch.float32, device=device)
     histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
-    seen = 0  # block rows that are checked and counted
+    waiting: list[Tensor] = []
+    seen = 0  # block rows that are checked, counted and added
     for first, sums in block_sums(shard.tensor, rect, goal.block, goal.measure):
         last = first + sums.shape[0]
         if cut_cols:
             known.sums[first:last] = sums[:, cut_cols]
-        to_scores(sums, grid.row + first, widths, goal.data.shape, goal.block, out=scores[first:last])
+        waiting.append(to_scores(sums, grid.row + first, widths, goal.data.shape, goal.block))
         if (last - seen) * grid.cols < _COUNTED and last < grid.rows:
             continue
-        chunk = scores[seen:last]
-        _check(goal, shard, chunk, grid.row + seen)
-        chunk.view(torch.int32)[:, cut_cols] = KEPT
-        chunk.view(torch.int32)[[i - seen for i in cut_rows if seen <= i < last]] = KEPT
+        piece = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+        _check(goal, shard, piece, grid.row + seen)
+        bits = piece.view(torch.int32)
+        bits[:, cut_cols] = KEPT
+        bits[[i - seen for i in cut_rows if seen <= i < last]] = KEPT
         if len(cut_cols) < grid.cols:
-            histogram += first_histogram(chunk.view(torch.int32).flatten())
-        seen = last
+            histogram += first_histogram(bits.view(-1))
+        segment.add(bits)
+        waiting, seen = [], last
     for i in cut_rows:
         inner = Rect((grid.row + i) * goal.block[0], rect.col, goal.block[0], rect.cols).intersect(rect)
         assert inner is not None
         rows = shard.tensor[inner.row - rect.row : inner.row_end - rect.row]
         known.elements[grid.row + i] = element_scores(rows, goal.measure, (inner.row, inner.col))
-    segment.bits, segment.first_histogram = scores.view(torch.int32).view(-1), histogram
+    segment.first_histogram = histogram
     return known
 
 

@@ -13,19 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dist_sparse.bits import pack
 from dist_sparse.cuts import CutTable, Owned, Verdict, exchange_partials, return_verdicts
 from dist_sparse.groups import Group
-from dist_sparse.masks import BlockMask, pack
+from dist_sparse.masks import BlockMask
 from dist_sparse.scores import element_scores, row_chunks
-from dist_sparse.selection import (
-    KEPT,
-    REMOVED,
-    REMOVED_CLEAN,
-    Ballot,
-    Segment,
-    Threshold,
-    select_smallest,
-)
+from dist_sparse.segments import KEPT, REMOVED, REMOVED_CLEAN, Segment
+from dist_sparse.selection import Ballot, Threshold, select_smallest
 from dist_sparse.shards import Rect, Shard, ShardedData, grid_of
 from dist_sparse.sparsifiers.scoring import ScoredTable
 from dist_sparse.within import smallest_in_blocks
@@ -45,31 +39,31 @@ def new_masks(scored: Sequence[ScoredTable], group: Group) -> list[list[NewMask]
     """The new masks of this rank's shards, per table in the order of its shards. Collective over ``group``: every rank
     must call it.
 
-    Three all-reduces, two all-to-alls if a block is cut, at most three more all-reduces if scores tie over ranks.
+    At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces if scores tie over
+    ranks.
     """
-    cut = [table for table in scored if table.cuts is not None]
+    ballots = [
+        Ballot(
+            table.goal.data.name, table.goal.k, table.goal.blocks, [*table.segments.values()], _spread(table.goal.data)
+        )
+        for table in scored
+    ]
+    cut = [(i, table, table.cuts) for i, table in enumerate(scored) if table.cuts is not None]
     owned: list[Owned] = []
     if cut:
-        owned = exchange_partials([(table.cuts, table.partials) for table in cut if table.cuts is not None], group)
-    ballots = []
-    for table in scored:
-        goal = table.goal
-        ballot = Ballot(goal.data.name, goal.k, goal.grid.rows * goal.grid.cols, list(table.segments.values()))
-        ballot.spread_replicas = _spread(goal.data)
-        ballots.append(ballot)
-    for table, own in zip(cut, owned, strict=True):
-        ballots[_index(scored, table)].segments += own.segments
+        owned = exchange_partials([(cuts, table.partials) for _, table, cuts in cut], group)
+        for (i, _, _), own in zip(cut, owned, strict=True):
+            ballots[i].segments += own.segments
     thresholds = select_smallest(ballots, group)
-    verdicts: dict[int, dict[Rect, Verdict]] = {}
+    verdicts: list[dict[Rect, Verdict]] = [{} for _ in scored]
     if cut:
-        decisions = [
-            _decide(table, own, thresholds[_index(scored, table)]) for table, own in zip(cut, owned, strict=True)
-        ]
-        returned = return_verdicts(decisions, group, [table.goal.by_element for table in cut])
-        verdicts = {_index(scored, table): verdict for table, verdict in zip(cut, returned, strict=True)}
+        decisions = [_decide(table, own, thresholds[i]) for (i, table, _), own in zip(cut, owned, strict=True)]
+        returned = return_verdicts(decisions, group, [table.goal.by_element for _, table, _ in cut])
+        for (i, _, _), verdict in zip(cut, returned, strict=True):
+            verdicts[i] = verdict
     return [
-        [_mask(table, shard, thresholds[i], verdicts.get(i, {}).get(shard.rect)) for shard in table.goal.data.shards]
-        for i, table in enumerate(scored)
+        [_new_mask(table, shard, threshold, verdict.get(shard.rect)) for shard in table.goal.data.shards]
+        for table, threshold, verdict in zip(scored, thresholds, verdicts, strict=True)
     ]
 
 
@@ -92,47 +86,61 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return torch.cat(parts) if parts else segment.col_ids.new_zeros(0, dtype=torch.bool)
 
 
-def _mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdict | None) -> NewMask:
+def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdict | None) -> NewMask:
     """The new mask of one shard, from its scores and from the verdict on its cut blocks."""
-    goal, segment = table.goal, table.segments[shard.rect]
-    grid = grid_of(shard.rect, goal.block)
-    writer, dirty = _BitWriter(), _BitWriter()
+    if verdict is not None:
+        _note_verdict(table, shard, verdict)
+    if table.goal.by_element:
+        return _mask_of_elements(table, shard, threshold, verdict)
+    segment, device = table.segments[shard.rect], shard.tensor.device
+    kept, dirty = _BitWriter(), _BitWriter()
     # A norm of 0 says that the block is zero already, and at a threshold of 0 so is all that goes. Other scores say
     # nothing.
+    norm = table.goal.measure in ("L1", "L2")
+    settled = norm and threshold.bits == 0 and verdict is None
+    for start, bits in segment.chunks():
+        gone = threshold.removes(segment, start, bits)
+        if not settled:
+            stale = gone & (bits != 0) if norm else gone
+            dirty.add(stale if verdict is None else stale & (bits != REMOVED_CLEAN))
+        kept.add(~gone)
+    mask = BlockMask(shard.rect, table.goal.block, kept.close(device))
+    return NewMask(mask, None if settled else dirty.close(device))
+
+
+def _note_verdict(table: ScoredTable, shard: Shard, verdict: Verdict) -> None:
+    """Puts what was decided about cut blocks in the place of their scores."""
+    goal, cuts = table.goal, table.cuts
+    assert cuts is not None
+    grid = grid_of(shard.rect, goal.block)
     norm = goal.measure in ("L1", "L2")
-    if verdict is not None and segment.bits is not None and table.cuts is not None:
-        bits = segment.bits.view(grid.rows, grid.cols)
-        if verdict.columns.shape[1]:
-            cols = [j - grid.col for j in table.cuts.cols_in(grid)]
-            clean = norm & (table.partials[shard.rect].sums == 0)
+    cols = [j - grid.col for j in cuts.cols_in(grid)]
+    for first, bits in table.segments[shard.rect].pieces():
+        last = first + bits.shape[0]
+        if cols:
+            clean = norm & (table.partials[shard.rect].sums[first:last] == 0)
             gone = torch.where(clean, REMOVED_CLEAN, REMOVED)
-            bits[:, cols] = torch.where(verdict.columns.to(bits.device), gone, KEPT).to(torch.int32)
-        for i, gone in verdict.slabs.items():
-            bits[i - grid.row] = (
-                KEPT if goal.by_element else torch.where(gone.to(bits.device), REMOVED, KEPT).to(torch.int32)
-            )
-    if not goal.by_element:
-        settled = norm and threshold.bits == 0 and verdict is None
-        for start, chunk in segment.chunks():
-            gone = threshold.removes(segment, start, chunk)
-            if not settled:
-                stale = gone & (chunk != 0) if norm else gone
-                dirty.add(stale if verdict is None else stale & (chunk != REMOVED_CLEAN))
-            writer.add(gone.logical_not_())
-        mask = BlockMask(shard.rect, goal.block, writer.close(shard.tensor.device))
-        return NewMask(mask, None if settled else dirty.close(shard.tensor.device))
-    assert segment.bits is not None
+            bits[:, cols] = torch.where(verdict.columns[first:last].to(bits.device), gone, KEPT).to(torch.int32)
+        for i, flags in verdict.slabs.items():
+            if first <= i - grid.row < last and not goal.by_element:
+                bits[i - grid.row - first] = torch.where(flags.to(bits.device), REMOVED, KEPT).to(torch.int32)
+
+
+def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdict | None) -> NewMask:
+    """The new mask of a shard whose blocks lose only their smallest elements."""
+    goal, segment, device = table.goal, table.segments[shard.rect], shard.tensor.device
+    grid = grid_of(shard.rect, goal.block)
+    kept = _BitWriter()
     for start, stop in row_chunks(shard.rect, goal.block):
         first = (shard.rect.row + start) // goal.block[0] - grid.row
         if verdict is not None and first + grid.row in verdict.slabs:
-            writer.add(~verdict.slabs[first + grid.row].to(shard.tensor.device).flatten())
+            kept.add(~verdict.slabs[first + grid.row].to(device).flatten())
             continue
-        last = first - (start - stop) // goal.block[0]
-        at = first * grid.cols
-        chosen = threshold.removes(segment, at, segment.bits[at : last * grid.cols]).view(-1, grid.cols)
+        bits = segment.rows(first, first - (start - stop) // goal.block[0])
+        chosen = threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         scores = element_scores(shard.tensor[start:stop], goal.measure, (shard.rect.row + start, shard.rect.col))
-        writer.add(~smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros).flatten())
-    mask = BlockMask(shard.rect, (1, 1), writer.close(shard.tensor.device))
+        kept.add(~smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros).flatten())
+    mask = BlockMask(shard.rect, (1, 1), kept.close(device))
     return NewMask(mask, ~mask.bits)
 
 
@@ -158,7 +166,3 @@ class _BitWriter:
 def _spread(data: ShardedData) -> bool:
     """Whether there are replicas and some rank holds only a part of the table."""
     return data.replicated and any(set(held) != set(data.tiling[0]) for held in data.tiling)
-
-
-def _index(scored: Sequence[ScoredTable], table: ScoredTable) -> int:
-    return next(i for i, other in enumerate(scored) if other is table)
