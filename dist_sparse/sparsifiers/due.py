@@ -57,16 +57,16 @@ def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, rep
         except Exception as fault:
             error = fault
     if error is None and rule.edits_masks and tables.moved(located):
-        _agree_all(tables, located, rule, None, check_replicas=False)
+        _agree_all(tables, located, rule, None, repair=None)
         tables.follow(located)
     if error is None:
         try:
             prepared = rule.prepare(located)
         except Exception as fault:
             error = fault
-    drifted = _agree_all(tables, located, rule, error, check_replicas=True)
+    drifted = _agree_all(tables, located, rule, error, repair)
     if drifted:
-        _repair(tables, located, drifted, repair)
+        _restore(tables, located, drifted)
         prepared = rule.prepare(located)
     tables.follow(located)
     made: dict[str, tuple[list[NewMask], Block]] = {}
@@ -83,33 +83,57 @@ def _agree_all(
     located: Mapping[str, ShardedData],
     rule: MaskRule,
     error: Exception | None,
-    check_replicas: bool,
-) -> dict[str, list[int]]:
-    """What has drifted, once the ranks of every group are about to do the same. Collective over the tables' groups.
+    repair: str | None,
+) -> set[str]:
+    """The tables whose replicas are to be restored, once the ranks of every group are about to do the same. Collective
+    over the tables' groups.
 
-    Larger groups come later and no group is left out after an error, so that it is heard by all ranks of the largest.
+    No group is left out after an error, and larger ones come later, so that all ranks of the largest hear of it.
+
+    Args:
+        repair: as in :func:`due_step`; None does not look at replicas.
     """
-    drifted: dict[str, list[int]] = {}
-    for ranks, names in sorted(tables.groups.items(), key=lambda entry: len(entry[0] or ())):
+    drifted: set[str] = set()
+    for ranks, names in tables.groups.items():
         group = group_over(ranks)
         if group.size == 1:
             continue
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {"sparsifier.repair": repair}
         replicas: dict[str, Replica] = {}
         for name in names if error is None else ():
             data = located[name]
             facts[f"the config of table {name!r}"] = rule.facts(name)
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
             facts[f"the sharding of table {name!r}"] = data.tiling
-            if check_replicas and data.replicated:
+            if repair is not None and data.replicated:
                 replicas.update(_replicas(data, group.rank))
         try:
-            drifted.update(group.agree("step()", facts, error, replicas))
+            drifted |= _to_restore(group.agree("step()", facts, error, replicas), names, located, repair)
         except ValueError as refused:
             error = refused
     if error is not None:
         raise error
     return drifted
+
+
+def _to_restore(
+    drifted: Mapping[str, list[int]], names: list[str], located: Mapping[str, ShardedData], repair: str | None
+) -> set[str]:
+    """The tables that have drifted at the given places.
+
+    Raises:
+        ValueError: they are not to be restored, or can't be. On all ranks alike, which know the same of the drift.
+    """
+    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
+    found = {name for name in names if any(place.startswith(f"{name} rows [") for place in drifted)}
+    if drifted and repair != "broadcast":
+        raise ValueError(
+            f"Replicas have drifted from their first holder's: {places}. Nothing was changed; "
+            "sparsifier.repair = 'broadcast' restores them."
+        )
+    if any(held != located[name].tiling[0] for name in found for held in located[name].tiling):
+        raise ValueError(f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired.")
+    return found
 
 
 def _replicas(data: ShardedData, rank: int) -> dict[str, Replica]:
@@ -121,25 +145,9 @@ def _replicas(data: ShardedData, rank: int) -> dict[str, Replica]:
     return found
 
 
-def _repair(
-    tables: ShardedTables, located: Mapping[str, ShardedData], drifted: Mapping[str, list[int]], repair: str
-) -> None:
-    """Restores drifted replicas from their group's first rank. Collective: all ranks know the same of what has
-    drifted."""
-    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
-    if repair != "broadcast":
-        raise ValueError(
-            f"Replicas have drifted from their first holder's: {places}. Nothing was changed; "
-            "sparsifier.repair = 'broadcast' restores them."
-        )
+def _restore(tables: ShardedTables, located: Mapping[str, ShardedData], drifted: set[str]) -> None:
+    """Overwrites all replicas by those of their group's first rank. Collective over the groups of what has drifted."""
     for ranks, names in tables.groups.items():
-        group = group_over(ranks)
         for name in names:
-            data = located[name]
-            if any(place.startswith(f"{name} rows [") for place in drifted):
-                if any(held != data.tiling[0] for held in data.tiling):
-                    raise ValueError(
-                        f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired."
-                    )
-                for shard in data.shards:
-                    group.broadcast_(shard.tensor)
+            for shard in located[name].shards if name in drifted else ():
+                group_over(ranks).broadcast_(shard.tensor)

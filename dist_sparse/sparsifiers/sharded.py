@@ -58,11 +58,12 @@ class ShardedTables:
 
     @property
     def groups(self) -> dict[tuple[int, ...] | None, list[str]]:
-        """The tables' names by the global ranks over which they lie."""
+        """The tables' names by the global ranks over which they lie, in an order that depends on neither rank nor
+        registration; larger groups come later."""
         groups: dict[tuple[int, ...] | None, list[str]] = {}
-        for name, ranks in self._ranks.items():
-            groups.setdefault(ranks, []).append(name)
-        return groups
+        for name in sorted(self._ranks):
+            groups.setdefault(self._ranks[name], []).append(name)
+        return dict(sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ())))
 
     def locate(self) -> dict[str, ShardedData]:
         """The registered tables as they lie now, by name. Does not communicate."""
