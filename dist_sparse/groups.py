@@ -126,16 +126,29 @@ class Group:
         dist.all_gather(parts, sent, group=self._group)
         return torch.stack(parts).to(tensor.device)
 
-    def all_to_all(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Sends ``pieces[r]`` (1-D uint8) to rank r; returns what every rank sent here, ``sizes[r]`` bytes from rank r.
-        Collective."""
+    def all_to_all(self, pieces: Sequence[list[Tensor]], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+        """Sends the bytes of ``pieces[r]``, one after the other, to rank r. Collective.
+
+        Args:
+            pieces: contiguous tensors of any dtype, for each rank. They are let go of as soon as they are copied.
+            sizes: how many bytes come from each rank.
+            device: where the results are to be.
+
+        Returns:
+            What every rank sent here, uint8 ``(sizes[r],)`` from rank r.
+        """
+        lengths = [sum(piece.numel() * piece.element_size() for piece in parts) for parts in pieces]
+        raw = [piece.view(-1).view(torch.uint8).to(self.device) for parts in pieces for piece in parts]
+        sent = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8, device=self.device)
+        del raw
+        for parts in pieces:
+            parts.clear()
         if self._group is None:
-            return list(pieces)
-        sent = torch.cat([piece.to(self.device) for piece in pieces])
+            return [sent.to(device)]
         _count(sent)
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(received, sent, list(sizes), [p.numel() for p in pieces], group=self._group)
-        return list(torch.split(received.to(pieces[0].device), list(sizes)))
+        dist.all_to_all_single(received, sent, list(sizes), lengths, group=self._group)
+        return list(torch.split(received.to(device), list(sizes)))
 
     def all_gather_json(self, value: Json) -> list[Json]:
         """Every rank's JSON value, in group order. Collective over the group; two messages (lengths, then bytes)."""

@@ -110,31 +110,37 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
 
 def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segment) -> Partials:
     """Fills ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and returns what is known of
-    the cut ones."""
+    the cut ones. Where all are cut, the segment stays empty until the verdict."""
     rect, device = shard.rect, shard.tensor.device
     grid = grid_of(rect, goal.block)
-    cut_cols = [j - grid.col for j in cuts.cols_in(grid)] if cuts else []
+    cut_cols = cuts.local_cols(grid) if cuts else []
     cut_rows = [i - grid.row for i in cuts.rows_in(grid.row, grid.row + grid.rows)] if cuts else []
+    cut_count = len(cuts.cols_in(grid)) if cuts else 0
     widths = block_widths(goal.data.shape, goal.block, segment.col_ids)
-    known = Partials(torch.zeros(grid.rows, len(cut_cols), dtype=torch.float64, device=device), {})
+    known = Partials(
+        torch.zeros(grid.rows, cut_count, dtype=torch.float64, device=device),
+        torch.zeros(grid.rows, cut_count, dtype=torch.bool, device=device),
+        {},
+    )
     histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
     waiting: list[Tensor] = []
     seen = 0  # block rows that are checked, counted and added
     for first, sums in block_sums(shard.tensor, rect, goal.block, goal.measure):
         last = first + sums.shape[0]
-        if cut_cols:
+        if cut_count:
             known.sums[first:last] = sums[:, cut_cols]
+            torch.eq(known.sums[first:last], 0, out=known.clean[first:last])
         waiting.append(to_scores(sums, grid.row + first, widths, goal.data.shape, goal.block))
         if (last - seen) * grid.cols < _COUNTED and last < grid.rows:
             continue
         piece = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
         _check(goal, shard, piece, grid.row + seen)
-        bits = piece.view(torch.int32)
-        bits[:, cut_cols] = KEPT
-        bits[[i - seen for i in cut_rows if seen <= i < last]] = KEPT
-        if len(cut_cols) < grid.cols:
+        if cut_count < grid.cols:
+            bits = piece.view(torch.int32)
+            bits[:, cut_cols] = KEPT
+            bits[[i - seen for i in cut_rows if seen <= i < last]] = KEPT
             histogram += first_histogram(bits.view(-1))
-        segment.add(bits)
+            segment.add(bits)
         waiting, seen = [], last
     for i in cut_rows:
         inner = Rect((grid.row + i) * goal.block[0], rect.col, goal.block[0], rect.cols).intersect(rect)

@@ -65,6 +65,22 @@ class ShardedTables:
             groups.setdefault(self._ranks[name], []).append(name)
         return dict(sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ())))
 
+    def agree(self, action: str, error: Exception | None) -> None:
+        """Makes sure that no rank has an ``error``. Collective over the tables' groups.
+
+        Raises:
+            ValueError: some rank has one; on every rank. One that nobody else waits for comes out as it is.
+        """
+        for ranks in self.groups:
+            group = group_over(ranks)
+            if group.size > 1:
+                try:
+                    group.agree(action, {}, error)
+                except ValueError as refused:
+                    error = refused
+        if error is not None:
+            raise error
+
     def locate(self) -> dict[str, ShardedData]:
         """The registered tables as they lie now, by name. Does not communicate."""
         located = {data.name: data for source in self._sources for data in source.locate()}
@@ -122,15 +138,14 @@ class ShardedTables:
                 pieces[receiver].append(before[old].cut(rect).bits)
             for sender, _, rect, _ in _transfers(self._tilings[table.name], table.tiling, receiver=group.rank):
                 sizes[sender] += _bytes_of(rect, block)
-        raw = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8) for parts in pieces]
-        received = group.all_to_all(raw, sizes)
+        received = group.all_to_all(pieces, sizes, torch.device("cpu"))
         at = [0] * group.size
         for table in tables:
             block = self._blocks[table.name]
             parts: list[BlockMask] = []
             for sender, _, rect, _ in _transfers(self._tilings[table.name], table.tiling, receiver=group.rank):
                 count = _bytes_of(rect, block)
-                parts.append(BlockMask(rect, block, received[sender][at[sender] : at[sender] + count]))
+                parts.append(BlockMask(rect, block, received[sender][at[sender] : at[sender] + count].clone()))
                 at[sender] += count
             self._masks[table.name] = [
                 BlockMask.assemble(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dist_sparse.bits import pack
-from dist_sparse.cuts import CutTable, Owned, Verdict, exchange_partials, return_verdicts
+from dist_sparse.cuts import CutTable, Owned, Verdict
+from dist_sparse.exchange import exchange_partials, return_verdicts
 from dist_sparse.groups import Group
 from dist_sparse.masks import BlockMask
 from dist_sparse.scores import element_scores, row_chunks
@@ -50,15 +51,16 @@ def new_masks(scored: Sequence[ScoredTable], group: Group) -> list[list[NewMask]
     ]
     cut = [(i, table, table.cuts) for i, table in enumerate(scored) if table.cuts is not None]
     owned: list[Owned] = []
+    device = next((shard.tensor.device for table in scored for shard in table.goal.data.shards), torch.device("cpu"))
     if cut:
-        owned = exchange_partials([(cuts, table.partials) for _, table, cuts in cut], group)
+        owned = exchange_partials([(cuts, table.partials) for _, table, cuts in cut], group, device)
         for (i, _, _), own in zip(cut, owned, strict=True):
             ballots[i].segments += own.segments
     thresholds = select_smallest(ballots, group)
     verdicts: list[dict[Rect, Verdict]] = [{} for _ in scored]
     if cut:
         decisions = [_decide(table, own, thresholds[i]) for (i, table, _), own in zip(cut, owned, strict=True)]
-        returned = return_verdicts(decisions, group, [table.goal.by_element for _, table, _ in cut])
+        returned = return_verdicts(decisions, group, [table.goal.by_element for _, table, _ in cut], device)
         for (i, _, _), verdict in zip(cut, returned, strict=True):
             verdicts[i] = verdict
     return [
@@ -114,16 +116,22 @@ def _note_verdict(table: ScoredTable, shard: Shard, verdict: Verdict) -> None:
     assert cuts is not None
     grid = grid_of(shard.rect, goal.block)
     norm = goal.measure in ("L1", "L2")
-    cols = [j - grid.col for j in cuts.cols_in(grid)]
-    for first, bits in table.segments[shard.rect].pieces():
+    segment, clean = table.segments[shard.rect], table.partials[shard.rect].clean
+
+    def decided(first: int, last: int) -> Tensor:
+        gone = torch.where(clean[first:last], REMOVED_CLEAN, REMOVED) if norm else REMOVED
+        return torch.where(verdict.columns[first:last], gone, KEPT).to(torch.int32)
+
+    some_cut, all_cut = len(cuts.cols_in(grid)) > 0, len(cuts.cols_in(grid)) == grid.cols
+    if all_cut:
+        segment.add(decided(0, grid.rows))
+    for first, bits in segment.pieces():
         last = first + bits.shape[0]
-        if cols:
-            clean = norm & (table.partials[shard.rect].sums[first:last] == 0)
-            gone = torch.where(clean, REMOVED_CLEAN, REMOVED)
-            bits[:, cols] = torch.where(verdict.columns[first:last].to(bits.device), gone, KEPT).to(torch.int32)
+        if some_cut and not all_cut:
+            bits[:, cuts.local_cols(grid)] = decided(first, last)
         for i, flags in verdict.slabs.items():
             if first <= i - grid.row < last and not goal.by_element:
-                bits[i - grid.row - first] = torch.where(flags.to(bits.device), REMOVED, KEPT).to(torch.int32)
+                bits[i - grid.row - first] = torch.where(flags, REMOVED, KEPT).to(torch.int32)
 
 
 def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdict | None) -> NewMask:
