@@ -296,14 +296,15 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         return saving.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restores :meth:`state_dict`. Checks first, then swaps: a refused state changes nothing.
+        """Restores :meth:`state_dict`. Checks first, then swaps: a refused state changes nothing. Collective if sharded
+        tables are registered.
 
         Args:
             strict: replace everything; otherwise names that are registered already win.
 
         Raises:
             RuntimeError: a plain name lacks its config or data.
-            ValueError: a registered table has no masks in the state, or they do not cover its shards here.
+            ValueError: a registered table has no masks in the state, or they do not cover its shards; on every rank.
         """
         saving.load_state_dict(self, state_dict, strict)
 

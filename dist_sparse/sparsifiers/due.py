@@ -100,6 +100,8 @@ def _agree_all(
             continue
         facts: dict[str, Any] = {"sparsifier.repair": repair}
         replicas: dict[str, Replica] = {}
+        if error is None:
+            facts["the tables that have moved"] = tables.moved({name: located[name] for name in names})
         for name in names if error is None else ():
             data = located[name]
             facts[f"the config of table {name!r}"] = rule.facts(name)

@@ -48,15 +48,20 @@ def state_dict(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
 
 def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], strict: bool) -> None:
     """See :meth:`BaseDataSparsifier.load_state_dict`."""
-    states = plain.masks_to(saved["state"], sparse=False)
-    groups = copy.deepcopy(dict(saved["data_groups"]))
-    if not strict:
-        states = {name: entry for name, entry in states.items() if name not in sparsifier.state}
-    container = plain.Container()
-    plain.restore(container, states, groups, saved["_container"])
     tables = sparsifier._tables
-    located = tables.locate() if saved.get("sharded") else {}
-    masks = _tables_from(tables, located, saved.get("sharded", {}), strict)
+    error: Exception | None = None
+    try:
+        states = plain.masks_to(saved["state"], sparse=False)
+        groups = copy.deepcopy(dict(saved["data_groups"]))
+        if not strict:
+            states = {name: entry for name, entry in states.items() if name not in sparsifier.state}
+        container = plain.Container()
+        plain.restore(container, states, groups, saved["_container"])
+        located = tables.locate() if saved.get("sharded") else {}
+        masks = _tables_from(tables, located, saved.get("sharded", {}), strict)
+    except Exception as fault:
+        error = fault
+    tables.agree("load_state_dict()", error)
     if strict:
         sparsifier._container = container
         sparsifier.state = states

@@ -195,7 +195,7 @@ def local_calls() -> None:
         lambda: sparsifier.local_masks("table"),
         lambda: sparsifier.get_mask("table"),
         lambda: sparsifier.get_data("table", return_original=False),
-        lambda: sparsifier.load_state_dict(sparsifier.state_dict()),
+        sparsifier.state_dict,
         lambda: describe(sparsifier),
         lambda: repr(sparsifier),
         lambda: sparsifier.squash_mask(),
