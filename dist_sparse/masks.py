@@ -21,6 +21,9 @@ __all__ = ["BlockMask"]
 _CHUNK = 1 << 20
 """Elements expanded at a time."""
 
+_WRITTEN = 1 << 15
+"""Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much."""
+
 
 @dataclass
 class BlockMask:
@@ -134,8 +137,8 @@ class BlockMask:
         width = self.rect.cols if self.grid.cols == 1 else self.block[1]
         whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
         if self.block[0] == 1 and whole and live.is_contiguous():
-            for start in range(0, gone.numel(), _CHUNK // 8):
-                part = gone[start : start + _CHUNK // 8]
+            for start in range(0, gone.numel(), _WRITTEN):
+                part = gone[start : start + _WRITTEN]
                 blocks = positions(part)
                 if blocks.numel():
                     blocks += start * 8
