@@ -1,0 +1,170 @@
+"""Does the code in README.md and docs/ run, print what they say, and name things that exist?
+
+The Python blocks of a file run in order in one fresh process, as a reader would paste them. A ``text`` block right
+after a Python block is what it prints. A block that can't run here says so, visibly, in its first line:
+``# Not run in CI: <reason>``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import dist_sparse
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TIMEOUT = 120
+OPT_OUT = re.compile(r"# Not run in CI: \S.{9,}")
+FENCE = re.compile(r"^```(?P<kind>[^`\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+# Runs blocks by themselves, so that tracebacks name the line of the document; what each has printed goes to a file.
+RUNNER = """
+import contextlib, io, json, sys
+blocks, out = json.load(sys.stdin), []
+namespace = {"__name__": "__main__"}
+for name, line, code in blocks:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile("\\n" * (line - 1) + code, name, "exec"), namespace)
+    out.append(printed.getvalue())
+with open(sys.argv[1], "w") as file:
+    json.dump(out, file)
+sys.stdout.flush()
+__import__("os")._exit(0)  # gloo's teardown under a live DDP sometimes aborts
+"""
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its text, the line of the text in the file, and what follows it directly."""
+
+    kind: str
+    code: str
+    line: int
+    output: str | None
+
+    @property
+    def opted_out(self) -> bool:
+        return OPT_OUT.match(self.code) is not None
+
+
+def blocks_of(text: str) -> list[Block]:
+    found = list(FENCE.finditer(text))
+    blocks = []
+    for fence, after in zip(found, [*found[1:], None][: len(found)], strict=True):
+        output = None
+        if after is not None and after["kind"].strip() == "text" and not text[fence.end() : after.start()].strip():
+            output = after["code"]
+        line = text.count("\n", 0, fence.start("code")) + 1
+        blocks.append(Block(fence["kind"].strip(), fence["code"], line, output))
+    return blocks
+
+
+def read(file: Path) -> list[Block]:
+    return blocks_of(file.read_text(encoding="utf-8"))
+
+
+def run(name: str, blocks: list[Block], folder: Path) -> list[str]:
+    """Runs Python blocks in a fresh process in ``folder``; returns what each has printed."""
+    result = folder / "printed.json"
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(result)],
+        input=json.dumps([(name, block.line, block.code) for block in blocks]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=TIMEOUT,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, f"{name} does not run:\n{done.stderr[-4000:]}"
+    printed: list[str] = json.loads(result.read_text())
+    return printed
+
+
+def to_run(file: Path) -> list[Block]:
+    return [block for block in read(file) if block.kind == "python" and not block.opted_out]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if to_run(file)], ids=lambda file: file.name)
+def test_python_blocks_run_and_print_what_the_document_says(file: Path, tmp_path: Path) -> None:
+    blocks = to_run(file)
+    if any("torchrec" in block.code for block in blocks):
+        pytest.importorskip("torchrec")
+    for block, printed in zip(blocks, run(file.name, blocks, tmp_path), strict=True):
+        assert printed == (block.output or ""), f"{file.name}, the Python block at line {block.line}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_block_says_what_it_is(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(read(file)), "a fence is not closed"
+    for block in read(file):
+        assert block.kind in ("python", "text", "console"), f"line {block.line}: ```{block.kind}"
+        assert block.opted_out or not block.code.startswith("# Not run"), f"line {block.line}: {OPT_OUT.pattern}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_shell_commands_exist(file: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = file.read_text(encoding="utf-8")
+    shell = "".join(block.code for block in read(file) if block.kind == "console")
+    for command in re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE)) + shell.splitlines():
+        words = command.split()
+        if words[:1] == ["make"]:
+            assert len(words) == 1 or words[1] in targets, f"{file.name}: `{command}`; there are {sorted(targets)}"
+        if words and Path(words[0]).name in ("python", "torchrun"):
+            script = next(word for word in words if word.endswith(".py"))
+            assert (ROOT / script).is_file(), f"{file.name}: `{command}`"
+
+
+def test_the_readme_has_the_two_commands() -> None:
+    shell = [line for block in read(ROOT / "README.md") if block.kind == "console" for line in block.code.splitlines()]
+    assert shell[:2] == ["make setup", "make train"]
+
+
+@pytest.mark.parametrize("file", [*FILES, ROOT / "CHANGELOG.md"], ids=lambda file: file.name)
+def test_links_lead_somewhere(file: Path) -> None:
+    text = FENCE.sub("", file.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (file.parent / path).resolve() if path else file
+        assert there.exists(), f"{file.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ +(.+?) *$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in slugs, f"{file.name}: {target}; there are {slugs}"
+
+
+def test_the_readme_lists_the_public_names() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Public names\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(dist_sparse.__all__)
+
+
+class TestThisTest:
+    def test_a_block_that_fails_is_named_with_its_line(self, tmp_path: Path) -> None:
+        blocks = blocks_of("# Title\n\n```python\nx = 1\n```\n\n```python\n\nx / 0\n```\n")
+        with pytest.raises(AssertionError, match=r'(?s)File "doc.md", line 9.*ZeroDivisionError'):
+            run("doc.md", blocks, tmp_path)
+
+    def test_blocks_share_names_and_output_belongs_to_its_block(self, tmp_path: Path) -> None:
+        text = "```python\nx = 1\n```\nso\n```python\nprint(x)\n```\n\n```text\n1\n```\n"
+        text += "\n```python\nx\n```\nand\n```text\n```\n"
+        blocks = [block for block in blocks_of(text) if block.kind == "python"]
+        assert [block.output for block in blocks] == [None, "1\n", None]
+        assert run("doc.md", blocks, tmp_path) == ["", "1\n", ""]
+
+    def test_opting_out_needs_a_reason(self) -> None:
+        reasons = {"# Not run in CI: needs two GPUs": True, "# Not run in CI:": False, "x = 1": False}
+        for first, opted_out in reasons.items():
+            assert blocks_of(f"```python\n{first}\n```\n")[0].opted_out is opted_out
