@@ -151,6 +151,14 @@ def test_the_readme_lists_the_public_names() -> None:
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(dist_sparse.__all__)
 
 
+def test_the_design_lists_the_modules() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    package = ROOT / "dist_sparse"
+    modules = {file.relative_to(package).with_suffix("").as_posix() for file in package.rglob("*.py")}
+    missing = sorted(name for name in modules if not name.endswith("__init__") and f"`{name}`" not in text)
+    assert not missing, f"not in docs/design.md, section 3: {missing}"
+
+
 class TestThisTest:
     def test_a_block_that_fails_is_named_with_its_line(self, tmp_path: Path) -> None:
         blocks = blocks_of("# Title\n\n```python\nx = 1\n```\n\n```python\n\nx / 0\n```\n")
