@@ -46,8 +46,8 @@ class CutTable:
         return [j for j in self.cols if grid.col <= j < grid.col + grid.cols]
 
     def local_cols(self, grid: Grid) -> slice | list[int]:
-        """An index of the cut columns of a shard's grid, counted from its first: a slice where it can be,
-        which is quicker."""
+        """An index of the cut columns of a shard's grid, counted from its first: a slice where it can be, which is
+        quicker."""
         cols = [j - grid.col for j in self.cols_in(grid)]
         together = bool(cols) and cols[-1] - cols[0] == len(cols) - 1
         return slice(cols[0], cols[-1] + 1) if together else cols

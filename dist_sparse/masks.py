@@ -117,14 +117,12 @@ class BlockMask:
 
     def apply_(self, tensor: Tensor) -> None:
         """Writes zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
-        becomes
-        zero too."""
+        becomes zero too."""
         self._zero(tensor, ~self.bits)
 
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
         """Writes zero to what this mask removes and is not known to be zero already: what ``before``, of the same
-        shard,
-        kept, and the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
+        shard, kept, and the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
         if before.block != self.block:
             self.apply_(tensor)
         else:

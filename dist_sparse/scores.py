@@ -20,8 +20,7 @@ __all__ = ["Measure", "block_sums", "block_widths", "element_scores", "row_chunk
 
 Measure = Literal["L1", "L2", "given"] | Callable[[Tensor, tuple[int, int]], Tensor]
 """How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and
-the
-global (row, column) of its first element and returns element scores of the same shape."""
+the global (row, column) of its first element and returns element scores of the same shape."""
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements scored at a time: 8 MiB of float64, about what the last-level cache of one core keeps."""

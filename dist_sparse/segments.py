@@ -117,8 +117,8 @@ class Segment:
 
 
 def first_histogram(bits: Tensor) -> Tensor:
-    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits
-    those that are not. A scorer may sum it while the chunk is in the cache.
+    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits those
+    that are not. A scorer may sum it while the chunk is in the cache.
 
     Zeros are apart because what was removed before scores 0: a threshold among them is settled at once.
     """

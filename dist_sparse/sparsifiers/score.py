@@ -18,7 +18,7 @@ from dist_sparse.groups import Group, rank_in
 from dist_sparse.scores import Measure
 from dist_sparse.shards import Block, Rect, Shard, ShardedData, grid_of, resolve_block
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.scoring import Goal, ScoredTable, score_table
+from dist_sparse.sparsifiers.scoring import Goal, ScoredTable, cuts_of, score_table
 from dist_sparse.sparsifiers.update import NewMask, new_masks
 
 __all__ = ["ScoreSparsifier"]
@@ -123,7 +123,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         return group
 
     def _check_config(self, data: ShardedData, config: Mapping[str, Any]) -> None:
-        self._goal(data, config)
+        cuts_of(self._goal(data, config))
 
     def _bit_block(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         goal = self._goal(data, config)

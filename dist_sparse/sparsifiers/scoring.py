@@ -19,7 +19,7 @@ from dist_sparse.scores import Measure, block_sums, block_widths, element_scores
 from dist_sparse.segments import HISTOGRAM, KEPT, Segment, first_histogram
 from dist_sparse.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
-__all__ = ["Goal", "ScoredTable", "score_table"]
+__all__ = ["Goal", "ScoredTable", "cuts_of", "score_table"]
 
 _COUNTED = 1 << 18
 """Scores to check and count at a time: few enough to be in the cache still, enough to make the calls worth it."""
@@ -69,6 +69,23 @@ class ScoredTable:
     partials: dict[Rect, Partials] = field(default_factory=dict)
 
 
+def cuts_of(goal: Goal) -> CutTable | None:
+    """The goal's cut blocks, if any.
+
+    Raises:
+        ValueError: a column border cuts blocks that are to lose only some of their elements.
+    """
+    data, cuts = goal.data, find_cuts(goal.data, goal.block)
+    if goal.by_element and cuts is not None and cuts.cols:
+        borders = sorted({rect.col for rect in data.rects if rect.col})
+        fits = [w for w in range(1, min(goal.block[1], 64)) if all(border % w == 0 for border in borders)]
+        raise ValueError(
+            f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block {goal.block}, so a column "
+            f"border may not cut blocks, but borders lie at columns {borders}; block widths that fit: {fits or [1]}."
+        )
+    return cuts
+
+
 def score_table(goal: Goal, rank: int) -> ScoredTable:
     """Scores this rank's shards of one table. Local: sends nothing.
 
@@ -80,14 +97,7 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
         ValueError: a score is not finite or is negative, or a block that loses only some elements is cut by a column
             border.
     """
-    data, cuts = goal.data, find_cuts(goal.data, goal.block)
-    if goal.by_element and cuts is not None and cuts.cols:
-        borders = sorted({rect.col for rect in data.rects if rect.col})
-        fits = [w for w in range(1, min(goal.block[1], 64)) if all(border % w == 0 for border in borders)]
-        raise ValueError(
-            f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block {goal.block}, so a column "
-            f"border may not cut blocks, but borders lie at columns {borders}; block widths that fit: {fits or [1]}."
-        )
+    data, cuts = goal.data, cuts_of(goal)
     table = ScoredTable(goal, cuts)
     mine = set(data.owned(rank))
     for shard in data.shards:
