@@ -54,15 +54,13 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
         group["sparsity_level"] += 0.01
         _barrier()
 
-    again()
-    found: dict[str, Any] = {**case, "peak_extra_bytes_first": _most(peak_extra_bytes(sparsifier.step))}
+    # Memory first: later steps find the heap already grown.
+    found: dict[str, Any] = {**case, "peak_extra_bytes": _most(peak_extra_bytes(sparsifier.step))}
     found["first_s"] = _slowest(best(sparsifier.step, 3, again))
-    found["growing_s"] = _slowest(best(sparsifier.step, 7, rise))
-    group["sparsity_level"] = LEVEL
     again()
     sparsifier.step()
+    found["growing_s"] = _slowest(best(sparsifier.step, 7, rise))
     found["steady_s"] = _slowest(best(sparsifier.step, 7, _barrier))
-    found["peak_extra_bytes_steady"] = _most(peak_extra_bytes(sparsifier.step))
     reset_traffic()
     sparsifier.step()
     found["collectives"], found["bytes_sent"] = traffic().collectives, traffic().bytes

@@ -1,4 +1,5 @@
-"""What do users have today, and what is the floor? The same mask update, done the ways one would without the library."""
+"""What do users have today, and what is the floor? The same mask update, done the ways one would without the
+library."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def ancestor(weight: Tensor, block: Block, norm: str) -> AncestorSparsifier:
 def gather_and_select(
     tensor: Tensor, rect: Rect, shape: tuple[int, int], block: Block, norm: str, k: int, *, by: str
 ) -> Tensor:
-    """The obvious distributed way: the library's own scores, gathered whole by every rank, then ``topk`` or ``kthvalue``.
+    """The obvious distributed way: the library's own scores, gathered whole by every rank, then ``topk`` or
+    ``kthvalue``.
 
     Args:
         tensor: this rank's shard, at ``rect`` of a table of ``shape``; shards of all ranks have one size.
