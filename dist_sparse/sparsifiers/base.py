@@ -87,8 +87,9 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             AssertionError: the type is not supported, or the old mask does not fit.
         """
         plain.check_name(name)
-        if is_sharded(data):
-            return self._add_sharded(name, data, config)
+        sharded = data.weight if type(data) in EMBEDDING_TYPES else data
+        if is_sharded(sharded):
+            return self._add_sharded(name, sharded, config)
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")
         if name in self._tables:
@@ -108,9 +109,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
                     )
         parametrization = group.get("parametrization", plain.Masked)
         if known:
-            plain.attach(
-                plain.Container(), name, weight, mask, parametrization
-            )  # data that is refused must not cost the old
+            # Data that is refused must not cost the old: this raises before anything is let go of.
+            plain.attach(plain.Container(), name, weight, mask, parametrization)
             self._delete_data(name)
         plain.attach(self._container, name, weight, mask, parametrization)
         self.state[name] = {"mask": mask}
