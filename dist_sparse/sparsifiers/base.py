@@ -252,9 +252,11 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         """
 
     def apply_masks(self) -> None:
-        """Writes zero to every removed weight of the sharded tables: what optimizers have revived since. Reads all
-        masks, touches only
-        rows with removed blocks. Local, unless shards have moved since the last step: then collective."""
+        """Writes zero to every removed weight of the sharded tables: what optimizers have revived since. Local, unless
+        shards have moved since the last step: then collective.
+
+        Reads all masks and writes all removed blocks, so it takes about as long as a due step.
+        """
         located = self._tables.locate()
         self._tables.follow(located)
         with torch.no_grad():
