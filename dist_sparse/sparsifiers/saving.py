@@ -115,17 +115,17 @@ def _tables_from(
         )
     masks: dict[str, list[BlockMask]] = {}
     for name, entry in saved.items():
-        block = _block(entry["block"])
-        pieces = [BlockMask(Rect(*piece["rect"]), block, piece["bits"]) for piece in entry["pieces"]]
-        masks[name] = []
-        for shard in located[name].shards:
-            parts = [p.cut(common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
-            try:
+        try:
+            block = _block(entry["block"])
+            pieces = [BlockMask(Rect(*piece["rect"]), block, piece["bits"]) for piece in entry["pieces"]]
+            masks[name] = []
+            for shard in located[name].shards:
+                parts = [p.cut(common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
                 masks[name].append(BlockMask.assemble(shard.rect, block, parts, shard.tensor.device))
-            except ValueError as error:
-                raise ValueError(
-                    f"Table {name!r}: {error} A state_dict() holds only the bits of the rank that made it."
-                ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"Table {name!r}: {error} A state_dict() holds only the bits of the rank that made it."
+            ) from error
     return masks
 
 

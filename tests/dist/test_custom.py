@@ -1,0 +1,413 @@
+"""Do a user's own sparsifiers, states and squashing work on sharded tables as in one process?"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
+from dist_sparse.groups import set_timeout
+from tests.dist.cells import LOCAL, Cell, build, cells, gathered, set_weights, weights
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import by_rows, check_outcomes, quiet, sharded, watched, write
+from tests.dist.pieces import gathered as whole
+
+pytestmark = pytest.mark.dist
+
+
+def plain_model(full: dict[str, Tensor]) -> nn.ModuleDict:
+    """The same tables in this process alone, under the same names."""
+    return nn.ModuleDict({name: nn.Embedding.from_pretrained(weight.clone()) for name, weight in full.items()})
+
+
+def some_cells(world: int) -> dict[str, Cell]:
+    """One of each kind: what a user's code sees does not depend on the rest."""
+    names = ("row_wise_fp16", "column_wise", "two_shards", "data_parallel", "mixed", "ec_row_wise", "grid_shard")
+    return {name: cell for name, cell in cells(world).items() if name in names}
+
+
+class BelowMedianOfRow(BaseDataSparsifier):
+    """A user's own ``update_mask``: edits in place, adds to what was removed before, and notes its calls."""
+
+    def __init__(self, **defaults: Any) -> None:
+        super().__init__(**defaults)
+        self.calls: list[tuple[str, tuple[int, ...], int, dict[str, Any]]] = []
+
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
+        mask = self.get_mask(name)
+        assert mask.shape == data.shape and mask.dtype == torch.int8
+        assert self.get_mask(name) is mask
+        self.calls.append((name, tuple(data.shape), data.data_ptr(), config))
+        mask[data < config["below"]] = 0
+
+
+class Replacing(BaseDataSparsifier):
+    """Sets ``.data`` of the mask, of another dtype too, as the ancestor's sparsifiers do."""
+
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
+        self.get_mask(name).data = data > config["below"]
+
+
+class ByIndex(ScoreSparsifier):
+    """|w| times the global row, plus the global column: says where things are."""
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        rows = torch.arange(offset[0], offset[0] + data.shape[0]).unsqueeze(1)
+        cols = torch.arange(offset[1], offset[1] + data.shape[1])
+        return data.double().abs() * rows + config["weight"] * cols
+
+
+class Seldom(ScoreSparsifier):
+    """A score that is not the weight: rows by how often they are read, so that removed rows can come back."""
+
+    def __init__(self, counts: dict[str, Tensor], **options: Any) -> None:
+        super().__init__(sparse_block_shape=(1, ROW), **options)
+        self.counts = counts
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        top = offset[0]
+        return self.counts[name][top : top + data.shape[0], None].expand(data.shape).double()
+
+
+# -- update_mask -------------------------------------------------------------------------------------------------------
+
+
+def own_update_mask(world: int) -> None:
+    """Once for each local shard, in the storage that is live, never for none; equal to one process."""
+    for name, cell in some_cells(world).items():
+        model = build(cell)
+        sparsifier = BelowMedianOfRow(below=0.0)
+        own = {names_of(cell)[0]: {"below": -0.5}}
+        names = sparsifier.add_model(model, config=own)
+        assert sparsifier.calls == []
+        held = {data.name: data for data in sparsifier._tables.locate().values()}
+        with watched() as sent:
+            sparsifier.step()
+        assert len(sent.calls) == (1 if world > 1 else 0)
+        expected = [
+            (table, tuple(shard.tensor.shape), shard.tensor.data_ptr(), sparsifier.data_groups[table])
+            for table in names
+            for shard in held[table].shards
+        ]
+        assert sparsifier.calls == expected, name
+        alone = BelowMedianOfRow(below=0.0)
+        full = {table: weight.to(held[table].dtype) for table, weight in weights(cell).items()}
+        alone.add_model(plain_model(full), config=own)
+        alone.step()
+        for table in names:
+            assert torch.equal(sparsifier.full_mask(table), alone.full_mask(table)), (name, table)
+            assert torch.equal(gathered(model)[table], alone.get_data(table)), (name, table)
+        assert sparsifier.audit() == alone.fingerprint()
+        second = weights(cell, seed=1)  # what was removed stays removed, and is zeroed again
+        set_weights(model, second)
+        sparsifier.step()
+        for table in names:
+            want = alone.full_mask(table) & (
+                second[table].to(held[table].dtype) >= sparsifier.data_groups[table]["below"]
+            )
+            assert torch.equal(sparsifier.full_mask(table), want), (name, table)
+            assert torch.equal(gathered(model)[table], second[table].to(held[table].dtype) * want)
+
+
+def replaced_mask(world: int) -> None:
+    cell = cells(world)["mixed"]
+    model = build(cell)
+    sparsifier = Replacing(below=0.25)
+    names = sparsifier.add_model(model)
+    sparsifier.step()
+    for table in names:
+        want = weights(cell)[table] > 0.25
+        assert torch.equal(sparsifier.full_mask(table), want.to(torch.int8))
+        assert torch.equal(gathered(model)[table], torch.where(want, weights(cell)[table], 0.0))
+    sparsifier.audit()
+
+
+def mask_of_another_shape(world: int) -> None:
+    class Wrong(BaseDataSparsifier):
+        def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
+            self.get_mask(name).data = torch.ones(1, 1)
+
+    sparsifier = Wrong()
+    table = sharded(torch.ones(6, 4), by_rows(6, 4, 2))
+    sparsifier.add_data("table", table)
+    with pytest.raises(ValueError, match=r"\(1, 1\) does not fit the shard rows"):
+        sparsifier.step()
+    assert int(sparsifier.full_mask("table").sum()) == 24
+    assert torch.equal(whole(table), torch.ones(6, 4))
+
+
+# -- score -------------------------------------------------------------------------------------------------------------
+
+
+def own_score(world: int) -> None:
+    """The same masks as in one process, on every sharding; zeroed even where the score says nothing of the weight."""
+    for name, cell in some_cells(world).items():
+        model = build(cell)
+        full = {table: weight.clone() for table, weight in gathered(model).items()}
+        for block, zeros in (((1, ROW), None), ((3, 5), None), ((1, 1), None), ((4, 1), 2)):
+            sparsifier, alone = (
+                ByIndex(sparsity_level=0.4, sparse_block_shape=block, zeros_per_block=zeros, weight=0.25) for _ in "ab"
+            )
+            names = sparsifier.add_model(model)
+            alone.add_model(plain_model(full))
+            for seed in (2, 3):
+                drawn = {t: w.to(full[t].dtype) for t, w in weights(cell, seed=seed).items()}
+                set_weights(model, drawn)
+                write_alone(alone, drawn)
+                sparsifier.step()
+                alone.step()
+                after = gathered(model)
+                for table in names:
+                    where = f"{name}, {table}, {block}, {seed}"
+                    want = alone.full_mask(table)
+                    assert torch.equal(sparsifier.full_mask(table), want), where
+                    assert torch.equal(after[table], torch.where(want.bool(), drawn[table], 0.0)), where
+            assert sparsifier.audit() == alone.fingerprint()
+
+
+def write_alone(sparsifier: BaseDataSparsifier, full: dict[str, Tensor]) -> None:
+    for table, weight in full.items():
+        sparsifier.get_data(table).copy_(weight)
+
+
+def rows_come_back(world: int) -> None:
+    """A removed row whose score rises is kept again, and starts at 0."""
+    rows = 11
+    counts = {"table": torch.arange(rows)}
+    sparsifier = Seldom(counts, sparsity_level=0.5)
+    table = sharded(torch.ones(rows, 4), by_rows(rows, 4, 3, *([6, 8] if world == 4 else [])))
+    sparsifier.add_data("table", table)
+    sparsifier.step()
+    gone = torch.arange(rows) < round(rows / 2)
+    assert torch.equal(sparsifier.full_mask("table")[:, 0] == 0, gone)
+    assert torch.equal(whole(table)[:, 0], (~gone).float())
+    counts["table"] = torch.arange(rows).flip(0)
+    sparsifier.step()
+    now = torch.arange(rows) >= rows - round(rows / 2)
+    assert torch.equal(sparsifier.full_mask("table")[:, 0] == 0, now)
+    assert torch.equal(whole(table)[:, 0], (~gone & ~now).float())
+
+
+# -- what one rank can see ---------------------------------------------------------------------------------------------
+
+
+def several_shards_or_none(world: int) -> None:
+    seen = set()
+    for name in ("two_shards", "table_wise_one_rank"):
+        sparsifier = DataNormSparsifier()
+        sparsifier.add_model(build(cells(world)[name]))
+        sparsifier.step()
+        for table, data in sparsifier._tables.locate().items():
+            pieces, full = sparsifier.local_masks(table), sparsifier.full_mask(table)
+            seen.add(len(data.shards))
+            assert [at for at, _ in pieces] == [(rect.row, rect.col) for rect, _ in data.shards]
+            for (row, col), mask in pieces:
+                assert torch.equal(mask, full[row : row + mask.shape[0], col : col + mask.shape[1]])
+            if len(pieces) == 1:
+                assert torch.equal(sparsifier.get_mask(table), pieces[0][1])
+                assert sparsifier.get_data(table).data_ptr() == data.shards[0].tensor.data_ptr()
+                continue
+            message = rf"'{table}' has {len(pieces)} shards.*local_masks\('{table}'\)"
+            with pytest.raises(ValueError, match=message):
+                sparsifier.get_mask(table)
+            for original in (True, False):
+                with pytest.raises(ValueError, match=message):
+                    sparsifier.get_data(table, return_original=original)
+    assert seen == ({1, 2} if dist.get_rank() == world - 1 else {0})
+
+
+def effective_data(world: int) -> None:
+    full = torch.randn(9, 8)
+    sparsifier = DataNormSparsifier()
+    table = sharded(full, by_rows(9, 8, 4, *([6, 7] if world == 4 else [])))
+    sparsifier.add_data("table", table)
+    sparsifier.step()
+    write(table, full)
+    live = table.local_shards()[0].tensor
+    assert sparsifier.get_data("table").data_ptr() == live.data_ptr()
+    mask = sparsifier.get_mask("table")
+    assert torch.equal(sparsifier.get_data("table", return_original=False), live * mask)
+    mask.zero_()  # unpacked: edits of it count only inside update_mask
+    assert int(sparsifier.get_mask("table").sum()) > 0
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def state_round_trip(world: int) -> None:
+    for name, cell in some_cells(world).items():
+        for block, zeros in (((1, ROW), None), ((3, 5), None), ((4, 1), 3)):
+            model = build(cell)
+            saver = DataNormSparsifier(None, 0.3, block, zeros)
+            names = saver.add_model(model, config={names_of(cell)[0]: {"sparsity_level": 0.6}})
+            saver.add_data("plain", torch.randn(4, 4), sparse_block_shape=(1, 4))
+            saver.step()
+            with watched() as sent:
+                state = saver.state_dict()
+            assert not sent.calls
+            loader = DataNormSparsifier(None, 0.9, (2, 2))
+            loader.add_model(build(cell))
+            loader.load_state_dict(through_a_file(state))
+            assert loader.data_groups == saver.data_groups, name
+            assert loader.audit() == saver.audit(), name
+            for table in names:
+                assert [at for at, _ in loader.local_masks(table)] == [at for at, _ in saver.local_masks(table)]
+            set_weights(model, weights(cell, seed=4))  # training goes on as it would have
+            set_weights(loader_model := loader._tables._sources[0]._model, weights(cell, seed=4))
+            for sparsifier in (saver, loader):
+                for group in sparsifier.data_groups.values():
+                    group["sparsity_level"] = 0.7
+                sparsifier.step()
+            assert loader.audit() == saver.audit(), name
+            assert all(torch.equal(gathered(model)[t], gathered(loader_model)[t]) for t in names), name
+
+
+def names_of(cell: Cell) -> list[str]:
+    return [table.name for table in cell.tables]
+
+
+def a_state_without_a_table(world: int) -> None:
+    """Of one rank only: refused on all, with nothing changed."""
+    cell = cells(world)["mixed"]
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(build(cell))
+    sparsifier.add_data("plain", plain := torch.randn(4, 4))
+    state = sparsifier.state_dict()
+    sparsifier.step()
+    before, config = sparsifier.audit(), repr(sparsifier.data_groups)
+
+    def refused(change: Callable[[dict[str, Any]], Any], match: str, rank: int = 0) -> None:
+        spoilt = through_a_file(state)
+        if dist.get_rank() == rank:
+            change(spoilt)
+        with pytest.raises(ValueError, match=match) as raised:
+            sparsifier.load_state_dict(spoilt)
+        assert world == 1 or f"rank {rank}: " in str(raised.value)
+        assert sparsifier.audit() == before and repr(sparsifier.data_groups) == config
+        assert sparsifier.get_data("plain") is plain
+
+    refused(lambda s: s["sharded"].pop("item"), r"no masks of the registered tables \['item'\]; it has those of")
+    refused(lambda s: s["sharded"].pop("item"), r"no masks of the registered tables", rank=world - 1)
+    refused(lambda s: s.pop("sharded"), r"no masks of the registered tables")
+    refused(lambda s: s["sharded"].update(other=s["sharded"]["item"]), r"\['other'\].*not registered.*add_model")
+    last = world - 1  # table-wise, there
+    refused(lambda s: s["sharded"]["word"]["pieces"].clear(), r"Table 'word'.*do not cover", rank=last)
+    refused(
+        lambda s: s["sharded"]["word"]["pieces"][0].update(bits=torch.zeros(3)),
+        r"Table 'word'.*needs [0-9]+ bytes",
+        rank=last,
+    )
+    sparsifier.load_state_dict(through_a_file(state))
+    assert sparsifier.audit() != before
+    with pytest.raises(ValueError, match=r"masks of tables \[.*not registered"):
+        DataNormSparsifier().load_state_dict(state)
+
+
+def copies_are_refused(world: int) -> None:
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(build(cells(world)["mixed"]))
+    with pytest.raises(TypeError, match="state_dict"):
+        torch.save(sparsifier, io.BytesIO())
+
+
+# -- squash ------------------------------------------------------------------------------------------------------------
+
+
+def squash(world: int) -> None:
+    for name in ("mixed", "two_shards", "data_parallel"):
+        cell = cells(world)[name]
+        model = build(cell)
+        sparsifier = DataNormSparsifier()
+        names = sparsifier.add_model(model)
+        sparsifier.step()
+        masks = {table: sparsifier.full_mask(table) for table in names}
+        full = weights(cell, seed=6)
+        set_weights(model, full)  # what an optimizer has revived
+        with pytest.raises(ValueError, match="does not exist"):
+            sparsifier.squash_mask(names=["user", "nobody"])
+        sparsifier.squash_mask(names=["user"])
+        after = gathered(model)
+        assert torch.equal(after["user"], full["user"] * masks["user"])
+        assert torch.equal(after["item"], full["item"])
+        assert "user" not in sparsifier.data_groups and "item" in sparsifier.data_groups
+        with pytest.raises(ValueError, match="does not exist"):
+            sparsifier.full_mask("user")
+        sparsifier.step()
+        assert [stats.name for stats in sparsifier.table_stats()] == names[1:]
+        sparsifier.squash_mask(leave_parametrized=False)  # the mask goes, the weights stay as they are
+        left = gathered(model)
+        set_weights(model, full)
+        assert sparsifier.table_stats() == [] and sparsifier.data_groups == {}
+        with watched() as sent:
+            sparsifier.step()
+        assert not sent.calls
+        assert all(torch.equal(gathered(model)[table], full[table]) for table in names)
+        assert not all(torch.equal(left[table], full[table]) for table in names)
+        assert sparsifier.add_model(model) == names  # and can be registered anew
+        sparsifier.step()
+        assert all(stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats())
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        own_update_mask,
+        replaced_mask,
+        mask_of_another_shape,
+        own_score,
+        rows_come_back,
+        several_shards_or_none,
+        effective_data,
+        state_round_trip,
+        a_state_without_a_table,
+        copies_are_refused,
+        squash,
+    )
+}
+WORLDS = {2: list(CASES), 4: ["own_update_mask", "own_score", "several_shards_or_none", "rows_come_back"]}
+
+
+def run_all(world: int) -> dict[str, str | None]:
+    quiet()
+    set_timeout(25)
+    return run_cases({name: CASES[name] for name in WORLDS[world]}, lambda case: case(world))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[int, list[dict[str, str | None]]]:
+    return {world: run_ranks(world, run_all, world, local_world_size=LOCAL[world]) for world in WORLDS}
+
+
+@pytest.mark.parametrize(("world", "case"), [(world, name) for world, names in WORLDS.items() for name in names])
+def test_custom(outcomes: dict[int, list[dict[str, str | None]]], world: int, case: str) -> None:
+    check_outcomes(outcomes[world], case)
+
+
+def test_given_zeros_are_kept() -> None:
+    """By add_model() and through a state, though their number is the area of the default block."""
+    sparsifier = DataNormSparsifier(sparsity_level=1.0)
+    sparsifier.add_model(nn.Embedding(6, 8), config={"sparse_block_shape": (1, 8), "zeros_per_block": 4})
+    sparsifier.add_data("plain", torch.randn(6, 8), sparse_block_shape=(1, 8), zeros_per_block=4)
+    sparsifier.add_data("whole", torch.randn(6, 8), sparse_block_shape=(1, 8))
+    sparsifier.step()
+    removed = {stats.name: int((sparsifier.full_mask(stats.name) == 0).sum()) for stats in sparsifier.table_stats()}
+    assert removed == {"weight": 24, "plain": 24, "whole": 48}
+    loaded = DataNormSparsifier(sparsity_level=1.0)
+    loaded.add_model(nn.Embedding(6, 8))
+    loaded.load_state_dict(through_a_file(sparsifier.state_dict()))
+    assert loaded.fingerprint() == sparsifier.fingerprint()
+    loaded.step()
+    assert {name: int((loaded.full_mask(name) == 0).sum()) for name in removed} == removed
