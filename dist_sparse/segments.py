@@ -116,13 +116,20 @@ class Segment:
         self.tied = torch.cat(found) if found else self.col_ids.new_zeros(0)
 
 
-def first_histogram(bits: Tensor) -> Tensor:
+def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits those
     that are not. A scorer may sum it while the chunk is in the cache.
 
     Zeros are apart because what was removed before scores 0: a threshold among them is settled at once.
+
+    Args:
+        bits: int32 ``(n,)``.
+        scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are kept would leave holes
+            in the heap.
     """
-    counts = torch.bincount(bits >> LEADING_SHIFT, minlength=LEADING_BUCKETS)
+    out = None if scratch is None else scratch[: bits.numel()]
+    leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
+    counts = torch.bincount(leading, minlength=LEADING_BUCKETS)
     zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
     counts[0] -= zeros[0]
     return torch.cat([zeros, counts])

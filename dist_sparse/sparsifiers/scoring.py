@@ -134,6 +134,7 @@ def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segm
     )
     histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
     waiting: list[Tensor] = []
+    scratch = torch.empty(0, dtype=torch.int32, device=device)
     seen = 0  # block rows that are checked, counted and added
     for first, sums in block_sums(shard.tensor, rect, goal.block, goal.measure):
         last = first + sums.shape[0]
@@ -149,7 +150,9 @@ def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segm
             bits = piece.view(torch.int32)
             bits[:, cut_cols] = KEPT
             bits[[i - seen for i in cut_rows if seen <= i < last]] = KEPT
-            histogram += first_histogram(bits.view(-1))
+            if scratch.numel() < bits.numel():
+                scratch = torch.empty_like(bits).view(-1)
+            histogram += first_histogram(bits.view(-1), scratch)
             segment.add(bits)
         waiting, seen = [], last
     for i in cut_rows:

@@ -95,19 +95,21 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: V
     if table.goal.by_element:
         return _mask_of_elements(table, shard, threshold, verdict)
     segment, device = table.segments[shard.rect], shard.tensor.device
-    kept, dirty = _BitWriter(), _BitWriter()
+    grid = grid_of(shard.rect, table.goal.block)
     # A norm of 0 says that the block is zero already, and at a threshold of 0 so is all that goes. Other scores say
     # nothing.
     norm = table.goal.measure in ("L1", "L2")
     settled = norm and threshold.bits == 0 and verdict is None
+    blocks = grid.rows * grid.cols
+    kept, dirty = _BitWriter(blocks, device), None if settled else _BitWriter(blocks, device)
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
-        if not settled:
+        if dirty is not None:
             stale = gone & (bits != 0) if norm else gone
             dirty.add(stale if verdict is None else stale & (bits != REMOVED_CLEAN))
         kept.add(~gone)
-    mask = BlockMask(shard.rect, table.goal.block, kept.close(device))
-    return NewMask(mask, None if settled else dirty.close(device))
+    mask = BlockMask(shard.rect, table.goal.block, kept.close())
+    return NewMask(mask, None if dirty is None else dirty.close())
 
 
 def _note_verdict(table: ScoredTable, shard: Shard, verdict: Verdict) -> None:
@@ -138,7 +140,7 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, ve
     """The new mask of a shard whose blocks lose only their smallest elements."""
     goal, segment, device = table.goal, table.segments[shard.rect], shard.tensor.device
     grid = grid_of(shard.rect, goal.block)
-    kept = _BitWriter()
+    kept = _BitWriter(shard.rect.numel, device)
     for start, stop in row_chunks(shard.rect, goal.block):
         first = (shard.rect.row + start) // goal.block[0] - grid.row
         if verdict is not None and first + grid.row in verdict.slabs:
@@ -148,27 +150,35 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, ve
         chosen = threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         scores = element_scores(shard.tensor[start:stop], goal.measure, (shard.rect.row + start, shard.rect.col))
         kept.add(~smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros).flatten())
-    mask = BlockMask(shard.rect, (1, 1), kept.close(device))
+    mask = BlockMask(shard.rect, (1, 1), kept.close())
     return NewMask(mask, ~mask.bits)
 
 
 class _BitWriter:
-    """Packs flags that come in pieces of any length."""
+    """Packs ``count`` flags that come in pieces of any length, at once into their place: small tensors that outlive the
+    large ones they are made from would leave holes in the heap."""
 
-    def __init__(self) -> None:
-        self._done: list[Tensor] = []
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
+        self._at = 0
         self._rest: Tensor | None = None
 
     def add(self, flags: Tensor) -> None:
         flags = flags if self._rest is None else torch.cat([self._rest, flags])
         whole = flags.numel() // 8 * 8
-        self._done.append(pack(flags[:whole]))
+        self._write(flags[:whole])
         self._rest = flags[whole:].clone() if whole < flags.numel() else None  # the caller may reuse flags
 
-    def close(self, device: torch.device) -> Tensor:
+    def close(self) -> Tensor:
         if self._rest is not None:
-            self._done.append(pack(self._rest))
-        return torch.cat(self._done) if self._done else torch.empty(0, dtype=torch.uint8, device=device)
+            self._write(self._rest)
+        assert self._at == self._bits.numel()
+        return self._bits
+
+    def _write(self, flags: Tensor) -> None:
+        packed = pack(flags)
+        self._bits[self._at : self._at + packed.numel()] = packed
+        self._at += packed.numel()
 
 
 def _spread(data: ShardedData) -> bool:
