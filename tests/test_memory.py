@@ -76,7 +76,7 @@ def measured(block: tuple[int, Any], norm: str, levels: tuple[float, ...], waste
     ids=["rows", "blocks"],
 )
 def test_a_due_step_stays_within_its_memory(block: tuple[int, Any], norm: str, share: float, constant: int) -> None:
-    """The first step, one that removes more, and one that keeps some of what was removed: a tie of millions of zeros."""
+    """The first step, one that removes more, and one that takes some back: there millions of zeros tie."""
     extra, blocks, held, saved, table = measured(block, norm, (0.5, 0.8, 0.25))
     assert table == 256 * MIB
     for step, more in enumerate(extra):
