@@ -14,17 +14,16 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["BaseDataScheduler"]
 
-_attached: weakref.WeakKeyDictionary[BaseDataSparsifier, weakref.WeakSet[BaseDataScheduler]] = (
+_stepped: weakref.WeakKeyDictionary[BaseDataSparsifier, weakref.WeakSet[BaseDataScheduler]] = (
     weakref.WeakKeyDictionary()
 )
-"""The schedulers of a sparsifier: it is due when any of them is. Kept here, so that no copy takes them along."""
+"""The schedulers that have stepped since their sparsifier last did: it is due when any of them is. Others have no say,
+or one that is finished would keep it due for ever. Kept here, so that no copy takes them along."""
 
 
 class BaseDataScheduler:
@@ -66,13 +65,12 @@ class BaseDataScheduler:
         self.step()
         data_sparsifier.__dict__["step"] = _counted(data_sparsifier.step)
         data_sparsifier._step_count = 0
-        _attached.setdefault(data_sparsifier, weakref.WeakSet()).add(self)
 
     def get_schedule_param(self) -> Mapping[str, Any]:
         """The values for step ``self.last_epoch``, by name; names left out keep theirs. To be written by the subclass.
 
-        Every rank is asked; the answer of rank 0 counts. So values are None, bools, numbers, strings, or lists and
-        tuples of those.
+        Every rank is asked; the answer of rank 0 counts. So values are None, bools, numbers (0-D tensors and NumPy's
+        are made Python's), strings, or lists and tuples of those.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define get_schedule_param(): a mapping from name to value."
@@ -145,7 +143,7 @@ class BaseDataScheduler:
                 f"Invalid answer of {type(self).__name__}.get_schedule_param(): unknown names {unknown}; "
                 f"the sparsifier has {list(known)}."
             )
-        return answer
+        return {name: _python(value) for name, value in answer.items()}
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -185,8 +183,9 @@ class BaseDataScheduler:
             if self.verbose:
                 print(f"Adjusting {self.schedule_param} for group {name} to {value}")
         self._last_param = {name: config.get(self.schedule_param) for name, config in groups.items()}
-        schedulers = {self, *_attached.get(self.data_sparsifier, ())}
-        self.data_sparsifier.enable_mask_update = any(scheduler._is_due() for scheduler in schedulers)
+        together = _stepped.setdefault(self.data_sparsifier, weakref.WeakSet())
+        together.add(self)
+        self.data_sparsifier.enable_mask_update = any(scheduler._is_due() for scheduler in together)
 
     def _is_due(self) -> bool:
         """Whether the sparsifier's next step moves masks: always, for all we know of a scheduler that a user wrote."""
@@ -216,7 +215,8 @@ class BaseDataScheduler:
 
 
 def _counted(method: Callable[[], None]) -> Callable[[], None]:
-    """``sparsifier.step`` that counts its calls in ``sparsifier._step_count``; the same again if it does already.
+    """``sparsifier.step`` that counts its calls in ``sparsifier._step_count``, each of which opens a new round of
+    ``_stepped``; the same again if it does already.
 
     It lives in the sparsifier, so it must not hold it: that would be a reference cycle.
     """
@@ -230,20 +230,26 @@ def _counted(method: Callable[[], None]) -> Callable[[], None]:
         sparsifier = instance()
         assert sparsifier is not None, "whoever calls the step of a sparsifier holds it"
         sparsifier._step_count += 1
+        _stepped.pop(sparsifier, None)
         return function(sparsifier, *args, **kwargs)
 
     step._with_counter = True  # type: ignore[attr-defined]
     return step
 
 
+def _python(value: Any) -> Any:
+    """``value`` with Python numbers in place of 0-D tensors and NumPy scalars, in lists and tuples too."""
+    if type(value) in (list, tuple):
+        return type(value)(_python(item) for item in value)
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
 def _to_wire(value: Any) -> Any:
-    """``value`` as JSON keeps it: tuples as lists, 0-D tensors and NumPy scalars as Python numbers."""
+    """``value`` as JSON keeps it: tuples as lists."""
     if isinstance(value, Mapping):
         return {name: _to_wire(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_to_wire(item) for item in value]
-    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
-        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(

@@ -41,7 +41,7 @@ class _CurveDataScheduler(ReadyDataScheduler):
         schedule_param: str = "sparsity_level",
         *,
         final: float | Mapping[str, float],
-        initial: float = 0.0,
+        initial: float = 0,
         begin: int = 0,
         end: int | None,
         every: int = 1,
@@ -55,11 +55,16 @@ class _CurveDataScheduler(ReadyDataScheduler):
         """The values in force at step ``last_epoch``."""
         step = self._last_due()
         finals = by_name(self.final, self.data_sparsifier.data_groups)
-        if step is None:
-            return dict.fromkeys(finals, self.initial)
-        return {
-            name: type(self)._curve(step, self.initial, final, self.begin, self.end) for name, final in finals.items()
-        }
+        return {name: self._value(step, final) for name, final in finals.items()}
+
+    def _value(self, step: int | None, final: float) -> float:
+        """At the latest due step; None is before ``begin``."""
+        curve = type(self)._curve
+        value = self.initial if step is None else curve(step, self.initial, final, self.begin, self.end)
+        return round(value) if isinstance(self.initial, int) and isinstance(final, int) else float(value)
+
+    def _given(self) -> float | dict[str, float]:
+        return self.final
 
     def _check_plan(self) -> None:
         super()._check_plan()
@@ -70,8 +75,8 @@ class _CurveDataScheduler(ReadyDataScheduler):
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         # Pairs, for the order of globs counts.
-        final = list(map(list, self.final.items())) if isinstance(self.final, dict) else self.final
-        return {**super()._facts(answer), "final": final}
+        final = list(self.final.items()) if isinstance(self.final, dict) else self.final
+        return {**super()._facts(answer), "final": repr(final)}
 
 
 class _GrowingDataScheduler(_CurveDataScheduler):
@@ -94,7 +99,7 @@ class ConstantDataScheduler(_CurveDataScheduler):
         schedule_param: str = "sparsity_level",
         *,
         final: float | Mapping[str, float],
-        initial: float = 0.0,
+        initial: float = 0,
         begin: int = 0,
         end: int | None = None,
         every: int = 1,
@@ -116,7 +121,7 @@ class OneShotDataScheduler(_CurveDataScheduler):
         schedule_param: str = "sparsity_level",
         *,
         final: float | Mapping[str, float],
-        initial: float = 0.0,
+        initial: float = 0,
         begin: int = 0,
         last_epoch: int = -1,
         verbose: bool = False,
@@ -178,7 +183,7 @@ class LambdaDataScheduler(ReadyDataScheduler):
         schedule_param: str = "sparsity_level",
         *,
         fn: Callable[[int], Any] | Mapping[str, Callable[[int], Any]],
-        initial: float = 0.0,
+        initial: float = 0,
         begin: int = 0,
         end: int | None = None,
         every: int = 1,
@@ -198,6 +203,9 @@ class LambdaDataScheduler(ReadyDataScheduler):
         if self.schedule_param == "sparsity_level":
             values = {name: self._checked(f"fn({step}) of {name!r}", value) for name, value in values.items()}
         return values
+
+    def _given(self) -> Any:
+        return self.fn
 
     def state_dict(self) -> dict[str, Any]:
         """Every attribute but the sparsifier and the functions, which a safe load would refuse."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -28,7 +29,10 @@ class ReadyDataScheduler(BaseDataScheduler):
     """What the ready schedulers have in common: a window of due steps, and a value that depends on the step alone.
 
     To be called as ``sparsifier.step(); scheduler.step()`` once a training step. Several on one sparsifier go together,
-    say one per group of tables: the sparsifier's next step moves masks if any of its schedulers is due.
+    say one per group of tables: the sparsifier's next step moves masks if any is due of those that have stepped since
+    its last one.
+
+    A schedule between ints has ints, rounded half to even, except for ``sparsity_level``.
 
     Args:
         initial: the value before ``begin``, and what curves start from.
@@ -56,11 +60,13 @@ class ReadyDataScheduler(BaseDataScheduler):
     ) -> None:
         self.initial, self.begin, self.end, self.every = initial, begin, end, every
         self.schedule_param = schedule_param
-        self._check_plan_everywhere()
+        known = isinstance(data_sparsifier, BaseDataSparsifier)  # what is none is refused below
+        self._check_plan_everywhere(data_sparsifier.data_groups if known else None)
         super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over step and plan, and puts the value and the due flag of that step back in force in the sparsifier.
+        A name or glob that only matches data of then (squashed since, say) is warned of.
 
         Restore the sparsifier first. Collective over all ranks: every rank must call it. On an error nothing has
         changed.
@@ -68,13 +74,20 @@ class ReadyDataScheduler(BaseDataScheduler):
         before = dict(self.__dict__)
         try:
             super().load_state_dict(state_dict)
-            self._check_plan_everywhere()
+            self._check_plan_everywhere({**self.base_param, **self.data_sparsifier.data_groups})
             values = self._agreed_values()
         except BaseException:
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
         self._apply(values)
+        if gone := _matching_nothing(self._given(), self.data_sparsifier.data_groups):
+            warnings.warn(
+                f"The names or globs {gone} match data that the sparsifier had when the scheduler was made, and none "
+                f"that it has now: {list(self.data_sparsifier.data_groups)}.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _next_values(self) -> Mapping[str, Any]:
         """Collective at construction. Later nothing crosses ranks: they have one plan, and all depends on the step."""
@@ -93,13 +106,24 @@ class ReadyDataScheduler(BaseDataScheduler):
         return curves.last_due(self.last_epoch, self.begin, self.end, self.every)
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        plan = {key: getattr(self, key) for key in ("initial", "begin", "end", "every")}
-        return {**super()._facts(answer), **plan}
+        plan = {key: getattr(self, key) for key in ("begin", "end", "every")}
+        return {**super()._facts(answer), **plan, "initial": repr(self.initial)}  # as text: 1 and 1.0 are two plans
 
-    def _check_plan_everywhere(self) -> None:
-        """Raises on every rank what :meth:`_check_plan` finds on this one: the others wait for it in an agreement."""
+    def _given(self) -> Any:
+        """What is scheduled: for all data, or a dict by name or glob."""
+        raise NotImplementedError
+
+    def _check_plan_everywhere(self, names: Iterable[str] | None) -> None:
+        """Raises on every rank what :meth:`_check_plan` finds on this one: the others wait for it in an agreement.
+
+        Only here must each glob match a name: data may be squashed later.
+        """
         try:
             self._check_plan()
+            if names is not None and (unmatched := _matching_nothing(self._given(), names)):
+                raise ValueError(
+                    f"Invalid names or globs {unmatched}: must match data of the sparsifier, which has {list(names)}."
+                )
         except ValueError as error:
             self._refuse(error)
 
@@ -108,24 +132,27 @@ class ReadyDataScheduler(BaseDataScheduler):
         self.initial = self._checked("initial", self.initial)
 
     def _checked(self, what: str, value: object) -> float:
-        """``value`` as a float, if it is a finite number and, as a sparsity level, in [0, 1]."""
+        """``value`` as a float, or as an int if it is one and no sparsity level. It must be a finite number and, as a
+        sparsity level, in [0, 1]."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ValueError(f"Invalid {what}={value!r}: must be a finite number.")
-        if self.schedule_param == "sparsity_level" and not 0 <= float(value) <= 1:
-            raise ValueError(f"Invalid {what}={value!r}: a sparsity_level must be in [0, 1].")
-        return float(value)
+        if self.schedule_param == "sparsity_level":
+            if not 0 <= float(value) <= 1:
+                raise ValueError(f"Invalid {what}={value!r}: a sparsity_level must be in [0, 1].")
+            return float(value)
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:
-    """What is given for each name: under the last glob that matches it. Names that no glob matches are left out.
-
-    Raises:
-        ValueError: a glob matches no name.
-    """
+    """What is given for each name: under the last glob that matches it. Names that no glob matches are left out."""
     names = list(names)
     if not isinstance(given, dict):
         return dict.fromkeys(names, given)
     chosen = {name: glob for glob in given for name in names if fnmatchcase(name, glob)}
-    if unmatched := [glob for glob in given if not any(fnmatchcase(name, glob) for name in names)]:
-        raise ValueError(f"Invalid names or globs {unmatched}: must match data of the sparsifier, which has {names}.")
     return {name: given[chosen[name]] for name in names if name in chosen}
+
+
+def _matching_nothing(given: object, names: Iterable[str]) -> list[str]:
+    """The globs, if there are any, that match none of the names."""
+    globs = given if isinstance(given, dict) else {}
+    return [glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)]

@@ -94,7 +94,7 @@ def values_keep_their_types() -> None:
         scripted({**answer, "e": torch.tensor(0.5)})(sparsifier, "shape")
     shapes = {name: config["shape"] for name, config in sparsifier.data_groups.items()}
     assert shapes["a"] == (1, (2, "x")) and math.isnan(shapes["b"]) and shapes["c"] == (1, 2) and shapes["d"] is None
-    assert shapes["e"] == 0.5
+    assert shapes["e"] == 0.5 and type(shapes["e"]) is float
     assert len(caught) == dist.get_rank()
 
 
@@ -184,6 +184,10 @@ def bad_plan_on_one_rank() -> None:
     make = CubicDataScheduler
     refused(lambda: make(sparsifier_of("a"), final=per_rank(1.5, 0.5), end=5), "rank 0: ValueError: Invalid final=1.5")
     refused(lambda: make(sparsifier_of("a"), final=0.5, end=per_rank(5, 5.5)), "rank 1: ValueError: Invalid end=5.5")
+    initials = per_rank(1, 1.0)
+    refused(
+        lambda: make(sparsifier_of("a"), "x", final=2, initial=initials, end=5), "initial is 1.0 on rank 1 and 1 on"
+    )
     finals = per_rank({"*": 0.5}, {"b*": 0.5})
     refused(lambda: make(sparsifier_of("a"), final=finals, end=5), "rank 1: ValueError: Invalid names or globs ['b*']")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from dist_sparse.schedulers.ready import (
     OneShotDataScheduler,
 )
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.norm import DataNormSparsifier
 
 GROWING: dict[Any, curves.Curve] = {
     LinearDataScheduler: curves.linear,
@@ -156,6 +158,71 @@ class TestByName:
         with pytest.raises(ValueError, match=r"\['itme_\*'\].*\['user_id'\]"):
             CubicDataScheduler(sparsifier, final={"*": 0.5, "itme_*": 0.9}, end=4)
         assert level_of(sparsifier, "user_id") == 0.5 and "step" not in vars(sparsifier)
+
+    def test_what_is_squashed_later_is_left_alone(self) -> None:
+        sparsifier: Any = DataNormSparsifier([("b", torch.randn(8, 4))], sparse_block_shape=(1, 4))
+        sparsifier.add_model(torch.nn.ModuleDict({"a": torch.nn.EmbeddingBag(8, 4)}))
+        scheduler = LinearDataScheduler(sparsifier, final={"a": 0.25, "b": 0.5}, end=2)
+        functions = {"a": lambda step: 0.25, "b": lambda step: 0.5}
+        other = LambdaDataScheduler(sparsifier, "other", fn=functions)
+        sparsifier.squash_mask(names=["a"])
+        for _ in range(2):
+            sparsifier.step()
+            scheduler.step()
+            other.step()
+        assert scheduler.get_last_param() == {"b": 0.5} and other.get_last_param() == {"b": 0.5}
+        with pytest.raises(ValueError, match=r"\['a'\]"):
+            LinearDataScheduler(sparsifier, final={"a": 0.25, "b": 0.5}, end=2)
+
+    def test_a_state_may_name_what_has_been_squashed(self) -> None:
+        saved = ConstantDataScheduler(sparsifier_of("a", "b"), final={"a": 0.25, "b": 0.5}).state_dict()
+        sparsifier = sparsifier_of("b")
+        scheduler = ConstantDataScheduler(sparsifier, final=0.5)
+        with pytest.warns(UserWarning, match=r"\['a'\] match data that the sparsifier had .* now: \['b'\]"):
+            scheduler.load_state_dict(saved)
+        assert scheduler.get_last_param() == {"b": 0.5}
+        with pytest.raises(ValueError, match=r"Invalid names or globs \['c'\]"):
+            scheduler.load_state_dict({**saved, "final": {"b": 0.5, "c": 0.5}})
+
+
+class TestInts:
+    """Keys that take ints, such as ``zeros_per_block``, can be scheduled by a curve."""
+
+    def test_ints_stay_ints_rounded_half_to_even(self) -> None:
+        sparsifier = sparsifier_of("w")
+        scheduler = LinearDataScheduler(sparsifier, "zeros", final=4, begin=1, end=9)
+        seen = []
+        for _ in range(11):
+            seen.append(sparsifier.data_groups["w"]["zeros"])
+            sparsifier.step()
+            scheduler.step()
+        assert seen == [0, 0, 0, 1, 2, 2, 2, 3, 4, 4, 4]
+        assert all(type(value) is int for value in seen)
+
+    @pytest.mark.parametrize("plan", [{"final": 4.0}, {"final": 4, "initial": 0.0}, {"final": {"*": 4.0}}])
+    def test_a_float_at_either_end_makes_floats(self, plan: dict[str, Any]) -> None:
+        sparsifier = sparsifier_of("w")
+        scheduler = LinearDataScheduler(sparsifier, "temperature", begin=1, end=9, **plan)
+        assert type(sparsifier.data_groups["w"]["temperature"]) is float
+        for _ in range(2):
+            sparsifier.step()
+            scheduler.step()
+        assert scheduler.get_last_param() == {"w": 0.5}
+
+    def test_levels_are_floats(self) -> None:
+        sparsifier = sparsifier_of("w")
+        run(sparsifier, LinearDataScheduler(sparsifier, final=1, initial=0, end=4), 1)
+        assert level_of(sparsifier) == 0.25
+
+    def test_zeros_per_block(self) -> None:
+        sparsifier = DataNormSparsifier([("w", torch.randn(10, 8))], sparsity_level=1.0, sparse_block_shape=(1, 4))
+        scheduler = LinearDataScheduler(sparsifier, "zeros_per_block", final=3, end=6, every=2)
+        removed = []
+        for _ in range(7):
+            sparsifier.step()
+            removed.append(int((sparsifier.get_mask("w") == 0).sum()))
+            scheduler.step()
+        assert removed == [0, 0, 20, 20, 40, 40, 60]
 
 
 class TestRefused:
@@ -290,3 +357,49 @@ class TestSeveralOnOneSparsifier:
         ConstantDataScheduler(sparsifier, final=0.5)
         second = CubicDataScheduler(sparsifier, final=0.8, begin=5, end=10)
         assert run(sparsifier, second, 6)[:5] == [(0.0, False)] * 5
+
+    @pytest.mark.parametrize("still_stepped", [True, False])
+    def test_one_that_has_arrived_or_is_not_stepped_any_more_has_no_say(self, still_stepped: bool) -> None:
+        """At its end it is due, and its step count stays there for ever."""
+        sparsifier = sparsifier_of("w")
+        first = LinearDataScheduler(sparsifier, final=0.5, end=3)
+        run(sparsifier, first, 3)
+        assert sparsifier.enable_mask_update and first.last_epoch == 3
+        second = ConstantDataScheduler(sparsifier, final=0.8, initial=0.5, begin=20, every=20)
+        due = []
+        for step in range(45):
+            if sparsifier.enable_mask_update:
+                due.append(step)
+            sparsifier.step()
+            if still_stepped:
+                first.step()
+            second.step()
+        assert due == [0, 20, 40]  # at 0 the first is still due, for it has stepped since the sparsifier did
+
+    def test_users_own_have_a_say_when_they_step(self) -> None:
+        class Once(BaseDataScheduler):
+            def get_schedule_param(self) -> dict[str, float]:
+                return {"b": 0.1}
+
+        sparsifier = sparsifier_of("a", "b")
+        own = Once(sparsifier, "sparsity_level")
+        ready = LinearDataScheduler(sparsifier, final={"a": 0.5}, begin=5, end=5)
+        flags = []
+        for step in range(7):
+            flags.append(sparsifier.enable_mask_update)
+            sparsifier.step()
+            if step == 1:
+                own.step()
+            ready.step()
+        assert flags == [True, False, True, False, False, True, False]
+
+    def test_fast_forward_one_after_the_other(self) -> None:
+        sparsifier = sparsifier_of("a", "b")
+        both = [LinearDataScheduler(sparsifier, final={"a": 0.5}, end=9, every=3)]
+        both.append(LinearDataScheduler(sparsifier, final={"b": 0.5}, end=9, every=4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that the sparsifier has not stepped
+            for scheduler in both:
+                for _ in range(3):
+                    scheduler.step()
+        assert sparsifier.enable_mask_update
