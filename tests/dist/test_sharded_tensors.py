@@ -32,7 +32,7 @@ COUNT = {2: 100, 4: 70}
 """Examples by world."""
 
 LEVELS = (0.0, 0.1, 0.3, 0.5, 0.66, 0.9, 1.0)
-PATTERNS = ("random", "ties", "equal", "zeros", "halves")
+PATTERNS = ("random", "ties", "equal", "zeros", "halves", "lower")
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MESHES: dict[int, dict[str, list[Any]]] = {
     2: {"line": [0, 1], "turned": [1, 0], "column": [[0], [1]], "row": [[0, 1]]},
@@ -187,6 +187,11 @@ def known(world: int) -> dict[str, Case]:
             "grid": meshed("square", "01", (3, 4)),
             "grid, mesh crossed": meshed("crossed", "10", (2, 3), steps=zeros),
             "spread replicas by rows": meshed("square", "r0", (2, 3), steps=zeros),
+            # All that tie is known to rank 1: its shard, and the row of blocks above that is cut. Rank 3, its replica,
+            # knows the shard alone.
+            "spread replicas, ties in a cut row": meshed(
+                "square", "r0", (2, 3), steps=(("lower", 1, 0.3), ("lower", 1, 0.4))
+            ),
             "spread replicas by columns": meshed("crossed", "1r", (1, ROW), steps=zeros),
             "spread replicas, elements": meshed("square", "0r", (3, 4), 5, steps=ties),
         }
@@ -202,6 +207,7 @@ def weights(case: Case, pattern: str, seed: int) -> Tensor:
         "equal": lambda w: torch.full_like(w, -0.25),
         "zeros": lambda w: torch.where(torch.arange(w.shape[0]).unsqueeze(1) % 3 == 0, w, -0.0),
         "halves": lambda w: torch.where(w > 0, 1.0, w),
+        "lower": lambda w: torch.where(torch.arange(w.shape[0]).unsqueeze(1) < w.shape[0] // 2 - 1, 5.0, 0.25 + 0 * w),
     }[pattern](made)
     return made.to(case.dtype)
 
