@@ -202,9 +202,8 @@ class Group:
             return {}
         replicas = replicas or {}
         balance = sum(_weight(name) * r.hash * (r.holders - 1 if r.first else -1) for name, r in replicas.items())
-        balance = (balance + (1 << 63)) % (1 << 64) - (
-            1 << 63
-        )  # sums to zero over ranks, modulo 2**64, if no replica has drifted
+        # As int64. It sums to zero over ranks, modulo 2**64, if no replica has drifted.
+        balance = (balance + (1 << 63)) % (1 << 64) - (1 << 63)
         mine = torch.tensor([error is not None, _digest(action), _digest(facts), balance], dtype=torch.int64)
         told = self.all_gather(mine)
         if not told[:, 0].any() and bool((told[:, 1:3] == told[0, 1:3]).all()):

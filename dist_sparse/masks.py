@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dist_sparse.bits import count_bits, pack, positions, unpack
+from dist_sparse.bits import pack, positions, unpack
 from dist_sparse.shards import Block, Grid, Rect, grid_of
 
 __all__ = ["BlockMask"]
@@ -52,7 +52,11 @@ class BlockMask:
     def full(rect: Rect, block: Block, device: torch.device) -> BlockMask:
         """A mask that keeps everything."""
         grid = grid_of(rect, block)
-        return BlockMask(rect, block, pack(torch.ones(grid.rows * grid.cols, dtype=torch.bool, device=device)))
+        count = grid.rows * grid.cols
+        bits = torch.full((-(-count // 8),), 0xFF, dtype=torch.uint8, device=device)
+        if count % 8:
+            bits[-1] = (1 << count % 8) - 1
+        return BlockMask(rect, block, bits)
 
     @staticmethod
     def of_elements(rect: Rect, kept: Tensor) -> BlockMask:
@@ -65,10 +69,6 @@ class BlockMask:
     def blocks(self) -> int:
         """Number of blocks that touch the shard."""
         return self.grid.rows * self.grid.cols
-
-    def removed(self) -> int:
-        """Number of removed blocks that touch the shard."""
-        return self.blocks - count_bits(self.bits)
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
         """Kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` a multiple of 8

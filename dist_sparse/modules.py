@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from dist_sparse.shards import Rect, Shard, ShardedData, Source
+from dist_sparse.shards import Rect, Shard, ShardedData, Source, check_data
 
 __all__ = ["ModelTables", "model_source"]
 
@@ -48,7 +48,8 @@ def model_source(
         ValueError: nothing is selected, a pattern matches nothing, or something selected can't be sparsified.
     """
     source = ModelTables(model, include=include, exclude=exclude, dense=dense)
-    source.locate()
+    for data in source.locate():
+        check_data(data)
     return source
 
 
@@ -77,10 +78,10 @@ class ModelTables:
         Raises:
             ValueError: as :func:`model_source`; the model may have changed since.
         """
-        return [_checked(found.locate(name)) for name, found in self._select()]
+        return [found.locate(name) for name, found in self._select()]
 
     def _select(self) -> list[tuple[str, _Found]]:
-        everything = _named(list(_Walk().find(self._model)))
+        everything = _named(list(_Walk(self._model).find(self._model)))
         tables = [(name, found) for name, found in everything if not found.dense]
         parameters = [(name, found) for name, found in everything if found.dense]
         chosen = tables
@@ -133,8 +134,11 @@ class _Replicas(NamedTuple):
 class _Walk:
     """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._seen: set[int] = set()
+        # A weight that an embedding shares with another module is a table, whichever comes first.
+        embeddings = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        self._table_weights = {id(m._parameters.get("weight")) for m in embeddings}
         # TorchRec's part is looked up by name: a static import would make torchrec a need of every user.
         self._torchrec: Any = importlib.import_module("dist_sparse.torchrec") if "torchrec" in sys.modules else None
 
@@ -193,7 +197,7 @@ class _Walk:
     def _parameters(self, module: nn.Module, path: str, ddp: _Replicas) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
         for name, parameter in module._parameters.items():
-            if parameter is not None and self._first(parameter):
+            if parameter is not None and id(parameter) not in self._table_weights and self._first(parameter):
                 fqn = _join(path, name)
                 yield _Found(
                     fqn.replace(".", "/"), "", fqn, partial(_replica, parameter, fqn, ddp.of(name)), dense=True
@@ -232,18 +236,6 @@ def _replica(parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, 
 def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
     where, way_out = (f" at {path!r}", f" It can be left out: exclude=[{path!r}].") if path else ("", "")
     raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
-
-
-def _checked(data: ShardedData) -> ShardedData:
-    if not data.dtype.is_floating_point:
-        raise ValueError(
-            f"Table {data.name!r}: weights of type {data.dtype} are not supported; floating point ones are."
-        )
-    if any(shard.tensor.is_meta for shard in data.shards):
-        raise ValueError(
-            f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the model first."
-        )
-    return data
 
 
 def _named(found: list[_Found]) -> list[tuple[str, _Found]]:

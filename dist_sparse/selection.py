@@ -75,7 +75,7 @@ class Threshold:
 
 
 _NOTHING = Threshold(bits=0, last=-1)
-_EVERYTHING = Threshold(bits=NOT_FINITE - 1, last=None)
+_EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
 def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:

@@ -7,8 +7,10 @@ stashing replace the storage behind it. Nothing here communicates: the rectangle
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "Shard",
     "ShardedData",
     "Source",
+    "check_data",
     "check_tiling",
     "grid_of",
     "resolve_block",
@@ -31,6 +34,9 @@ ROW: Final = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
 
 Block = tuple[int, int]
+
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Of weights that can be scored."""
 
 
 class Rect(NamedTuple):
@@ -107,8 +113,16 @@ class ShardedData:
     def owned(self, rank: int) -> list[Rect]:
         """The rectangles for which group rank ``rank`` speaks: of several replicas the lowest rank's (and its first)
         one."""
-        earlier = {rect for held in self.tiling[:rank] for rect in held}
-        return [rect for rect in dict.fromkeys(self.tiling[rank]) if rect not in earlier]
+        return self._owned[rank]
+
+    @cached_property
+    def _owned(self) -> list[list[Rect]]:
+        seen: set[Rect] = set()
+        owned = []
+        for held in self.tiling:
+            owned.append([rect for rect in dict.fromkeys(held) if rect not in seen])
+            seen.update(held)
+        return owned
 
     @property
     def rects(self) -> list[Rect]:
@@ -136,10 +150,34 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     height, width = block
     if width == ROW:
         width = max(shape[1], 1)
-    for size in (height, width):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(rule)
-    return height, width
+    if isinstance(height, bool) or isinstance(width, bool):
+        raise ValueError(rule)
+    try:
+        block = operator.index(height), operator.index(width)  # ints of NumPy too
+    except TypeError:
+        raise ValueError(rule) from None
+    if min(block) < 1:
+        raise ValueError(rule)
+    return block
+
+
+def check_data(data: ShardedData) -> None:
+    """Refuses what can't be sparsified.
+
+    Raises:
+        ValueError: another dtype than those of :data:`DTYPES`, the meta device, or shards that do not tile the shape;
+            names the table.
+    """
+    if data.dtype not in DTYPES:
+        raise ValueError(
+            f"Table {data.name!r}: weights of type {data.dtype} are not supported; floating point ones of 16, 32 or 64 "
+            "bits are."
+        )
+    if any(shard.tensor.is_meta for shard in data.shards):
+        raise ValueError(
+            f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the model first."
+        )
+    check_tiling(data)
 
 
 def check_tiling(data: ShardedData) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse.shards import Rect, Shard, ShardedData, check_tiling
+from dist_sparse.shards import Rect, Shard, ShardedData, check_data
 
 __all__ = ["TensorSource", "is_sharded"]
 
@@ -31,24 +31,20 @@ class TensorSource:
     """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one column per element: ``(1, n)``.
 
     Raises:
-        ValueError: the tensor has more than two dimensions, is not of a real floating dtype, or its shards do not tile
-            it.
+        ValueError: the tensor has more than two dimensions, this rank is not among those over which it lies, or
+            :func:`~dist_sparse.shards.check_data` refuses it.
     """
 
     def __init__(self, name: str, data: Any) -> None:
         self._name, self._data = name, data
-        located = self.locate()[0]
-        check_tiling(located)
+        check_data(self.locate()[0])
 
     def locate(self) -> list[ShardedData]:
+        """Its one entry. Does not communicate; raises ValueError as the class says."""
         data = self._data
         if data.dim() not in (1, 2):
             raise ValueError(
                 f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or two dimensions."
-            )
-        if not data.dtype.is_floating_point:
-            raise ValueError(
-                f"Data {self._name!r} of dtype {data.dtype}: sharded data must be of a real floating dtype."
             )
         return [
             _from_sharded_tensor(self._name, data) if hasattr(data, "local_shards") else _from_dtensor(self._name, data)
@@ -60,9 +56,11 @@ def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
     ranks = tuple(dist.get_process_group_ranks(group))
     tiling: list[list[Rect]] = [[] for _ in ranks]
     for shard in data.metadata().shards_metadata:
-        tiling[ranks.index(shard.placement.rank())].append(_rect(shard.shard_offsets, shard.shard_sizes))
-    shards = [Shard(_rect(s.metadata.shard_offsets, s.metadata.shard_sizes), s.tensor) for s in data.local_shards()]
-    mine = tiling[ranks.index(dist.get_rank())]
+        rect = _rect(shard.shard_offsets, shard.shard_sizes)
+        tiling[ranks.index(shard.placement.rank())] += [rect] if rect.numel else []
+    local = [Shard(_rect(s.metadata.shard_offsets, s.metadata.shard_sizes), s.tensor) for s in data.local_shards()]
+    shards = [shard for shard in local if shard.rect.numel]
+    mine = tiling[_here(name, ranks)]
     shards.sort(key=lambda shard: mine.index(shard.rect))
     return _located(name, data, "sharded_tensor", ranks, tiling, shards)
 
@@ -84,8 +82,14 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
     ranks = tuple(sorted(held))  # as process groups have them, whatever the order of the mesh
     tiling = [held[rank] for rank in ranks]
     local = data.to_local()
-    mine = tiling[ranks.index(dist.get_rank())]
+    mine = tiling[_here(name, ranks)]
     return _located(name, data, "dtensor", ranks, tiling, [Shard(rect, local) for rect in mine])
+
+
+def _here(name: str, ranks: tuple[int, ...]) -> int:
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"Data {name!r} lies over the ranks {ranks}, and this is rank {dist.get_rank()}.")
+    return ranks.index(dist.get_rank())
 
 
 def _located(

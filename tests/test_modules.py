@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from dist_sparse import DataNormSparsifier
 from dist_sparse.modules import model_source
-from dist_sparse.shards import Rect, check_tiling
+from dist_sparse.shards import Rect, ShardedData, check_data, check_tiling
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -322,3 +324,52 @@ def test_versions_that_fit() -> None:
         check_versions("2.14.0", "1.9.0", "1.9.0")
     with pytest.warns(UserWarning, match="Can't tell whether these fit"):
         check_versions("2.14.0.dev20260901", "1.9.0a0", "INTERNAL")
+
+
+def test_a_weight_shared_with_a_dense_module_is_a_table_whichever_comes_first() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 9, bias=False)
+            self.emb = nn.Embedding(9, 4)
+            self.out.weight = self.emb.weight
+
+    assert [data.name for data in model_source(Tied()).locate()] == ["emb"]
+
+
+def test_a_weight_is_registered_once() -> None:
+    model = nn.ModuleDict({"sub": nn.ModuleDict({"emb": nn.Embedding(9, 4)})})
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(model)
+    with pytest.raises(ValueError, match="'emb' is registered already, as 'sub/emb'"):
+        sparsifier.add_model(model["sub"])
+    assert list(sparsifier.data_groups) == ["sub/emb"]
+
+
+def test_dtypes_that_cannot_be_scored_are_refused_before_anything_changes() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(9, 4), "b": nn.Embedding(9, 4)})
+    model["b"].weight = nn.Parameter(model["b"].weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    sparsifier = DataNormSparsifier()
+    with pytest.raises(ValueError, match=r"'b'.*float8"):
+        sparsifier.add_model(model)
+    assert not sparsifier.data_groups
+
+
+def test_a_table_that_has_grown_is_refused_by_name() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(9, 4)})
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(model)
+    model["a"] = nn.Embedding(12, 4)
+    with pytest.raises(ValueError, match=r"'a' was registered with the shape \(9, 4\)"):
+        sparsifier.step()
+
+
+def test_metadata_that_overlaps_is_refused() -> None:
+    rects = ((Rect(0, 0, 5, 4),), (Rect(4, 0, 5, 4),))
+    data = ShardedData(
+        name="t", shape=(9, 4), dtype=torch.float32, sharding="row_wise", ranks=(0, 1), tiling=rects, shards=()
+    )
+    with pytest.raises(ValueError, match="'t': the shards leave an overlap at rows"):
+        check_data(data)
+    with pytest.raises(ValueError, match="'t': the shards leave a gap at rows"):
+        check_data(replace(data, tiling=((Rect(0, 0, 3, 4),), (Rect(4, 0, 5, 4),))))

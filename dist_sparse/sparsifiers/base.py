@@ -24,6 +24,7 @@ from dist_sparse.sparsifiers.by_shard import ByShard
 from dist_sparse.sparsifiers.configs import model_overrides
 from dist_sparse.sparsifiers.due import due_step
 from dist_sparse.sparsifiers.inspection import Inspection
+from dist_sparse.sparsifiers.registration import check_new
 from dist_sparse.sparsifiers.sharded import ShardedTables
 from dist_sparse.tensors import TensorSource, is_sharded
 
@@ -152,9 +153,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         try:
             source = model_source(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
-            taken = [data.name for data in located if data.name in self.data_groups]
-            if taken:
-                raise ValueError(f"The names {taken} are registered already.")
+            check_new(located, self.data_groups, self._held())
             overrides = model_overrides(located, config, self.defaults)
             configs = {name: self._overlaid(self.defaults, given) for name, given in overrides.items()}
             for data in located:
@@ -335,13 +334,26 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     def _add_sharded(self, name: str, data: Any, config: dict[str, Any]) -> Tensor:
         if name in self.data_groups:
             raise ValueError(f"Name {name!r} is registered already; sharded data can't be replaced.")
+        foreign = sorted({"mask", "parametrization"} & set(config))
+        if foreign:
+            raise ValueError(
+                f"Invalid config of {name!r}: {foreign} are for plain data; masks of shards are packed bits."
+            )
         source = TensorSource(name, data)
         located = source.locate()
         group = self._overlaid(self.defaults, config)
         self._check_config(located[0], group)
+        check_new(located, self.data_groups, self._held())
         self._register(source, located, {name: group})
         kept: Tensor = data
         return kept
+
+    def _held(self) -> dict[str, list[Tensor]]:
+        """The tensors on this rank that are registered, by name."""
+        held = {name: [plain.held(self._container, name)] for name in self.state}
+        if self._tables:
+            held |= {name: [shard.tensor for shard in data.shards] for name, data in self._tables.locate().items()}
+        return held
 
     def _register(self, source: Source, located: list[ShardedData], configs: Mapping[str, dict[str, Any]]) -> None:
         self._tables.add(source, located, {data.name: self._bit_block(data, configs[data.name]) for data in located})

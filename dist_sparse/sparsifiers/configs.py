@@ -26,7 +26,7 @@ def model_overrides(
         ValueError: a glob matches nothing, a key is unknown, or the two forms are mixed.
     """
     config = config or {}
-    by_glob = [isinstance(value, Mapping) for value in config.values()]
+    by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
     if any(by_glob) and not all(by_glob):
         raise ValueError(
             f"Invalid config={dict(config)!r}: must map either keys to values or globs to such mappings, not both."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from dist_sparse.groups import group_over
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["describe"]
@@ -46,7 +45,7 @@ def describe(sparsifier: BaseDataSparsifier) -> str:
                 f"{mask_bytes:,}",
             )
         )
-    ranks = max((group_over(data.ranks).size for data in located.values()), default=1)
+    ranks = max((len(data.ranks or (0,)) for data in located.values()), default=1)
     title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks} rank{'s' if ranks > 1 else ''}"
     return "\n".join([title, *_aligned([_HEAD, *rows])])
 

@@ -1,4 +1,4 @@
-"""When are two masks the same?
+"""When are two masks, or two replicas of a weight, the same?
 
 A mask's hash is the sum, modulo 2**64, of ``a(row) * b(column)`` over its removed elements, with pseudo-random ``a``
 and ``b``. Sums can be taken over any pieces in any order, and over a whole block at once, so the hash depends on
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from dist_sparse.masks import BlockMask
 
-__all__ = ["bits_hash", "element_counts", "mask_hash", "shape_hash"]
+__all__ = ["element_counts", "hash_tensor", "mask_hash", "shape_hash"]
 
 _ROWS, _COLS = 0x51, 0xC3
 _STEP = 1 << 16
+_MIX = 0x1E3779B97F4A7C15
+_HASHED = 1 << 22
 
 
 def mask_hash(mask: BlockMask) -> int:
@@ -33,10 +35,24 @@ def element_counts(mask: BlockMask) -> int:
     return _weighted(mask, ones[: mask.rect.rows], ones[: mask.rect.cols])
 
 
-def bits_hash(flags: Tensor) -> int:
-    """A hash of flags, bool of any shape, by position."""
-    positions = torch.arange(flags.numel(), device=flags.device)
-    return int((_mix(positions, _ROWS) * flags.flatten()).sum())
+def hash_tensor(tensor: Tensor) -> int:
+    """A 64-bit hash of the bytes of ``tensor``, in row-major order.
+
+    Each word is mixed with its position by steps that can be undone, so a change of one word always changes the sum;
+    and not linearly, so that changes which cancel as numbers do not cancel here.
+    """
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = raw.numel()
+    for start in range(0, raw.numel(), _HASHED):
+        part = raw[start : start + _HASHED]
+        if rest := -part.numel() % 8:
+            part = torch.cat([part, part.new_zeros(rest)])
+        words = part.view(torch.int64) if part.storage_offset() % 8 == 0 else part.clone().view(torch.int64)
+        mixed = torch.arange(start // 8, start // 8 + words.numel(), device=words.device).mul_(_MIX).bitwise_xor_(words)
+        for shift in (32, 29):
+            mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(_MIX)
+        total += int((mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum())
+    return total % (1 << 64)
 
 
 def shape_hash(shape: tuple[int, int]) -> int:

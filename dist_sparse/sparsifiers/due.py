@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from dist_sparse.groups import Group, Replica, group_over
 from dist_sparse.shards import Block, ShardedData
-from dist_sparse.sparsifiers.sharded import ShardedTables, hash_tensor
+from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.sharded import ShardedTables
 from dist_sparse.sparsifiers.update import NewMask
 
 __all__ = ["MaskRule", "due_step"]

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dist_sparse.bits import count_bits
 from dist_sparse.groups import group_over
 from dist_sparse.masks import BlockMask
 from dist_sparse.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.sparsifiers import plain
-from dist_sparse.sparsifiers.digest import bits_hash, element_counts, mask_hash, shape_hash
+from dist_sparse.sparsifiers.digest import element_counts, hash_tensor, mask_hash, shape_hash
 
 if TYPE_CHECKING:
     from dist_sparse.sparsifiers.sharded import ShardedTables
@@ -131,7 +132,7 @@ class Inspection:
             else:
                 mask = _plain_matrix(self._plain_mask(name))
                 shape, sharding, shards = (mask.shape[0], mask.shape[1]), "plain", 1
-                dtype = plain.dtype(self._container, name)
+                dtype = plain.held(self._container, name).dtype
                 blocks, mask_bytes = mask.numel(), mask.numel() * mask.element_size()
                 removed = elements = int((mask == 0).sum())
             stats.append(
@@ -236,9 +237,11 @@ def _count(masks: list[BlockMask], data: ShardedData) -> list[int]:
     removed = elements = 0
     for mask in {mask.rect: mask for mask in masks}.values():
         if mask.rect in mine and mask.blocks:
-            flags = mask.flags()
-            top, left = bool(mask.rect.row % mask.block[0]), bool(mask.rect.col % mask.block[1])
-            removed += int((~flags[int(top) :, int(left) :]).sum())
+            top, left = mask.rect.row % mask.block[0] > 0, mask.rect.col % mask.block[1] > 0
+            if top or left:  # blocks that begin in another shard
+                removed += int((~mask.flags()[int(top) :, int(left) :]).sum())
+            else:
+                removed += mask.blocks - count_bits(mask.bits)
             elements += element_counts(mask)
     return [removed, elements, sum(mask.bits.numel() for mask in masks)]
 
@@ -247,14 +250,16 @@ def _shared_bits(data: ShardedData, mask: BlockMask) -> list[tuple[str, int]]:
     """Hashes of what other shards hold too, by place: the whole shard, and its block rows and columns that some border
     cuts."""
     rects, grid, (height, width) = data.rects, mask.grid, mask.block
-    found = [(f"shard {mask.rect}", bits_hash(mask.flags()))]
-    flags = mask.flags()
-    for i in {r.row // height for r in rects if r.row % height and grid.row <= r.row // height < grid.row + grid.rows}:
-        found.append((f"block row {i}, block columns from {grid.col} on, {grid.cols}", bits_hash(flags[i - grid.row])))
-    for j in {r.col // width for r in rects if r.col % width and grid.col <= r.col // width < grid.col + grid.cols}:
-        found.append(
-            (f"block column {j}, block rows from {grid.row} on, {grid.rows}", bits_hash(flags[:, j - grid.col]))
-        )
+    found = [(f"shard {mask.rect}", hash_tensor(mask.bits))]
+    cut_rows = {r.row // height for r in rects if r.row % height} & set(range(grid.row, grid.row + grid.rows))
+    cut_cols = {r.col // width for r in rects if r.col % width} & set(range(grid.col, grid.col + grid.cols))
+    flags = mask.flags() if cut_rows or cut_cols else torch.empty(0)
+    for i in cut_rows:
+        place = f"block row {i}, block columns from {grid.col} on, {grid.cols}"
+        found.append((place, hash_tensor(flags[i - grid.row])))
+    for j in cut_cols:
+        place = f"block column {j}, block rows from {grid.row} on, {grid.rows}"
+        found.append((place, hash_tensor(flags[:, j - grid.col])))
     return found
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "attach",
     "check_name",
     "detach",
-    "dtype",
+    "held",
     "is_attached",
     "masks_to",
     "original",
@@ -91,11 +91,11 @@ def original(container: Container, name: str) -> Tensor:
     return weight
 
 
-def dtype(container: Container, name: str) -> torch.dtype:
-    """Of the data under ``name``, squashed or not."""
-    held = original(container, name) if is_attached(container, name) else getattr(container, name)
-    assert isinstance(held, Tensor)
-    return held.dtype
+def held(container: Container, name: str) -> Tensor:
+    """The tensor under ``name``, squashed or not."""
+    tensor = original(container, name) if is_attached(container, name) else getattr(container, name)
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def detach(container: Container, name: str) -> None:

@@ -50,6 +50,7 @@ def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], st
     """See :meth:`BaseDataSparsifier.load_state_dict`."""
     tables = sparsifier._tables
     error: Exception | None = None
+    facts: dict[str, Any] = {}
     try:
         states = plain.masks_to(saved["state"], sparse=False)
         groups = copy.deepcopy(dict(saved["data_groups"]))
@@ -59,9 +60,11 @@ def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], st
         plain.restore(container, states, groups, saved["_container"])
         located = tables.locate() if saved.get("sharded") else {}
         masks = _tables_from(tables, located, saved.get("sharded", {}), strict)
+        _check_groups(sparsifier, states, groups, masks)
+        facts = {f"the state of table {name!r}": [saved["sharded"][name]["block"], groups[name]] for name in masks}
     except Exception as fault:
         error = fault
-    tables.agree("load_state_dict()", error)
+    tables.agree("load_state_dict()", error, facts)
     if strict:
         sparsifier._container = container
         sparsifier.state = states
@@ -73,6 +76,19 @@ def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], st
     sparsifier.data_groups = {name: group for name, group in groups.items() if name not in lost}
     for name, pieces in masks.items():
         tables.commit(located[name], pieces, _block(saved["sharded"][name]["block"]))
+
+
+def _check_groups(
+    sparsifier: BaseDataSparsifier, states: Mapping[str, Any], groups: Mapping[str, Any], masks: Mapping[str, Any]
+) -> None:
+    both = [name for name in states if name in sparsifier._tables]
+    if both:
+        raise ValueError(f"The state has plain data of the names {both}, which belong to sharded tables here.")
+    for name in masks:
+        if name not in groups:
+            raise RuntimeError(
+                f"Error loading {name!r}: the state has masks of the table but no config in data_groups."
+            )
 
 
 def getstate(sparsifier: BaseDataSparsifier) -> dict[str, Any]:

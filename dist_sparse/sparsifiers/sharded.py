@@ -8,6 +8,7 @@ bits were stored for, the bits move to their new holders by one all-to-all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,9 @@ from dist_sparse.groups import Group, group_over
 from dist_sparse.masks import BlockMask
 from dist_sparse.shards import Block, Rect, ShardedData, Source, grid_of
 
-__all__ = ["ShardedTables", "hash_tensor"]
+__all__ = ["ShardedTables"]
 
 Tiling = tuple[tuple[Rect, ...], ...]
-
-_MIX = 0x1E3779B97F4A7C15
-_HASHED = 1 << 22
 
 
 class ShardedTables:
@@ -33,6 +31,7 @@ class ShardedTables:
         self._tilings: dict[str, Tiling] = {}
         self._blocks: dict[str, Block] = {}
         self._ranks: dict[str, tuple[int, ...] | None] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._masks)
@@ -49,12 +48,13 @@ class ShardedTables:
         self._sources.append(source)
         for data in located:
             self._tilings[data.name], self._ranks[data.name] = data.tiling, data.ranks
+            self._shapes[data.name] = data.shape
             block = self._blocks[data.name] = blocks[data.name]
             self._masks[data.name] = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
 
     def drop(self, name: str) -> None:
         """Forgets one table's masks; its source stays, for the sake of the others in it."""
-        del self._masks[name], self._tilings[name], self._blocks[name], self._ranks[name]
+        del self._masks[name], self._tilings[name], self._blocks[name], self._ranks[name], self._shapes[name]
 
     @property
     def groups(self) -> dict[tuple[int, ...] | None, list[str]]:
@@ -65,8 +65,9 @@ class ShardedTables:
             groups.setdefault(self._ranks[name], []).append(name)
         return dict(sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ())))
 
-    def agree(self, action: str, error: Exception | None) -> None:
-        """Makes sure that no rank has an ``error``. Collective over the tables' groups.
+    def agree(self, action: str, error: Exception | None, facts: Mapping[str, Any] | None = None) -> None:
+        """Makes sure that no rank has an ``error``, or other ``facts`` than the rest. Collective over the tables'
+        groups.
 
         Raises:
             ValueError: some rank has one; on every rank. One that nobody else waits for comes out as it is.
@@ -75,7 +76,7 @@ class ShardedTables:
             group = group_over(ranks)
             if group.size > 1:
                 try:
-                    group.agree(action, {}, error)
+                    group.agree(action, facts or {}, error)
                 except ValueError as refused:
                     error = refused
         if error is not None:
@@ -87,6 +88,12 @@ class ShardedTables:
         missing = [name for name in self._masks if name not in located]
         if missing:
             raise ValueError(f"The registered tables {missing} are no longer in the model; it holds {sorted(located)}.")
+        for name, shape in self._shapes.items():
+            if located[name].shape != shape:
+                raise ValueError(
+                    f"Table {name!r} was registered with the shape {shape} and has {located[name].shape} now: its mask "
+                    "does not fit. Make a new sparsifier and register the model anew."
+                )
         return {name: located[name] for name in self._masks}
 
     def masks(self, name: str) -> list[BlockMask]:
@@ -122,11 +129,14 @@ class ShardedTables:
 
     def follow(self, located: Mapping[str, ShardedData]) -> None:
         """Moves the bits of moved tables to their new holders. Collective over the groups of moved tables: one
-        all-to-all each."""
+        all-to-all each. Bits whose shard went to another device go there too, which is local."""
         moved = self.moved(located)
         for ranks, names in self.groups.items():
             if tables := [located[name] for name in names if name in moved]:
                 self._move(tables, group_over(ranks))
+        for name, data in located.items():
+            for mask, shard in zip(self._masks[name], data.shards, strict=True):
+                mask.bits = mask.bits.to(shard.tensor.device)
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
         pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
@@ -154,20 +164,6 @@ class ShardedTables:
                 for shard in table.shards
             ]
             self._tilings[table.name] = table.tiling
-
-
-def hash_tensor(tensor: Tensor) -> int:
-    """A 64-bit hash of the bytes of ``tensor``, in row-major order: a change of any one element always changes it."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, raw.numel(), _HASHED):
-        part = raw[start : start + _HASHED]
-        if rest := -part.numel() % 8:
-            part = torch.cat([part, part.new_zeros(rest)])
-        words = part.view(torch.int64) if part.storage_offset() % 8 == 0 else part.clone().view(torch.int64)
-        odd = torch.arange(start // 8, start // 8 + words.numel(), device=words.device).mul_(_MIX).bitwise_or_(1)
-        total += int((words * odd).sum())
-    return (total + _MIX * raw.numel()) % (1 << 63)
 
 
 def _transfers(

@@ -96,8 +96,8 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: V
         return _mask_of_elements(table, shard, threshold, verdict)
     segment, device = table.segments[shard.rect], shard.tensor.device
     grid = grid_of(shard.rect, table.goal.block)
-    # A norm of 0 says that the block is zero already, and at a threshold of 0 so is all that goes. Other scores say
-    # nothing.
+    # A norm of 0 says that the block is zero already (or that its squares underflow float32: weights below 1e-22), and
+    # at a threshold of 0 so is all that goes. Other scores say nothing.
     norm = table.goal.measure in ("L1", "L2")
     settled = norm and threshold.bits == 0 and verdict is None
     blocks = grid.rows * grid.cols
@@ -143,13 +143,15 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, ve
     kept = _BitWriter(shard.rect.numel, device)
     for start, stop in row_chunks(shard.rect, goal.block):
         first = (shard.rect.row + start) // goal.block[0] - grid.row
-        if verdict is not None and first + grid.row in verdict.slabs:
-            kept.add(~verdict.slabs[first + grid.row].to(device).flatten())
-            continue
         bits = segment.rows(first, first - (start - stop) // goal.block[0])
         chosen = threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         scores = element_scores(shard.tensor[start:stop], goal.measure, (shard.rect.row + start, shard.rect.col))
-        kept.add(~smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros).flatten())
+        gone = smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros)
+        for i, flags in verdict.slabs.items() if verdict is not None else ():
+            top = max(i * goal.block[0], shard.rect.row) - shard.rect.row - start
+            if 0 <= top < stop - start:
+                gone[top : top + flags.shape[0]] = flags
+        kept.add(~gone.flatten())
     mask = BlockMask(shard.rect, (1, 1), kept.close())
     return NewMask(mask, ~mask.bits)
 
