@@ -15,7 +15,9 @@ import dist_sparse.groups
 
 ROOT = Path(__file__).parents[1]
 CODE = [
-    file for folder in ("dist_sparse", "launch", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    file
+    for folder in ("dist_sparse", "launch", "examples", "benchmarks", "tests")
+    for file in (ROOT / folder).rglob("*.py")
 ]
 
 

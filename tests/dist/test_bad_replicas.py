@@ -1,0 +1,176 @@
+"""Are replicas that have drifted refused on every rank? One rank is bad, each in turn. (C6, C7)
+
+Each case makes a good sparsifier, spoils something on the bad rank, and says which words the error must hold. The frame
+(refusals.py) checks that every rank raises them, that masks, weights and configs are the same bit for bit, and that a
+good step works once the fault is mended.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_sparse import DataNormSparsifier
+from dist_sparse.groups import set_timeout
+from tests.dist.cells import LOCAL, build, cells
+from tests.dist.cells import gathered as gathered_model
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import by_rows, check_outcomes, local_tensors, quiet, sharded, snapshot, write
+from tests.dist.refusals import COLS, ROWS, TIMEOUT, Scene, is_bad, raised_by, replica, run_turns, weights
+from tests.oracle import oracle_mask
+
+pytestmark = pytest.mark.dist
+
+
+def drifted(bad: int) -> None:
+    """One element of one replica, by as little as can be."""
+    scene = Scene(extra={"twin": replica()})
+    local = scene.tensors["twin"].to_local()
+    if is_bad(bad):
+        kept = local[5].nonzero()[0]
+        local[5, kept] = torch.nextafter(local[5, kept], torch.tensor(9.0))
+    message = scene.refused(r"drifted", r"twin rows \[0, 9\).*on ranks \[1\]", "repair", mend=lambda: None)
+    assert "a rows" not in message and "b rows" not in message
+
+
+def drifted_in_sign_of_zero(bad: int) -> None:
+    scene = Scene(extra={"twin": replica()})
+    local = scene.tensors["twin"].to_local()
+    gone = (scene.sparsifier.get_mask("twin") == 0).nonzero()[0].tolist()
+    if is_bad(bad):
+        local[gone[0], gone[1]] = -0.0
+    scene.refused("drifted", r"twin .*on ranks \[1\]", mend=lambda: None)
+
+
+def drifted_table(bad: int) -> None:
+    """Data-parallel tables of a model."""
+    cell = cells(2)["data_parallel"]
+    model = build(cell)
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(model)
+    sparsifier.step()
+    table = sparsifier.get_data("item")
+    if is_bad(bad):
+        table[7, 3] += 1
+    before = {name: (sparsifier.get_data(name).clone(), sparsifier.get_mask(name)) for name in sparsifier.data_groups}
+    message = raised_by(sparsifier.step)
+    assert re.search(r"drifted.*item rows.*on ranks \[1\]", message) and "user rows" not in message, message
+    for name, (weight, mask) in before.items():
+        assert torch.equal(sparsifier.get_data(name), weight) and torch.equal(sparsifier.get_mask(name), mask)
+    good = [None, None]
+    dist.all_gather_object(good, before["item"][0])
+    sparsifier.repair = "broadcast"
+    sparsifier.step()
+    full = gathered_model(model)["item"]
+    want = oracle_mask(good[0], 0.5)
+    assert torch.equal(sparsifier.get_mask("item"), want)
+    assert torch.equal(sparsifier.get_data("item"), good[0] * want)
+    assert torch.equal(full, sparsifier.get_data("item"))
+    sparsifier.audit()
+
+
+def drifted_dense(bad: int) -> None:
+    """Parameters that DDP replicates; two of them at once, one of them 1-D."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(net, dense=True)
+    sparsifier.step()
+    if is_bad(bad):
+        net.module[0].bias.data[2] = 3.0
+        net.module[1].weight.data[0, 0] = 3.0
+    message = raised_by(sparsifier.step)
+    assert re.search(r"0/bias rows .*on ranks \[1\]", message) and "1/weight rows" in message, message
+    assert "0/weight rows" not in message
+    good = [None, None]
+    dist.all_gather_object(good, net.module[1].weight.detach().clone())
+    sparsifier.repair = "broadcast"
+    sparsifier.step()
+    assert torch.equal(net.module[1].weight, good[0] * sparsifier.get_mask("1/weight"))
+
+
+def not_finite_replica(bad: int) -> None:
+    """A replica that is NaN on one rank has drifted too, but what is said first is that it is not finite."""
+    scene = Scene(extra={"twin": replica()})
+    if is_bad(bad):
+        scene.tensors["twin"].to_local()[2, 2] = torch.nan
+    scene.refused(f"rank {bad}: ValueError: Table 'twin'", "finite", mend=lambda: None)
+
+
+CASES: dict[str, Callable[[int], None]] = {
+    case.__name__: case
+    for case in (
+        drifted,
+        drifted_in_sign_of_zero,
+        drifted_table,
+        drifted_dense,
+        not_finite_replica,
+    )
+}
+
+
+def run_all() -> dict[str, str | None]:
+    return run_turns(CASES)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str | None]]:
+    return run_ranks(2, run_all, local_world_size=LOCAL[2])
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_refused_on_every_rank(outcomes: list[dict[str, str | None]], case: str, bad: int) -> None:
+    check_outcomes(outcomes, f"{case}-{bad}")
+
+
+# -- groups of ranks that overlap --------------------------------------------------------------------------------------
+
+
+def two_groups(case: tuple[int, str]) -> None:
+    """Table ``pair`` lies over ranks 0 and 1, ``all`` over four. What is wrong with one of them, all four must hear."""
+    bad, table = case
+    sparsifier = DataNormSparsifier()
+    tensors: dict[str, Any] = {"all": sharded(weights(0), by_rows(ROWS, COLS, 2, 4, 7))}
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        tensors["pair"] = distribute_tensor(weights(1), mesh, [Replicate()], src_data_rank=None)
+    for name, tensor in tensors.items():
+        sparsifier.add_data(name, tensor)
+    sparsifier.step()
+    if is_bad(bad):
+        local_tensors(tensors[table.removeprefix("drifted ")])[0][1][0, 1] = 7.0 if "drifted" in table else torch.nan
+    before = snapshot(sparsifier, tensors)
+    message = raised_by(sparsifier.step)
+    assert ("drifted" in message) if "drifted" in table else (f"rank {bad}: ValueError: Table '{table}'" in message)
+    assert snapshot(sparsifier, tensors) == before
+    for name, tensor in tensors.items():
+        write(tensor, weights(ord(name[0])))
+    sparsifier.step()
+    for name in tensors:
+        assert torch.equal(sparsifier.full_mask(name), oracle_mask(weights(ord(name[0])), 0.5)), name
+    sparsifier.audit()
+
+
+GROUP_CASES = [(0, "pair"), (1, "pair"), (0, "all"), (3, "all"), (1, "drifted pair")]
+
+
+def run_groups() -> dict[str, str | None]:
+    quiet()
+    set_timeout(TIMEOUT)
+    return run_cases({f"{table} on {bad}": (bad, table) for bad, table in GROUP_CASES}, two_groups)
+
+
+def test_all_ranks_of_overlapping_groups_hear_of_it() -> None:
+    outcomes = run_ranks(4, run_groups, local_world_size=LOCAL[4], timeout=60)
+    for name in outcomes[0]:
+        check_outcomes(outcomes, name)

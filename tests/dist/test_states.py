@@ -1,0 +1,185 @@
+"""Do states, copies and squashing work on sharded tables as in one process?"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dist_sparse import ROW, DataNormSparsifier
+from dist_sparse.groups import set_timeout
+from tests.dist.cells import LOCAL, build, cells, gathered, set_weights, weights
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.kinds import names_of, some_cells
+from tests.dist.pieces import check_outcomes, quiet, watched
+
+pytestmark = pytest.mark.dist
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def state_round_trip(world: int) -> None:
+    for name, cell in some_cells(world).items():
+        for block, zeros in (((1, ROW), None), ((3, 5), None), ((4, 1), 3)):
+            model = build(cell)
+            saver = DataNormSparsifier(None, 0.3, block, zeros)
+            names = saver.add_model(model, config={names_of(cell)[0]: {"sparsity_level": 0.6}})
+            saver.add_data("plain", torch.randn(4, 4), sparse_block_shape=(1, 4))
+            saver.step()
+            with watched() as sent:
+                state = saver.state_dict()
+            assert not sent.calls
+            loader = DataNormSparsifier(None, 0.9, (2, 2))
+            loader.add_model(build(cell))
+            loader.load_state_dict(through_a_file(state))
+            assert loader.data_groups == saver.data_groups, name
+            assert loader.audit() == saver.audit(), name
+            for table in names:
+                assert [at for at, _ in loader.local_masks(table)] == [at for at, _ in saver.local_masks(table)]
+            set_weights(model, weights(cell, seed=4))  # training goes on as it would have
+            set_weights(loader_model := loader._tables._sources[0]._model, weights(cell, seed=4))
+            for sparsifier in (saver, loader):
+                for group in sparsifier.data_groups.values():
+                    group["sparsity_level"] = 0.7
+                sparsifier.step()
+            assert loader.audit() == saver.audit(), name
+            assert all(torch.equal(gathered(model)[t], gathered(loader_model)[t]) for t in names), name
+
+
+def a_state_without_a_table(world: int) -> None:
+    """Of one rank only: refused on all, with nothing changed."""
+    cell = cells(world)["mixed"]
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(build(cell))
+    sparsifier.add_data("plain", plain := torch.randn(4, 4))
+    state = sparsifier.state_dict()
+    sparsifier.step()
+    before, config = sparsifier.audit(), repr(sparsifier.data_groups)
+
+    def refused(change: Callable[[dict[str, Any]], Any], match: str, rank: int = 0) -> None:
+        spoilt = through_a_file(state)
+        if dist.get_rank() == rank:
+            change(spoilt)
+        with pytest.raises(ValueError, match=match) as raised:
+            sparsifier.load_state_dict(spoilt)
+        assert world == 1 or f"rank {rank}: " in str(raised.value)
+        assert sparsifier.audit() == before and repr(sparsifier.data_groups) == config
+        assert sparsifier.get_data("plain") is plain
+
+    refused(lambda s: s["sharded"].pop("item"), r"no masks of the registered tables \['item'\]; it has those of")
+    refused(lambda s: s["sharded"].pop("item"), r"no masks of the registered tables", rank=world - 1)
+    refused(lambda s: s.pop("sharded"), r"no masks of the registered tables")
+    refused(lambda s: s["sharded"].update(other=s["sharded"]["item"]), r"\['other'\].*not registered.*add_model")
+    last = world - 1  # table-wise, there
+    refused(lambda s: s["sharded"]["word"]["pieces"].clear(), r"Table 'word'.*do not cover", rank=last)
+    refused(
+        lambda s: s["sharded"]["word"]["pieces"][0].update(bits=torch.zeros(3)),
+        r"Table 'word'.*needs [0-9]+ bytes",
+        rank=last,
+    )
+    sparsifier.load_state_dict(through_a_file(state))
+    assert sparsifier.audit() != before
+    with pytest.raises(ValueError, match=r"masks of tables \[.*not registered"):
+        DataNormSparsifier().load_state_dict(state)
+
+
+def copies_are_refused(world: int) -> None:
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(build(cells(world)["mixed"]))
+    with pytest.raises(TypeError, match="state_dict"):
+        torch.save(sparsifier, io.BytesIO())
+
+
+# -- squash ------------------------------------------------------------------------------------------------------------
+
+
+def squash(world: int) -> None:
+    for name in ("mixed", "two_shards", "data_parallel"):
+        cell = cells(world)[name]
+        model = build(cell)
+        sparsifier = DataNormSparsifier()
+        names = sparsifier.add_model(model)
+        sparsifier.step()
+        masks = {table: sparsifier.full_mask(table) for table in names}
+        full = weights(cell, seed=6)
+        set_weights(model, full)  # what an optimizer has revived
+        with pytest.raises(ValueError, match="does not exist"):
+            sparsifier.squash_mask(names=["user", "nobody"])
+        sparsifier.squash_mask(names=["user"])
+        after = gathered(model)
+        assert torch.equal(after["user"], full["user"] * masks["user"])
+        assert torch.equal(after["item"], full["item"])
+        assert "user" not in sparsifier.data_groups and "item" in sparsifier.data_groups
+        with pytest.raises(ValueError, match="does not exist"):
+            sparsifier.full_mask("user")
+        sparsifier.step()
+        assert [stats.name for stats in sparsifier.table_stats()] == names[1:]
+        sparsifier.squash_mask(leave_parametrized=False)  # the mask goes, the weights stay as they are
+        left = gathered(model)
+        set_weights(model, full)
+        assert sparsifier.table_stats() == [] and sparsifier.data_groups == {}
+        with watched() as sent:
+            sparsifier.step()
+        assert not sent.calls
+        assert all(torch.equal(gathered(model)[table], full[table]) for table in names)
+        assert not all(torch.equal(left[table], full[table]) for table in names)
+        assert sparsifier.add_model(model) == names  # and can be registered anew
+        sparsifier.step()
+        assert all(stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats())
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        state_round_trip,
+        a_state_without_a_table,
+        copies_are_refused,
+        squash,
+    )
+}
+
+
+def run_all(world: int) -> dict[str, str | None]:
+    quiet()
+    set_timeout(25)
+    return run_cases(CASES, lambda case: case(world))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str | None]]:
+    return run_ranks(2, run_all, 2, local_world_size=LOCAL[2])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_states(outcomes: list[dict[str, str | None]], case: str) -> None:
+    check_outcomes(outcomes, case)
+
+
+def test_given_zeros_are_kept() -> None:
+    """By add_model() and through a state, though their number is the area of the default block."""
+    sparsifier = DataNormSparsifier(sparsity_level=1.0)
+    sparsifier.add_model(nn.Embedding(6, 8), config={"sparse_block_shape": (1, 8), "zeros_per_block": 4})
+    sparsifier.add_data("plain", torch.randn(6, 8), sparse_block_shape=(1, 8), zeros_per_block=4)
+    sparsifier.add_data("whole", torch.randn(6, 8), sparse_block_shape=(1, 8))
+    sparsifier.step()
+    removed = {stats.name: int((sparsifier.full_mask(stats.name) == 0).sum()) for stats in sparsifier.table_stats()}
+    assert removed == {"weight": 24, "plain": 24, "whole": 48}
+    loaded = DataNormSparsifier(sparsity_level=1.0)
+    loaded.add_model(nn.Embedding(6, 8))
+    loaded.load_state_dict(through_a_file(sparsifier.state_dict()))
+    assert loaded.fingerprint() == sparsifier.fingerprint()
+    loaded.step()
+    assert {name: int((loaded.full_mask(name) == 0).sum()) for name in removed} == removed
