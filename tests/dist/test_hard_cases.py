@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse import ROW, DataNormSparsifier, describe
+from dist_sparse import ROW, DataNormSparsifier, describe, groups
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import Piece, quiet, sharded
 from tests.oracle import oracle_mask
@@ -100,8 +100,19 @@ def one_rank_describes() -> None:
     quiet()
     sparsifier = DataNormSparsifier()
     sparsifier.add_data("t", sharded(torch.randn(6, 4), [[(2 * r, 0, 2, 4)] for r in range(3)]))
-    if dist.get_rank() == 0:
-        assert "over 3 ranks" in describe(sparsifier)
+    if dist.get_rank() == 0:  # alone, so a process group made now would wait for the others
+        known, make = dict(groups._groups), dist.new_group
+        groups._groups.clear()  # as it is before any collective
+
+        def refused(*args: object, **kwargs: object) -> None:
+            raise AssertionError("describe() makes a process group")
+
+        dist.new_group = refused
+        try:
+            assert "over 3 ranks" in describe(sparsifier)
+        finally:
+            dist.new_group = make
+            groups._groups.update(known)
 
 
 def a_state_without_a_config() -> None:
