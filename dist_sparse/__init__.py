@@ -16,6 +16,8 @@ from dist_sparse.sparsifiers.describe import describe
 from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier
+from dist_sparse.training.enforce import MaskEnforcer
+from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 __all__ = [
     "ROW",
@@ -28,8 +30,11 @@ __all__ = [
     "ExponentialDataScheduler",
     "LambdaDataScheduler",
     "LinearDataScheduler",
+    "MaskEnforcer",
     "OneShotDataScheduler",
     "ScoreSparsifier",
+    "SparseTraining",
     "TableStats",
     "describe",
+    "sparsify",
 ]

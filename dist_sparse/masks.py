@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,6 +70,12 @@ class BlockMask:
     def blocks(self) -> int:
         """Number of blocks that touch the shard."""
         return self.grid.rows * self.grid.cols
+
+    @cached_property
+    def removes(self) -> bool:
+        """Whether anything is removed. Asked once: masks are replaced, not edited."""
+        whole, rest = divmod(self.blocks, 8)
+        return bool((self.bits[:whole] != 0xFF).any()) or (rest > 0 and int(self.bits[whole]) != (1 << rest) - 1)
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
         """Kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` a multiple of 8

@@ -66,7 +66,7 @@ class ModelTables:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
-        self._model = model
+        self.model = model
         self._include = None if include is None else _patterns(include)
         self._exclude = _patterns(exclude)
         self._dense = ("*",) if dense is True else _patterns(dense or None)
@@ -81,7 +81,7 @@ class ModelTables:
         return [found.locate(name) for name, found in self._select()]
 
     def _select(self) -> list[tuple[str, _Found]]:
-        everything = _named(list(_Walk(self._model).find(self._model)))
+        everything = _named(list(_Walk(self.model).find(self.model)))
         tables = [(name, found) for name, found in everything if not found.dense]
         parameters = [(name, found) for name, found in everything if found.dense]
         chosen = tables
@@ -98,7 +98,7 @@ class ModelTables:
             chosen = [(name, found) for name, found in chosen if name not in left_out]
         if not chosen and not tables:
             raise ValueError(
-                f"{type(self._model).__name__} holds no tables: no TorchRec collection, nn.Embedding(Bag)."
+                f"{type(self.model).__name__} holds no tables: no TorchRec collection, nn.Embedding(Bag)."
                 " Other parameters are selected by dense=."
             )
         if not chosen:

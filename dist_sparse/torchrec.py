@@ -37,9 +37,18 @@ from torchrec.modules.embedding_modules import (
 
 from dist_sparse.shards import Rect, Shard, ShardedData
 
-__all__ = ["Table", "check_versions", "collection_tables", "refusal", "sharded_tables"]
+__all__ = [
+    "Table",
+    "check_versions",
+    "collection_tables",
+    "fused_kernels",
+    "refusal",
+    "sharded_tables",
+    "shards_tables",
+]
 
 _KERNELS: Final = ("dense", "fused", "fused_uvm")
+_FUSED: Final = ("fused", "fused_uvm")
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 _TESTED: Final = ((1, 7), (1, 8))
 
@@ -123,9 +132,22 @@ def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict] | None:
     return None
 
 
+def shards_tables(module: nn.Module) -> bool:
+    """Whether a module is a sharded collection."""
+    return isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection))
+
+
+def fused_kernels(module: Any) -> Iterator[Any]:
+    """The kernels of a sharded collection on this rank that hold batches of tables with a fused optimizer."""
+    for lookup in module._lookups:
+        for kernel in _kernels_of(lookup):
+            if any(config.compute_kernel.value in _FUSED for config in kernel._config.embedding_tables):
+                yield kernel
+
+
 def sharded_tables(module: nn.Module, path: str) -> list[Table] | None:
     """The tables of a sharded collection at ``path``, in the order of its configs; None for another module."""
-    if not isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+    if not shards_tables(module):
         return None
     attribute = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
     collection = _Collection(module)
@@ -230,11 +252,15 @@ def _rect(config: Any) -> Rect:
     return Rect(row, col, rows, cols)
 
 
-def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
-    """The live weights behind one lookup, shard by shard, as (config, view)."""
+def _kernels_of(lookup: Any) -> Iterator[Any]:
     while isinstance(lookup, DistributedDataParallel):
         lookup = lookup.module
-    for kernel in lookup._emb_modules:
+    yield from lookup._emb_modules
+
+
+def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
+    """The live weights behind one lookup, shard by shard, as (config, view)."""
+    for kernel in _kernels_of(lookup):
         configs = kernel._config.embedding_tables
         # Key-value and virtual tables materialise their weights when asked: locate() refuses them, nothing reads them.
         if all(config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value for config in configs):

@@ -22,7 +22,8 @@ from dist_sparse.shards import Block, ShardedData, Source
 from dist_sparse.sparsifiers import plain, saving
 from dist_sparse.sparsifiers.by_shard import ByShard
 from dist_sparse.sparsifiers.configs import model_overrides
-from dist_sparse.sparsifiers.due import due_step
+from dist_sparse.sparsifiers.due import due_step, follow_moved
+from dist_sparse.sparsifiers.enforced import Enforced
 from dist_sparse.sparsifiers.inspection import Inspection
 from dist_sparse.sparsifiers.registration import check_new
 from dist_sparse.sparsifiers.sharded import ShardedTables
@@ -34,7 +35,7 @@ EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
 
-class BaseDataSparsifier(Inspection, abc.ABC):
+class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
     """Keeps a mask for every registered tensor; subclasses write :meth:`update_mask`.
 
     Args:
@@ -88,6 +89,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             AssertionError: the type is not supported, or the old mask does not fit.
         """
         plain.check_name(name)
+        self._check_not_enforced()
         sharded = data.weight if type(data) in EMBEDDING_TYPES else data
         if is_sharded(sharded):
             return self._add_sharded(name, sharded, config)
@@ -153,6 +155,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         try:
             source = model_source(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
+            self._check_not_enforced()
             check_new(located, self.data_groups, self._held())
             overrides = model_overrides(located, config, self.defaults)
             configs = {name: self._overlaid(self.defaults, given) for name, given in overrides.items()}
@@ -177,6 +180,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             ValueError: unknown, squashed (the original), or not exactly one shard on this rank.
         """
         self._known(name)
+        self._settled()
         if name in self._tables:
             shards = self._tables.locate()[name].shards
             if len(shards) != 1:
@@ -226,22 +230,29 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         before: list[tuple[Tensor, Tensor]] = []
         error: Exception | None = None
         with torch.no_grad():
+            rule = self._rule() if self._tables else None
+            if rule is not None and (rule.edits_masks or self._enforcer is not None):
+                error = follow_moved(self._tables, rule)
             try:
+                if self._enforcer is not None and error is None:
+                    self._enforcer.begin_step()
                 for name in [name for name in self.data_groups if name in self.state]:
                     if plain.is_attached(self._container, name):
                         before.append((self.get_mask(name), self._keep(self.get_mask(name))))
                         self.update_mask(name, self.get_data(name), **self.data_groups[name])
             except Exception as fault:
-                error = fault
+                error = error or fault
             try:
-                if self._tables:
-                    due_step(self._tables, self._rule(), error, self.repair)
+                if rule is not None:
+                    due_step(self._tables, rule, error, self.repair)
                 elif error is not None:
                     raise error
             except BaseException:
                 for mask, old in before:
                     mask.data = old
                 raise
+            if self._enforcer is not None:
+                self._enforcer.end_step()
 
     @abc.abstractmethod
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
@@ -290,10 +301,12 @@ class BaseDataSparsifier(Inspection, abc.ABC):
                 del self.data_groups[name]
             elif plain.is_attached(self._container, name):
                 plain.squash(self._container, name, leave_parametrized=leave_parametrized)
+        self._renewed()
 
     def state_dict(self) -> dict[str, Any]:
         """Masks, configs and plain data, in the ancestor's format; ``sharded`` holds this rank's bits by table and
         global rectangle. Local, unless shards have moved since the last step: then collective."""
+        self._settled()
         return saving.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -308,6 +321,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             ValueError: a registered table has no masks in the state, or they do not cover its shards; on every rank.
         """
         saving.load_state_dict(self, state_dict, strict)
+        self._renewed()
 
     def __getstate__(self) -> dict[str, Any]:
         return saving.getstate(self)

@@ -1,5 +1,7 @@
 """What happens, in which order, in a due step over sharded tables?
 
+Before that, where masks that have moved with their shards are needed at once: they follow. Then
+
 1. Local: find the tables, score them (or run the user's ``update_mask``), hash the replicas. Errors are noted, not
 raised.
 2. One exchange of status: an error, another config or another set of names on any rank stops all ranks here, before
@@ -19,7 +21,7 @@ from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.sparsifiers.sharded import ShardedTables
 from dist_sparse.sparsifiers.update import NewMask
 
-__all__ = ["MaskRule", "due_step"]
+__all__ = ["MaskRule", "due_step", "follow_moved"]
 
 
 class MaskRule(Protocol):
@@ -41,6 +43,19 @@ class MaskRule(Protocol):
         ...
 
 
+def follow_moved(tables: ShardedTables, rule: MaskRule) -> Exception | None:
+    """Makes masks follow their shards before anything else, where the shards have moved. Collective then, over the
+    tables' groups. Returns what this rank found wrong, for :func:`due_step` to raise on all."""
+    try:
+        located = tables.locate()
+    except Exception as fault:
+        return fault
+    if tables.moved(located):
+        _agree_all(tables, located, rule, None, repair=None)
+        tables.follow(located)
+    return None
+
+
 def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, repair: str) -> None:
     """Moves the masks of all sharded tables. Collective over the tables' groups: every rank must call it.
 
@@ -57,9 +72,6 @@ def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, rep
             located = tables.locate()
         except Exception as fault:
             error = fault
-    if error is None and rule.edits_masks and tables.moved(located):
-        _agree_all(tables, located, rule, None, repair=None)
-        tables.follow(located)
     if error is None:
         try:
             prepared = rule.prepare(located)

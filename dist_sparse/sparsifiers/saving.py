@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["getstate", "load_state_dict", "setstate", "state_dict"]
 
-_UNSAVED = {"state", "_container", "_tables", "_edited", "step"}
+_UNSAVED = {"state", "_container", "_tables", "_edited", "_enforcer", "step"}
 """Attributes that a copy makes anew. ``step`` in the instance is a scheduler's counting wrapper: a copy is not
 scheduled."""
 
@@ -113,6 +113,7 @@ def setstate(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any]) -> None:
     sparsifier.state = plain.masks_to(saved["state"], sparse=False)
     sparsifier._tables = ShardedTables()
     sparsifier._edited = None
+    sparsifier._enforcer = None
     sparsifier._container = plain.Container()
     plain.restore(sparsifier._container, sparsifier.state, sparsifier.data_groups, saved["_container"])
 

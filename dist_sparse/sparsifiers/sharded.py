@@ -32,6 +32,8 @@ class ShardedTables:
         self._blocks: dict[str, Block] = {}
         self._ranks: dict[str, tuple[int, ...] | None] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
+        self.version = 0
+        """Changes whenever a mask is replaced, added or dropped."""
 
     def __bool__(self) -> bool:
         return bool(self._masks)
@@ -43,9 +45,15 @@ class ShardedTables:
     def names(self) -> list[str]:
         return list(self._masks)
 
+    @property
+    def sources(self) -> list[Source]:
+        """What was registered, in that order."""
+        return list(self._sources)
+
     def add(self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block]) -> None:
         """Registers what ``source`` located just now, all blocks kept."""
         self._sources.append(source)
+        self.version += 1
         for data in located:
             self._tilings[data.name], self._ranks[data.name] = data.tiling, data.ranks
             self._shapes[data.name] = data.shape
@@ -54,6 +62,7 @@ class ShardedTables:
 
     def drop(self, name: str) -> None:
         """Forgets one table's masks; its source stays, for the sake of the others in it."""
+        self.version += 1
         del self._masks[name], self._tilings[name], self._blocks[name], self._ranks[name], self._shapes[name]
 
     @property
@@ -121,6 +130,7 @@ class ShardedTables:
         """Replaces the masks of this rank's shards by masks of the rectangles that it holds in ``data``."""
         assert all(mask.block == block for mask in masks)
         assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
+        self.version += 1
         self._masks[data.name], self._blocks[data.name], self._tilings[data.name] = masks, block, data.tiling
 
     def moved(self, located: Mapping[str, ShardedData]) -> list[str]:
@@ -136,9 +146,12 @@ class ShardedTables:
                 self._move(tables, group_over(ranks))
         for name, data in located.items():
             for mask, shard in zip(self._masks[name], data.shards, strict=True):
-                mask.bits = mask.bits.to(shard.tensor.device)
+                if mask.bits.device != shard.tensor.device:
+                    self.version += 1
+                    mask.bits = mask.bits.to(shard.tensor.device)
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
+        self.version += 1
         pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
         sizes = [0] * group.size
         for table in tables:

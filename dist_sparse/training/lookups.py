@@ -1,0 +1,172 @@
+"""How do removed weights stay zero in tables that a fused optimizer writes inside the backward?
+
+Just before a lookup reads them, the rows that its batch names are made true to the mask. The ids are taken where they
+arrive at the kernel, behind the input distribution, so they are local to the shard whatever the sharding. A backward
+notes the rows that it writes: they are *unsettled* until the weights are next scored, saved or given out.
+
+With :mod:`dist_sparse.torchrec`, this knows TorchRec and FBGEMM from the inside; it imports neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from dist_sparse.masks import BlockMask
+from dist_sparse.training.optimizer_state import reset_state
+from dist_sparse.training.rows import Lookup, Slot, TorchLookup, lookup_on, settle_rows
+from dist_sparse.training.unsettled import UnsettledRows
+
+__all__ = ["Kernel", "Place"]
+
+
+class Place(NamedTuple):
+    """Where the mask of a shard is: the name under which its table is registered, and its number there."""
+
+    name: str
+    number: int
+
+
+class Kernel:
+    """The hooks on one kernel: FBGEMM's batch of tables with what TorchRec puts around it.
+
+    Args:
+        module: TorchRec's; it is called with a KeyedJaggedTensor of ids that are local to the shards.
+        places: where the mask of each of its tables is; None for a table that is not registered.
+        mask: looks one up.
+        version: a number that changes whenever masks do.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        places: Sequence[Place | None],
+        mask: Callable[[Place], BlockMask],
+        version: Callable[[], int],
+    ) -> None:
+        self.module = module
+        self.places = list(places)
+        self.seconds = 0.0
+        self._batch: Any = module.emb_module
+        self._mask, self._version = mask, version
+        self._features: list[int] = list(self._batch.feature_table_map)
+        self._known: tuple[int, ...] = ()
+        self._slots: list[Slot | None] = []
+        self._lookup: Lookup = TorchLookup([])
+        views = self._batch.split_embedding_weights()
+        self._unsettled = UnsettledRows([len(view) for view in views], self._features, views[0].device)
+        self._handles: list[RemovableHandle] = []
+        self._wrapped: list[str] = []
+
+    def hook(self) -> None:
+        """Begins to follow lookups, backwards, and what FBGEMM writes beside them."""
+        self._handles = [
+            self.module.register_forward_pre_hook(self._before_lookup),
+            self.module.register_forward_hook(self._after_lookup),
+        ]
+        for method, optimizer in _WHOLE_WRITERS.items():
+            if self._batch.optimizer.name == optimizer:
+                setattr(self._batch, method, partial(self._write_whole, getattr(self._batch, method)))
+                self._wrapped.append(method)
+
+    def unhook(self) -> None:
+        """Ends it."""
+        for handle in self._handles:
+            handle.remove()
+        for method in self._wrapped:
+            delattr(self._batch, method)
+        self._handles, self._wrapped = [], []
+
+    def settle(self) -> None:
+        """Makes all unsettled rows true to their masks."""
+        if not self._unsettled:
+            return
+        for table, slot in enumerate(self._current()):
+            for rows in self._unsettled.take(table):
+                if slot is not None and slot.mask.removes:
+                    settle_rows(slot.weight, slot.mask, rows)
+        self._unsettled.none_left()
+
+    def settle_all(self) -> None:
+        """Makes every row true, whoever has written it."""
+        for slot in self._current():
+            if slot is not None and slot.mask.removes:
+                slot.mask.apply_(slot.weight)
+
+    def unsettle(self) -> None:
+        """Takes every row for unsettled, after someone has written weights."""
+        for table in range(len(self.places)):
+            self._unsettled.add_all(table)
+
+    def reset(self) -> None:
+        """Sets the optimizer state of what is removed to its initial value, zero."""
+        states = self._batch.split_optimizer_states()
+        for slot, of_table in zip(self._current(), states or [()] * len(self.places), strict=True):
+            if slot is not None:
+                reset_state(slot.mask, of_table)
+
+    def _current(self) -> list[Slot | None]:
+        """The live weights and masks of this moment, one for each table. Both are replaced now and then."""
+        batch = self._batch
+        known = self._version(), *(w.data_ptr() for w in (batch.weights_dev, batch.weights_host, batch.weights_uvm))
+        if known != self._known:
+            views = batch.split_embedding_weights()
+            self._slots = [
+                None if place is None else Slot(view.data, self._mask(place))
+                for place, view in zip(self.places, views, strict=True)
+            ]
+            self._lookup = lookup_on(views[0].device)([self._slots[table] for table in self._features])
+            self._known = known
+        return self._slots
+
+    def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> None:
+        started = time.perf_counter()
+        with torch.no_grad():
+            self._current()
+            if self._lookup.needed:
+                self._lookup(args[0].values(), _ends(args[0]))
+        self.seconds += time.perf_counter() - started
+
+    def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(self._before_update, args[0]))  # type: ignore[no-untyped-call]
+
+    def _before_update(self, features: Any, grad: Tensor) -> None:
+        """In a backward, just before the fused optimizer writes the rows. Not at the lookup: between the two, all may
+        be settled, and another lookup may read."""
+        started = time.perf_counter()
+        with torch.no_grad():
+            self._unsettled.add(features.values(), _ends(features))
+        self.seconds += time.perf_counter() - started
+
+    def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:
+        """Calls a method of FBGEMM's that may write all rows, in the middle of a forward, and settles them all."""
+        write(mode)
+        if _writes_now(self._batch, mode):
+            self.settle_all()
+
+
+_WHOLE_WRITERS = {"ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD", "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD"}
+"""Methods of FBGEMM's table batches that write rows which no batch has touched, and the optimizers that call them."""
+
+
+def _writes_now(batch: Any, mode: Any) -> bool:
+    """Whether such a method has just written, by FBGEMM's rule: every ``step_ema`` or ``step_swap`` iterations."""
+    now = int(batch.iter_cpu.item())
+    return any(now % int(mode[key]) == 0 for key in ("step_ema", "step_swap") if key in mode)
+
+
+def _ends(features: Any) -> Sequence[int] | Tensor:
+    """Where the ids of each feature of a KeyedJaggedTensor begin and end; on a device without waiting for it."""
+    values = features.values()
+    if values.is_cpu or features.variable_stride_per_key() or not features.stride():
+        ends: list[int] = features.offset_per_key()
+        return ends
+    offsets: Tensor = features.offsets()[:: features.stride()]
+    return offsets

@@ -1,0 +1,80 @@
+"""Which optimizer really steps, and which rows does its step write?
+
+TorchRec, Lightning and others wrap optimizers in optimizers. A post-step hook fires only on those whose ``step`` torch
+has wrapped, so it goes to the innermost ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["leaves", "local", "same_storage", "step_rows"]
+
+
+def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's fused ones, whose tables are
+    updated inside the backward.
+
+    Raises:
+        ValueError: something in there is no optimizer.
+    """
+    if hasattr(optimizer, "_optims"):  # torchrec.optim.keyed.CombinedOptimizer
+        for _, part in optimizer._optims:
+            yield from leaves(part)
+    elif hasattr(optimizer, "_optimizer"):  # KeyedOptimizerWrapper, OptimizerWrapper, LightningOptimizer
+        yield from leaves(optimizer._optimizer)
+    elif any(kind.__name__ == "FusedOptimizer" for kind in type(optimizer).__mro__):
+        return
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        yield optimizer
+    else:
+        raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer.")
+
+
+def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    """The rows of ``parameter`` that the step just made may have written, int64, repeated or not; None is any.
+
+    Only those of a sparse gradient, where the optimizer keeps to them.
+    """
+    grad = parameter.grad
+    if grad is None or not grad.is_sparse:
+        return None
+    keeps_to_them = isinstance(optimizer, (torch.optim.SparseAdam, torch.optim.Adagrad))
+    if isinstance(optimizer, torch.optim.SGD):  # momentum moves every row that was ever touched
+        keeps_to_them = all(group["momentum"] == 0 for group in optimizer.param_groups)
+    return grad._indices()[0] if keeps_to_them else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The storage of this rank behind a parameter: of a DTensor its local tensor."""
+    inner = getattr(tensor, "_local_tensor", None)
+    return inner if isinstance(inner, Tensor) else tensor
+
+
+def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
+    """A function that says which of ``tensors`` lie in the same memory as a given one, at least in part.
+
+    Views and ``.data`` of a parameter are other objects than the parameter; memory is what they have in common.
+    """
+    known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        if (here := local(tensor)).numel():
+            known[here.untyped_storage().data_ptr()].append((*_span(here), i))
+
+    def find(tensor: Tensor) -> list[int]:
+        if not tensor.numel():
+            return []
+        start, stop = _span(tensor)
+        entries = known.get(tensor.untyped_storage().data_ptr(), [])
+        return [i for first, last, i in entries if first < stop and start < last]
+
+    return find
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()

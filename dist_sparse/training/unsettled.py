@@ -1,0 +1,90 @@
+"""Which rows has a backward written since they were last made true to their masks?
+
+One byte a row: a set that takes ids in any number and order, with repeats, at the cost of a write each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dist_sparse.training.rows import in_table
+
+__all__ = ["UnsettledRows"]
+
+_CHUNK = 1 << 20
+
+
+class UnsettledRows:
+    """The unsettled rows of the tables of one kernel, at first none.
+
+    Args:
+        rows: of each table, on this rank.
+        features: for each feature the number of its table.
+        device: of the tables.
+    """
+
+    def __init__(self, rows: Sequence[int], features: Sequence[int], device: torch.device) -> None:
+        self._rows, self._features = list(rows), list(features)
+        self._starts = [0]
+        for count in rows:
+            self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
+        self._noted = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
+        self._any = False
+        self._of_features: tuple[Tensor, Tensor] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any row may be unsettled. Does not wait for the device."""
+        return self._any
+
+    def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Notes the rows that a lookup has read and its backward is about to write; as
+        :class:`~dist_sparse.training.rows.Lookup`."""
+        if not ids.numel():
+            return
+        self._any = True
+        if isinstance(ends, Tensor):
+            self._add_unseen(ids, ends)
+            return
+        for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
+            if stop - start >= self._rows[table]:
+                self.add_all(table)
+            elif start < stop:
+                self._of(table).index_fill_(0, in_table(ids[start:stop], self._rows[table]), 1)
+
+    def add_all(self, table: int) -> None:
+        """Notes every row of a table."""
+        self._any = True
+        self._of(table).fill_(1)
+
+    def take(self, table: int) -> Iterator[Tensor]:
+        """The unsettled rows of a table, int64, ascending, in parts; they are settled afterwards."""
+        noted = self._of(table)
+        words = self._noted[self._starts[table] : self._starts[table + 1]].view(torch.int64)
+        for first in range(0, words.numel(), _CHUNK // 8):
+            touched = words[first : first + _CHUNK // 8].nonzero().flatten()
+            if touched.numel():
+                word, byte = words[first + touched].view(torch.uint8).view(-1, 8).nonzero().unbind(1)
+                yield (first + touched[word]) * 8 + byte
+        noted.zero_()
+
+    def none_left(self) -> None:
+        """After every table was taken."""
+        self._any = False
+
+    def _of(self, table: int) -> Tensor:
+        return self._noted[self._starts[table] : self._starts[table] + self._rows[table]]
+
+    def _add_unseen(self, ids: Tensor, ends: Tensor) -> None:
+        """As :meth:`add` where the ends are on the device, without waiting for it."""
+        if self._of_features is None:
+            starts = torch.tensor([self._starts[table] for table in self._features], device=ids.device)
+            rows = torch.tensor([self._rows[table] for table in self._features], device=ids.device)
+            self._of_features = starts, rows
+        starts, rows = self._of_features
+        feature = torch.bucketize(torch.arange(ids.numel(), device=ids.device), ends[1:].long(), right=True)
+        ids, rows = ids.long(), rows[feature]
+        self._noted.index_fill_(0, starts[feature] + torch.where((ids < 0) | (ids >= rows), 0, ids), 1)
