@@ -39,6 +39,7 @@ from dist_sparse.shards import Rect, Shard, ShardedData
 
 __all__ = [
     "Table",
+    "averages",
     "check_versions",
     "collection_tables",
     "fused_kernels",
@@ -107,8 +108,9 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
 
 def refusal(module: nn.Module) -> str | None:
     """Why the tables below a module of TorchRec's can't be sparsified (and what would work), or None."""
-    if isinstance(module, DMPCollection) or isinstance(getattr(module, "_env", None), ShardingEnv2D):
-        return "2-D parallelism (DMPCollection) averages replicas on its own schedule; use DistributedModelParallel"
+    strategy = getattr(getattr(module, "_env", None), "sharding_strategy", None)
+    if strategy is not None and strategy.name == "FULLY_SHARDED":
+        return "fully sharded 2-D parallelism frees weights between forward and backward; the default strategy works"
     for base in type(module).__mro__:
         if base.__module__ in _REFUSED and (base.__name__.startswith("Sharded") or "Collection" in base.__name__):
             return _REFUSED[base.__module__]
@@ -135,6 +137,11 @@ def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict] | None:
 def shards_tables(module: nn.Module) -> bool:
     """Whether a module is a sharded collection."""
     return isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection))
+
+
+def averages(module: nn.Module) -> bool:
+    """Whether a module averages copies of its tables now and then, by its method ``sync``."""
+    return isinstance(module, DMPCollection)
 
 
 def fused_kernels(module: Any) -> Iterator[Any]:
@@ -176,15 +183,19 @@ class _Collection:
         self.names: list[str] = list(names)
 
     @cached_property
-    def _ranks(self) -> tuple[int, ...] | None:
+    def _places(self) -> dict[int, int]:
+        """For each global rank over which the tables lie, in order: its number among those that share one copy."""
         env = self._module._env
+        if isinstance(env, ShardingEnv2D):
+            copies = env.device_mesh.mesh.tolist()  # a row of ranks for each copy
+            return dict(sorted((rank, place) for copy in copies for place, rank in enumerate(copy)))
         if env.process_group is None and env.world_size > 1:
             raise ValueError(
                 "A module sharded by ShardingEnv.from_local is for inference; shard it over a process group."
             )
         if env.world_size == 1:
-            return None
-        return tuple(dist.get_process_group_ranks(env.process_group))
+            return {0: 0}
+        return {rank: place for place, rank in enumerate(dist.get_process_group_ranks(env.process_group))}
 
     @cached_property
     def _pieces(self) -> dict[str, _Pieces]:
@@ -205,7 +216,7 @@ class _Collection:
         return list(self._module._sharding_type_to_sharding.values())
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
-        ranks = self._ranks
+        places = self._places
         pieces = self._pieces[table]
         config = pieces.config
         kernel = config.compute_kernel.value
@@ -217,6 +228,12 @@ class _Collection:
             types = ", ".join(each.value for each in _TYPES)
             raise ValueError(
                 f"Table {name!r}: weights of type {config.data_type.value} are not supported; {types} are."
+            )
+        copied = isinstance(self._module._env, ShardingEnv2D) and config.local_metadata is not None
+        if copied and kernel not in _FUSED:
+            raise ValueError(
+                f"Table {name!r}: TorchRec's 2-D parallelism never averages tables with the compute kernel {kernel!r}, "
+                "so that its copies drift apart. Give it a fused optimizer, or make it data-parallel."
             )
         held = pieces.held[self._module._env.rank]
         sizes = [(rect.rows, rect.cols) for rect in held]
@@ -235,12 +252,13 @@ class _Collection:
             shape=(whole[0], whole[1]),
             dtype=data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
-            ranks=ranks,
+            ranks=tuple(places) if len(places) > 1 else None,
             # A row-wise table smaller than the world leaves the last ranks pieces of zero rows: nothing to hold.
-            tiling=tuple(tuple(rect for rect in rects if rect.numel) for rects in pieces.held),
+            tiling=tuple(tuple(r for r in pieces.held[place] if r.numel) for place in places.values()),
             shards=tuple(Shard(rect, view.data) for rect, view in zip(held, pieces.views, strict=True) if rect.numel),
             kernel=kernel,
             fqn=fqn,
+            copied=copied,
         )
 
 

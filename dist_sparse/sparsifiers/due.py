@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from dist_sparse.groups import Group, Replica, group_over
 from dist_sparse.shards import Block, ShardedData
-from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.replicas import hashes_of, restore, take_over, to_restore
 from dist_sparse.sparsifiers.sharded import ShardedTables
 from dist_sparse.sparsifiers.update import NewMask
 
@@ -79,12 +79,13 @@ def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, rep
             error = fault
     drifted = _agree_all(tables, located, rule, error, repair)
     if drifted:
-        _restore(tables, located, drifted)
+        restore(tables, located, drifted)
         prepared = rule.prepare(located)
     tables.follow(located)
     made: dict[str, tuple[list[NewMask], Block]] = {}
     for ranks, names in tables.groups.items():
-        made.update(rule.finish(prepared, names, group_over(ranks)))
+        group = group_over(ranks)
+        made.update(take_over(rule.finish(prepared, names, group), located, group))
     for name, (masks, block) in made.items():
         for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), masks, strict=True):
             mask.apply_changed_(shard.tensor, before, dirty)
@@ -120,49 +121,12 @@ def _agree_all(
             facts[f"the config of table {name!r}"] = rule.facts(name)
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
             facts[f"the sharding of table {name!r}"] = data.tiling
-            if repair is not None and data.replicated:
-                replicas.update(_replicas(data, group.rank))
+            if repair is not None and data.replicated and not data.copied:
+                replicas.update(hashes_of(data, group.rank))
         try:
-            drifted |= _to_restore(group.agree("step()", facts, error, replicas), names, located, repair)
+            drifted |= to_restore(group.agree("step()", facts, error, replicas), names, located, repair)
         except ValueError as refused:
             error = refused
     if error is not None:
         raise error
     return drifted
-
-
-def _to_restore(
-    drifted: Mapping[str, list[int]], names: list[str], located: Mapping[str, ShardedData], repair: str | None
-) -> set[str]:
-    """The tables that have drifted at the given places.
-
-    Raises:
-        ValueError: they are not to be restored, or can't be. On all ranks alike, which know the same of the drift.
-    """
-    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
-    found = {name for name in names if any(place.startswith(f"{name} rows [") for place in drifted)}
-    if drifted and repair != "broadcast":
-        raise ValueError(
-            f"Replicas have drifted from their first holder's: {places}. Nothing was changed; "
-            "sparsifier.repair = 'broadcast' restores them."
-        )
-    if any(held != located[name].tiling[0] for name in found for held in located[name].tiling):
-        raise ValueError(f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired.")
-    return found
-
-
-def _replicas(data: ShardedData, rank: int) -> dict[str, Replica]:
-    found = {}
-    for shard in data.shards:
-        holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
-        if len(holders) > 1:
-            found[f"{data.name} {shard.rect}"] = Replica(hash_tensor(shard.tensor), holders[0] == rank, len(holders))
-    return found
-
-
-def _restore(tables: ShardedTables, located: Mapping[str, ShardedData], drifted: set[str]) -> None:
-    """Overwrites all replicas by those of their group's first rank. Collective over the groups of what has drifted."""
-    for ranks, names in tables.groups.items():
-        for name in names:
-            for shard in located[name].shards if name in drifted else ():
-                group_over(ranks).broadcast_(shard.tensor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -36,7 +36,8 @@ class MaskEnforcer:
 
     Between a backward and the next lookup, rows that the backward wrote may hold other values than zero where they are
     removed. They are settled before a lookup reads them, in a due ``step()`` before scoring, in ``get_data`` and
-    ``state_dict`` of the sparsifier, before a ``state_dict()`` of a sharded collection, and in :meth:`settle`.
+    ``state_dict`` of the sparsifier, before a ``state_dict()`` of a sharded collection, before the ``sync()`` of a
+    DMPCollection, and in :meth:`settle`.
 
     Args:
         sparsifier: everything registered with it is enforced.
@@ -59,6 +60,7 @@ class MaskEnforcer:
         self._collections: list[tuple[nn.Module, list[Kernel]]] = []
         self._dense = DenseWeights([], [])
         self._handles: list[RemovableHandle] = []
+        self._averaging: list[nn.Module] = []
         self._torchrec: Any = None
         self._seconds = 0.0
 
@@ -254,6 +256,9 @@ class MaskEnforcer:
             ]
         for model in models:
             self._handles.append(model.register_forward_pre_hook(self._before_model))
+            if self._torchrec is not None and self._torchrec.averages(model):
+                model.sync = partial(self._before_average, model.sync)  # type: ignore[arg-type, assignment]
+                self._averaging.append(model)
         # TorchRec loads collections by themselves, so that the model's own hook may not fire.
         for module in {id(m): m for m in (*models, *(module for module, _ in self._collections))}.values():
             handle = module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
@@ -262,10 +267,13 @@ class MaskEnforcer:
     def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for model in self._averaging:
+            del model.sync
         for kernel in self._kernels():
             kernel.unhook()
         self._dense.unhook()
-        self._handles, self._collections, self._dense = [], [], DenseWeights([], [])
+        self._handles, self._averaging = [], []
+        self._collections, self._dense = [], DenseWeights([], [])
 
     def _stale(self) -> bool:
         """Whether TorchRec has replaced kernels, as ``DistributedModelParallel.reshard`` does."""
@@ -284,6 +292,11 @@ class MaskEnforcer:
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.settle()
+
+    def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of a 2-D model's ``sync()``: what one copy has revived must not get into the others."""
+        self.settle()
+        return sync(*args, **kwargs)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for kernel in self._kernels():

@@ -1,0 +1,204 @@
+"""Are masks the same in all copies of a 2-D parallel model, and zero in them, before and after they are averaged?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
+from dist_sparse.modules import model_source
+from tests.dist.cells import Cell, batch
+from tests.dist.copies import COPIES, SHARE, build_copies, copied_cells, first_copy
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import check_outcomes
+from tests.oracle import oracle_mask
+
+pytestmark = pytest.mark.dist
+
+WORLD = SHARE * COPIES
+CASES: dict[str, tuple[str, type[torch.optim.Optimizer], tuple[int, Any], bool]] = {
+    "table_wise": ("table_wise", RowWiseAdagrad, (1, ROW), False),
+    "row_wise": ("row_wise", torch.optim.SGD, (1, 4), False),
+    "column_wise": ("column_wise", torch.optim.Adagrad, (1, ROW), False),
+    "mixed": ("mixed", RowWiseAdagrad, (2, 3), False),
+    "mixed, copies over neighbours": ("mixed", RowWiseAdagrad, (1, 4), True),
+    "ec_row_wise": ("ec_row_wise", RowWiseAdagrad, (1, ROW), False),
+}
+LEVEL = 0.6
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str | None]]:
+    return run_ranks(WORLD, _all_cases, local_world_size=SHARE, timeout=200)
+
+
+@pytest.mark.parametrize("name", [*CASES, "the copies differ without an enforcer", "a bare replica drifts"])
+def test_copies(outcomes: list[dict[str, str | None]], name: str) -> None:
+    check_outcomes(outcomes, name)
+
+
+def test_what_torchrec_never_averages_is_refused() -> None:
+    for said in run_ranks(WORLD, _refused, local_world_size=SHARE):
+        assert "2-D parallelism never averages tables with the compute kernel 'dense'" in said
+        assert "Table 'user'" in said
+
+
+def _all_cases() -> dict[str, str | None]:
+    torch.set_num_threads(1)
+    checks: dict[str, Any] = {name: lambda case=case: _check(*case) for name, case in CASES.items()}
+    checks["the copies differ without an enforcer"] = _check_revival
+    checks["a bare replica drifts"] = _check_drift
+    return run_cases(checks, lambda check: check())
+
+
+def _check(name: str, optimizer: type[torch.optim.Optimizer], block: tuple[int, Any], neighbours: bool) -> None:
+    cell = copied_cells()[name]
+    model = build_copies(cell, optimizer, use_inter_host_allreduce=neighbours)
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm="L2")
+    sparsifier.add_model(model)
+    dense = _optimizer(model)
+    reader = _Reader(model, sparsifier)
+    revived = 0.0
+    with MaskEnforcer(sparsifier).attach(dense) as enforcer:
+        for step in range(12):
+            _train(model, dense, cell, step)
+            if step % 5 == 4:
+                model.sync()
+                revived += reader.revived()
+                _same_in_all_copies(model)
+            if step % 4 == 3:  # 3 and 7: between two averages; 11 too
+                for group in sparsifier.data_groups.values():
+                    group["sparsity_level"] = LEVEL * (step + 1) / 12
+                enforcer.settle()
+                before = first_copy(model)
+                sparsifier.step()
+                _masks_are(sparsifier, before, LEVEL * (step + 1) / 12, block)
+                assert reader.revived() == 0
+    assert revived == 0
+    assert reader.checked > 0, "no lookup on this rank has read a removed weight"
+
+
+def _check_revival() -> None:
+    """Without an enforcer the average brings back what one copy has revived: what the other cases would show."""
+    cell = copied_cells()["row_wise"]
+    model = build_copies(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=LEVEL, sparse_block_shape=(1, ROW), norm="L2")
+    sparsifier.add_model(model)
+    sparsifier.step()
+    dense = _optimizer(model)
+    for step in range(3):
+        _train(model, dense, cell, step)
+    model.sync()
+    assert _Reader(model, sparsifier).revived() > 0
+    sparsifier.apply_masks()
+    assert _Reader(model, sparsifier).revived() == 0
+
+
+def _check_drift() -> None:
+    """Copies may differ, replicas of data-parallel tables may not."""
+    cell = copied_cells()["mixed"]
+    model = build_copies(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=LEVEL, sparse_block_shape=(1, 4), norm="L1")
+    sparsifier.add_model(model)
+    tables = {data.name: data for data in model_source(model).locate()}
+    assert [data.name for data in tables.values() if data.copied] == ["user", "item", "word"]
+    if dist.get_rank() == 3:
+        tables["tiny"].shards[0].tensor[0, 0] += 1
+    with pytest.raises(ValueError, match=r"Replicas have drifted.*tiny.*\[3\]"):
+        sparsifier.step()
+
+
+def _refused() -> str:
+    base = copied_cells()["row_wise"]
+    cell = Cell(base.name, base.world, base.plan, fused=False)
+    try:
+        build_copies(cell)  # it finds the tables as add_model() does, to fill them
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+class _Reader:
+    """Reads the tables where the kernels have them, past the library; and, at each lookup, what it is about to read."""
+
+    def __init__(self, model: DMPCollection, sparsifier: DataNormSparsifier) -> None:
+        self.model, self.sparsifier, self.checked = model, sparsifier, 0
+        for module in model.modules():
+            for lookup in getattr(module, "_lookups", []):
+                for kernel in getattr(lookup, "module", lookup)._emb_modules:
+                    self._watch(kernel.emb_module, kernel._feature_table_map)
+
+    def revived(self) -> int:
+        """How many removed weights of this rank's shards are not zero."""
+        count = 0
+        for data in model_source(self.model).locate():
+            for (_, mask), shard in zip(self.sparsifier.local_masks(data.name), data.shards, strict=True):
+                count += int((shard.tensor[mask == 0] != 0).sum())
+        return count
+
+    def _watch(self, kernel: Any, tables: list[int]) -> None:
+        read = kernel.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            indices, offsets = kwargs.get("indices", args[0] if args else None), kwargs.get("offsets")
+            offsets = args[1] if offsets is None else offsets
+            size = (offsets.numel() - 1) // len(tables)
+            masks = self._by_place()
+            for feature, table in enumerate(tables):
+                view = kernel.split_embedding_weights()[table]
+                ids = indices[int(offsets[feature * size]) : int(offsets[(feature + 1) * size])].long()
+                mask = masks.get(view.data_ptr())
+                if mask is not None:
+                    gone = mask[ids] == 0
+                    self.checked += int(gone.sum())
+                    assert bool((view[ids][gone] == 0).all()), "a lookup reads a removed weight that is not 0"
+            return read(*args, **kwargs)
+
+        kernel.forward = forward
+
+    def _by_place(self) -> dict[int, Tensor]:
+        return {
+            shard.tensor.data_ptr(): mask
+            for data in model_source(self.model).locate()
+            for (_, mask), shard in zip(self.sparsifier.local_masks(data.name), data.shards, strict=True)
+        }
+
+
+def _optimizer(model: DMPCollection) -> CombinedOptimizer:
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    rest = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    return CombinedOptimizer([model.fused_optimizer, rest])
+
+
+def _train(model: DMPCollection, optimizer: CombinedOptimizer, cell: Cell, step: int) -> None:
+    optimizer.zero_grad()
+    model(batch(cell, seed=100 * step + dist.get_rank())).mean().backward()
+    optimizer.step()
+
+
+def _masks_are(
+    sparsifier: DataNormSparsifier, weights: dict[str, Tensor], level: float, block: tuple[int, Any]
+) -> None:
+    for name, full in weights.items():
+        want = oracle_mask(full, level, block, None, "L2").bool()
+        assert torch.equal(sparsifier.full_mask(name).bool(), want), name
+        for (row, col), mask in sparsifier.local_masks(name):  # of every copy, where full_mask reads the first
+            assert torch.equal(mask.bool(), want[row : row + mask.shape[0], col : col + mask.shape[1]]), name
+
+
+def _same_in_all_copies(model: DMPCollection) -> None:
+    mine = {(data.name, rect): tensor.clone() for data in model_source(model).locate() for rect, tensor in data.shards}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for theirs in everyone:
+        for place, tensor in theirs.items():
+            if place in mine:
+                assert torch.equal(tensor, mine[place]), place
