@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ torchrec = pytest.importorskip("torchrec")
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig  # noqa: E402
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule  # noqa: E402
-from torchrec.distributed.model_parallel import DMPCollection  # noqa: E402
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection  # noqa: E402
+from torchrec.distributed.types import ShardingStrategy  # noqa: E402
 from torchrec.inference.modules import quantize_embeddings  # noqa: E402
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface  # noqa: E402
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection  # noqa: E402
@@ -249,10 +251,11 @@ class OtherSharded(ShardedEmbeddingModule[Any, Any, Any, Any]):
     def unsharded_module_type(self) -> Any: ...
 
 
-def _made(kind: type[nn.Module]) -> nn.Module:
+def _made(kind: type[nn.Module], **attributes: Any) -> nn.Module:
     """An instance that has not run its constructor, which would need a GPU or a process group."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)
+    module.__dict__.update(attributes)
     return module
 
 
@@ -273,7 +276,12 @@ REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"in-training pruning \(ITEP\) moves ids",
     ),
     "pec": (lambda: _made(PECEmbeddingCollection), "PEC collections handle colliding ids"),
-    "2-D": (lambda: _made(DMPCollection), "2-D parallelism .* use DistributedModelParallel"),
+    "fully sharded": (
+        lambda: _made(
+            ShardedEmbeddingBagCollection, _env=SimpleNamespace(sharding_strategy=ShardingStrategy.FULLY_SHARDED)
+        ),
+        "fully sharded 2-D parallelism frees weights",
+    ),
     "unknown collection": (
         OtherBags,
         "OtherBags.*not a module that dist_sparse knows; EmbeddingBagCollection and",

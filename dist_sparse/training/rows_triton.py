@@ -55,7 +55,8 @@ class TritonLookup:
             if slot is not None:
                 self._alive.append((slot.weight, slot.mask.bits.contiguous()))
             sizes.append(_NOTHING[:] if slot is None else [t.data_ptr() for t in self._alive[-1]] + _sizes(slot))
-        if not self._alive:
+        self.needed = bool(self._alive)
+        if not self.needed:
             return
         # Division takes many more instructions than a shift, and blocks are nearly always powers of two.
         self._shifts = all(size & (size - 1) == 0 for row in sizes for size in (row[6], row[8]))
