@@ -1,0 +1,274 @@
+"""Is every removed weight that a forward reads exactly 0, for every sharding, optimizer and kind of batch? (C5)
+
+Looked at from inside the lookups, below all hooks, in models that really train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dist_sparse import ROW
+from tests.dist.cells import LOCAL, Cell, TableSpec, batch, build, set_weights, weights
+from tests.dist.enforcing import (
+    SMALL,
+    Run,
+    cut,
+    features_of,
+    kernels,
+    loss_of,
+    pieces,
+    small,
+    total,
+    trained_cells,
+)
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import check_outcomes, quiet
+
+pytestmark = pytest.mark.dist
+
+FUSED = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
+BLOCKS: tuple[tuple[int, Any], ...] = ((1, ROW), (1, 4), (2, 3))
+LONG = ("mixed", "row_wise", "two_shards")
+"""Cells that train for 50 steps; the others for 16, because a world of 4 shares two cores."""
+
+
+def check_training(case: tuple[str, int, int]) -> None:
+    """Masks move ten times, or five; in the second half weights are given out after every step, before it never."""
+    name, world, turn = case
+    cell = trained_cells(world)[name]
+    half = cell.data_type is not DataType.FP32
+    fused = torch.optim.SGD if half else FUSED[turn % 3]
+    model = build(cell, fused, {"lr": 0.02 if half else 0.1})
+    steps, every = (50, 5) if name in LONG else (16, 3)
+    run = Run(model, BLOCKS[turn // 3 % 3], ("L1", "L2")[turn % 2], every=every, steps=steps - every)
+    for step in range(steps):
+        run.train(batch(cell, seed=step * world + dist.get_rank()))
+        run.step()
+        if step >= steps // 2:
+            run.check_given_out()
+        elif step == steps // 2 - 1:
+            run.check_reads(revived=cell.fused)
+    run.check_reads(revived=cell.fused)
+    assert run.moves == (10 if name in LONG else 5)
+    assert run.sparsifier.data_groups["wide" if "wide" in run.names else "user"]["sparsity_level"] == 0.8
+
+
+def everything(tables: Sequence[TableSpec]) -> KeyedJaggedTensor:
+    """A batch with every row of every table, three times."""
+    ids = {f: [list(range(t.rows))] * 3 for t in tables for f in t.features}
+    return features_of(tables, ids)
+
+
+def hard_batches(tables: Sequence[TableSpec], rank: int) -> dict[str, KeyedJaggedTensor]:
+    none = features_of(tables, {})
+    some = {f: [[1, 2], [], [0]] for t in tables for f in t.features}
+    shared = next(t for t in tables if len(t.features) == 2)
+    return {
+        "no ids on any rank": none,
+        "no ids on rank 0": none if rank == 0 else features_of(tables, some),
+        "ids of one feature": features_of(tables, {shared.features[1]: [[1], [2, 3]]}),
+        "one id often": features_of(tables, {t.features[0]: [[1] * 10_000] for t in tables}),
+        "more ids than rows": everything(tables),
+        "the same ids for both features": features_of(tables, {key: [[2, 1], [2], [4, 2]] for key in shared.features}),
+    }
+
+
+def check_batches(name: str) -> None:
+    cell = trained_cells(2)[name]
+    run = Run(build(cell, FUSED[len(name) % 3]), (1, 4))
+    run.train(everything(cell.tables))
+    for level in (0.4, 0.7):
+        run.move(level)
+        for each in hard_batches(cell.tables, dist.get_rank()).values():
+            run.train(each)
+            run.train(each)
+        run.check_given_out()
+        run.train(everything(cell.tables))
+    run.check_reads(revived=cell.fused)
+
+
+def check_outside(name: str) -> None:
+    """Ids that no table has: FBGEMM warns and reads row 0, in which something is removed. (-1 is an error to it.)"""
+    cell = trained_cells(2)[name]
+    full = weights(cell)
+    for weight in full.values():
+        weight[0, :4] = 1e-3
+    model = build(cell, torch.optim.SGD, {"lr": 0.1})
+    set_weights(model, full)
+    run = Run(model, (1, 4))
+    run.move(0.3)
+    for outside in (999, -7, 10**12):
+        run.train(features_of(cell.tables, {t.features[0]: [[outside, 1], [2]] for t in cell.tables}))
+        run.train(features_of(cell.tables, {t.features[0]: [[outside], [outside]] for t in cell.tables}))
+    run.check_given_out()
+    run.check_reads()
+
+
+def check_orders(name: str) -> None:
+    """Forwards and backwards in all kinds of orders; masks that move between them; weights given out between them."""
+    cell = trained_cells(2)[name]
+    model = build(cell, FUSED[len(name) % 3])
+    run = Run(model, (1, 4), "L1")
+    first, second = (batch(cell, seed=2 * i + dist.get_rank()) for i in (0, 1))
+
+    def forward(features: KeyedJaggedTensor) -> Tensor:
+        return loss_of(model(features))
+
+    run.train(everything(cell.tables))
+    for level in (0.3, 0.6):
+        run.move(level)
+        for _ in range(2):  # gradients accumulate
+            forward(first).backward()
+            forward(second).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        one, other = forward(first), forward(second)
+        other.backward()
+        one.backward()
+        one, other = forward(first), forward(second)
+        one.backward()
+        run.check_given_out()
+        other.backward()
+        run.check_given_out()
+        one, other = forward(first), forward(second)
+        (one + other).backward()
+        one = forward(first)
+        one.backward(retain_graph=True)
+        run.check_given_out()
+        one.backward()
+        run.check_given_out()
+        one = forward(first)
+        run.check_given_out()
+        with torch.no_grad():
+            forward(second)
+        model.eval()
+        forward(everything(cell.tables))
+        model.train()
+        one.backward()
+        with torch.no_grad():
+            forward(everything(cell.tables))
+        one = forward(first)
+        run.move(level + 0.2)
+        one.backward()
+        run.check_given_out()
+        run.train(first)
+        run.enforcer.settle()
+        for kernel in kernels(model) if cell.fused else ():
+            for table, at, weight in pieces(kernel):
+                assert not weight[cut(run.reads.masks[table], at, weight) == 0].any()
+        run.train(everything(cell.tables))
+    run.check_reads(revived=cell.fused)
+
+
+def check_loads(name: str) -> None:
+    """Weights that are loaded into the model, of which removed ones are not 0."""
+    cell = trained_cells(2)[name]
+    model = build(cell, FUSED[len(name) % 3])
+    run = Run(model, (2, 3))
+    run.move(0.5)
+    for settled in (False, True):
+        run.train(batch(cell, seed=dist.get_rank()))
+        model.load_state_dict(build(cell).state_dict())
+        if settled:
+            run.check_given_out()
+        run.train(everything(cell.tables))
+    run.check_reads()
+
+
+def check_weighted(generator: Any) -> None:
+    run = Run(small({"a": generator, "b": generator}, weighted=True), (1, 4))
+    ids = everything(SMALL)
+    for level in (0.0, 0.5, 0.7):
+        run.move(level)
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            given = torch.randn(ids.values().numel(), generator=generator)
+            given[::5] = 0
+            run.train(KeyedJaggedTensor(ids.keys(), ids.values(), given, ids.lengths()))
+    run.check_given_out()
+    run.check_reads()
+
+
+def check_pipeline(generators: Mapping[str, Any]) -> None:
+    """TorchRec's pipeline sends ids of the next batches while this one is trained."""
+    run = Run(small(generators), (1, 4), every=2, steps=10)
+    pipeline = TrainPipelineSparseDist(run.model, run.optimizer, torch.device("cpu"))
+    steps = 14
+    cell = Cell("small", 2, {}, SMALL)
+    batches = iter([batch(cell, seed=2 * step + dist.get_rank()) for step in range(steps + 2)])
+    for step in range(steps):
+        pipeline.progress(batches)
+        run.step()
+        if step % 3 == 2:
+            run.check_given_out()
+    run.check_reads()
+    assert run.moves == 6
+
+
+def check_without(case: str) -> None:
+    """That the checks can fail: without an enforcer, removed weights come back, are read and are given out."""
+    cell = trained_cells(2)[case]
+    run = Run(build(cell), attach=False)
+    run.move(0.6)
+    for step in range(3):
+        run.train(batch(cell, seed=2 * step + dist.get_rank()))
+    run.check_given_out()
+    assert total(run.reads.wrong) > 0
+    assert total(len(run.faults)) > 0
+
+
+def hard_cases() -> dict[str, tuple[Callable[[Any], None], Any]]:
+    found: dict[str, tuple[Callable[[Any], None], Any]] = {}
+    for name in ("row_wise", "column_wise", "two_shards", "table_wise_one_rank", "mixed", "ec_row_wise"):
+        found[f"batches, {name}"] = check_batches, name
+        found[f"orders, {name}"] = check_orders, name
+    for name in ("table_wise", "row_wise", "column_wise"):
+        found[f"ids outside, {name}"] = check_outside, name
+        found[f"loads, {name}"] = check_loads, name
+        found[f"without an enforcer, {name}"] = check_without, name
+    for name, generator in (("row_wise", row_wise()), ("column_wise", column_wise(ranks=[0, 1]))):
+        found[f"weighted, {name}"] = check_weighted, generator
+        found[f"pipeline, {name}"] = check_pipeline, {"a": generator, "b": table_wise(rank=1)}
+    return found
+
+
+def cases(world: int) -> dict[str, tuple[Callable[[Any], None], Any]]:
+    """What a world runs, by name."""
+    trained = {name: (check_training, (name, world, i + world)) for i, name in enumerate(trained_cells(world))}
+    return {**trained, **(hard_cases() if world == 2 else {})}
+
+
+def run_all(world: int) -> dict[str, str | None]:
+    quiet()
+    torch.set_num_threads(1)
+    return run_cases(cases(world), lambda case: case[0](case[1]))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[[int], list[dict[str, str | None]]]:
+    known: dict[int, list[dict[str, str | None]]] = {}
+
+    def of(world: int) -> list[dict[str, str | None]]:
+        if world not in known:
+            known[world] = run_ranks(world, run_all, world, timeout=200, local_world_size=LOCAL[world])
+        return known[world]
+
+    return of
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in LOCAL for name in cases(world)])
+def test_removed_weights_are_zero(
+    outcomes: Callable[[int], list[dict[str, str | None]]], world: int, name: str
+) -> None:
+    check_outcomes(outcomes(world), name)
