@@ -40,7 +40,7 @@ pytestmark = pytest.mark.dist
 FUSED = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 BLOCKS: tuple[tuple[int, Any], ...] = ((1, ROW), (1, 4), (2, 3))
 LONG = ("mixed", "row_wise", "two_shards")
-"""Cells that train for 50 steps; the others for 16, because a world of 4 shares two cores."""
+"""Cells that train for 50 steps; the others for 15, because a world of 4 shares two cores."""
 
 
 def check_training(case: tuple[str, int, int]) -> None:
@@ -50,7 +50,7 @@ def check_training(case: tuple[str, int, int]) -> None:
     half = cell.data_type is not DataType.FP32
     fused = torch.optim.SGD if half else FUSED[turn % 3]
     model = build(cell, fused, {"lr": 0.02 if half else 0.1})
-    steps, every = (50, 5) if name in LONG else (16, 3)
+    steps, every = (50, 5) if name in LONG else (15, 3)
     run = Run(model, BLOCKS[turn // 3 % 3], ("L1", "L2")[turn % 2], every=every, steps=steps - every)
     for step in range(steps):
         run.train(batch(cell, seed=step * world + dist.get_rank()))
