@@ -17,13 +17,25 @@ from torch import Tensor
 from dist_sparse.bits import pack, positions, unpack
 from dist_sparse.shards import Block, Grid, Rect, grid_of
 
-__all__ = ["BlockMask"]
+__all__ = ["BlockMask", "wide"]
 
 _CHUNK = 1 << 20
 """Elements expanded at a time."""
 
 _WRITTEN = 1 << 15
 """Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much."""
+
+
+def wide(matrix: Tensor) -> Tensor:
+    """The same memory as a contiguous ``matrix``, in words of up to 16 bytes, so that its rows have fewer of them.
+
+    For filling rows with zeros and copying them: torch does both word by word.
+    """
+    size, start = matrix.element_size(), matrix.storage_offset() * matrix.element_size()
+    for dtype in (torch.complex128, torch.int64):
+        if all(count % dtype.itemsize == 0 for count in (matrix.shape[1] * size, start, matrix.data_ptr())):
+            return matrix.view(dtype)
+    return matrix
 
 
 @dataclass
@@ -142,12 +154,13 @@ class BlockMask:
         width = self.rect.cols if self.grid.cols == 1 else self.block[1]
         whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
         if self.block[0] == 1 and whole and live.is_contiguous():
+            by_block = wide(live.view(-1, width))
             for start in range(0, gone.numel(), _WRITTEN):
                 part = gone[start : start + _WRITTEN]
                 blocks = positions(part)
                 if blocks.numel():
                     blocks += start * 8
-                    live.view(-1, width).index_fill_(0, blocks[blocks < self.blocks], 0)
+                    by_block.index_fill_(0, blocks[blocks < self.blocks], 0)
             return
         for rows, kept in self.element_chunks(~gone, skip=0xFF):
             live[rows].masked_fill_(~kept, 0)

@@ -296,7 +296,10 @@ class MaskEnforcer:
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of a 2-D model's ``sync()``: what one copy has revived must not get into the others."""
         self.settle()
-        return sync(*args, **kwargs)
+        done = sync(*args, **kwargs)
+        for kernel in self._kernels():
+            kernel.note_writes()
+        return done
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for kernel in self._kernels():

@@ -57,6 +57,7 @@ class Kernel:
         self._mask, self._version = mask, version
         self._features: list[int] = list(self._batch.feature_table_map)
         self._known: tuple[int, ...] = ()
+        self._written = self._writes()
         self._slots: list[Slot | None] = []
         self._lookup: Lookup = TorchLookup([])
         views = self._batch.split_embedding_weights()
@@ -85,9 +86,10 @@ class Kernel:
 
     def settle(self) -> None:
         """Makes all unsettled rows true to their masks."""
+        slots = self._current()
         if not self._unsettled:
             return
-        for table, slot in enumerate(self._current()):
+        for table, slot in enumerate(slots):
             for rows in self._unsettled.take(table):
                 if slot is not None and slot.mask.removes:
                     settle_rows(slot.weight, slot.mask, rows)
@@ -98,11 +100,27 @@ class Kernel:
         for slot in self._current():
             if slot is not None and slot.mask.removes:
                 slot.mask.apply_(slot.weight)
+        for table in range(len(self.places)):
+            self._unsettled.forget(table)
+        self._unsettled.none_left()
 
     def unsettle(self) -> None:
         """Takes every row for unsettled, after someone has written weights."""
+        self.note_writes()
         for table in range(len(self.places)):
             self._unsettled.add_all(table)
+
+    def note_writes(self) -> None:
+        """Takes the weights for true to what is noted, whoever has written them."""
+        self._written = self._writes()
+
+    def _storages(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._batch.weights_dev, self._batch.weights_host, self._batch.weights_uvm
+
+    def _writes(self) -> int:
+        """Counts the writes that torch has seen: all but FBGEMM's own, which its backward announces, and those through
+        ``.data``."""
+        return sum(storage._version for storage in self._storages())
 
     def reset(self) -> None:
         """Sets the optimizer state of what is removed to its initial value, zero."""
@@ -114,15 +132,18 @@ class Kernel:
     def _current(self) -> list[Slot | None]:
         """The live weights and masks of this moment, one for each table. Both are replaced now and then."""
         batch = self._batch
-        known = self._version(), *(w.data_ptr() for w in (batch.weights_dev, batch.weights_host, batch.weights_uvm))
+        known = self._version(), *(w.data_ptr() for w in self._storages())
         if known != self._known:
             views = batch.split_embedding_weights()
             self._slots = [
                 None if place is None else Slot(view.data, self._mask(place))
                 for place, view in zip(self.places, views, strict=True)
             ]
-            self._lookup = lookup_on(views[0].device)([self._slots[table] for table in self._features])
+            slots = [self._slots[table] for table in self._features]
+            self._lookup = lookup_on(views[0].device, slots, self._unsettled)
             self._known = known
+        if self._writes() != self._written:
+            self.unsettle()
         return self._slots
 
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> None:

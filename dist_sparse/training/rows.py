@@ -17,9 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.masks import BlockMask
+from dist_sparse.masks import BlockMask, wide
+from dist_sparse.training.unsettled import UnsettledRows, in_table
 
-__all__ = ["Lookup", "Slot", "TorchLookup", "in_table", "lookup_on", "settle_rows"]
+__all__ = ["Lookup", "Slot", "TorchLookup", "lookup_on", "settle_rows"]
 
 _CHUNK = 1 << 18
 """Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
@@ -60,39 +61,33 @@ class Lookup(Protocol):
 class TorchLookup:
     """A :class:`Lookup` made of torch's own operations."""
 
-    def __init__(self, slots: Sequence[Slot | None]) -> None:
+    def __init__(self, slots: Sequence[Slot | None], unsettled: UnsettledRows | None = None) -> None:
+        """With ``unsettled``, only rows that are noted there are looked at, and are settled afterwards."""
         self._slots = [slot if slot is not None and slot.mask.removes else None for slot in slots]
+        self._unsettled = unsettled
         self.needed = any(slot is not None for slot in self._slots)
 
     def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         if isinstance(ends, Tensor):
             ends = ends.tolist()
-        for slot, (start, stop) in zip(self._slots, pairwise(ends), strict=True):
+        for feature, (slot, (start, stop)) in enumerate(zip(self._slots, pairwise(ends), strict=True)):
             if slot is None or start == stop:
                 continue
-            if stop - start >= slot.mask.rect.rows:
+            if self._unsettled is not None:
+                settle_rows(slot.weight, slot.mask, self._unsettled.take_of(feature, ids[start:stop]))
+            elif stop - start >= slot.mask.rect.rows:
                 slot.mask.apply_(slot.weight)
             else:
                 settle_rows(slot.weight, slot.mask, in_table(ids[start:stop], slot.mask.rect.rows))
 
 
-def lookup_on(device: torch.device) -> type[Lookup]:
-    """The form of :class:`Lookup` for a device: Triton's on CUDA, where it is installed (as it is with torch's CUDA
-    builds)."""
+def lookup_on(device: torch.device, slots: Sequence[Slot | None], unsettled: UnsettledRows) -> Lookup:
+    """The form for a device. On CUDA it is Triton's, where that is installed (as it is with torch's CUDA builds): one
+    launch for all ids, settled or not, costs less there than to find out which are not."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         form: type[Lookup] = importlib.import_module("dist_sparse.training.rows_triton").TritonLookup
-        return form
-    return TorchLookup
-
-
-def in_table(ids: Tensor, rows: int) -> Tensor:
-    """``ids`` as int64, with 0 for those outside ``[0, rows)``."""
-    ids = ids.long()
-    if ids.is_cpu:  # reading two numbers is quicker than three more passes, where that does not wait for a device
-        least, most = ids.aminmax()
-        if int(least) >= 0 and int(most) < rows:
-            return ids
-    return torch.where((ids < 0) | (ids >= rows), 0, ids)
+        return form(slots)
+    return TorchLookup(slots, unsettled)
 
 
 def settle_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
@@ -109,12 +104,14 @@ def settle_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
         block_rows = (rows + mask.rect.row) // mask.block[0] - mask.grid.row
     if mask.grid.cols == 1:
         kept = mask.bits.index_select(0, block_rows >> 3) >> (block_rows & 7).to(torch.uint8)
-        live.index_fill_(0, rows.masked_select((kept & 1) == 0), 0)
+        wide(live).index_fill_(0, rows.masked_select((kept & 1) == 0), 0)
         return
-    words = live.view(_WORDS[live.element_size()])
+    table, word = wide(live), _WORDS[live.element_size()]
     step = max(1, _CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
-        words.index_copy_(0, some, words.index_select(0, some).bitwise_and_(_words(mask, blocks, words.dtype)))
+        read = table.index_select(0, some)
+        read.view(word).bitwise_and_(_words(mask, blocks, word))
+        table.index_copy_(0, some, read)
 
 
 def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,11 +11,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dist_sparse.training.rows import in_table
-
-__all__ = ["UnsettledRows"]
+__all__ = ["UnsettledRows", "in_table"]
 
 _CHUNK = 1 << 20
+
+
+def in_table(ids: Tensor, rows: int) -> Tensor:
+    """``ids`` as int64, with 0 for those outside ``[0, rows)``: FBGEMM's bounds check makes that of them."""
+    ids = ids.long()
+    if ids.is_cpu:  # reading two numbers is quicker than three more passes, where that does not wait for a device
+        least, most = ids.aminmax()
+        if int(least) >= 0 and int(most) < rows:
+            return ids
+    return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
 
 class UnsettledRows:
@@ -70,6 +78,23 @@ class UnsettledRows:
                 word, byte = words[first + touched].view(torch.uint8).view(-1, 8).nonzero().unbind(1)
                 yield (first + touched[word]) * 8 + byte
         noted.zero_()
+
+    def forget(self, table: int) -> None:
+        """Takes every row of a table for settled."""
+        self._of(table).zero_()
+
+    def take_of(self, feature: int, ids: Tensor) -> Tensor:
+        """Those of the ``ids`` of one feature whose rows are unsettled, int64, as often as they are there; they are
+        settled afterwards."""
+        table = self._features[feature]
+        noted = self._of(table)
+        if ids.numel() >= self._rows[table]:
+            rows = noted.nonzero().flatten()
+        else:
+            rows = in_table(ids, self._rows[table])
+            rows = rows.masked_select(noted.view(torch.bool).index_select(0, rows))
+        noted.index_fill_(0, rows, 0)
+        return rows
 
     def none_left(self) -> None:
         """After every table was taken."""

@@ -28,7 +28,7 @@ from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset
 from dlrm.model import DIM, sharding_of
 from dlrm.options import parse, started_world
-from dlrm.report import runs_table, tables_table
+from dlrm.report import overhead, runs_table, tables_table
 from dlrm.train import Result, Settings, Sparsity, run
 
 _TIMEOUT = timedelta(minutes=5)
@@ -78,6 +78,7 @@ def main(options: argparse.Namespace) -> None:
     block = ",".join(map(str, options.block))
     say(f"\nTables of the sparsified run (block {block}, {options.norm})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
+    say(f"\n{overhead(sparse)}")
 
 
 def shrunk(dataset: Dataset, sparse: Result) -> Dataset:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dlrm.train import Result, TableRow
 
-__all__ = ["runs_table", "tables_table"]
+__all__ = ["overhead", "runs_table", "tables_table"]
 
 
 def tables_table(tables: Sequence[TableRow]) -> str:
@@ -35,6 +35,15 @@ def runs_table(results: Sequence[Result]) -> str:
     head = ("run", "AUC", "NE", "table bytes", "ms/step")
     lines = [(r.name, f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results]
     return _aligned(head, lines, left=(0,))
+
+
+def overhead(sparse: Result) -> str:
+    """What sparsity cost at each step, and what was checked at the end."""
+    return (
+        f"Sparsity took {sparse.enforce_ms + sparse.masks_ms:.2f} of {sparse.ms_per_step:.1f} ms a step: "
+        f"{sparse.enforce_ms:.2f} ms to keep removed weights at 0, {sparse.masks_ms:.2f} ms to move the masks.\n"
+        f"Read at the end: all {sparse.removed} removed weights are 0."
+    )
 
 
 def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:

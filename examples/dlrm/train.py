@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.metrics.auc import compute_auc
 from torchrec.metrics.ne import compute_ne, get_ne_states
 from tqdm import tqdm
 
-from dist_sparse import CubicDataScheduler, DataNormSparsifier
+from dist_sparse import CubicDataScheduler, DataNormSparsifier, MaskEnforcer
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import ShardedModel, build
 
@@ -79,18 +80,24 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run came to. ``table_bytes`` are the weights that are left, masks not counted."""
+    """What one run came to. ``table_bytes`` are the weights that are left, masks not counted; ``enforce_ms`` and
+    ``masks_ms`` the part of ``ms_per_step`` that goes into keeping removed weights at zero and into moving masks;
+    ``removed`` the weights that were read at the end and found to be 0."""
 
     name: str
     auc: float
     ne: float
     table_bytes: int
     ms_per_step: float
+    enforce_ms: float = 0.0
+    masks_ms: float = 0.0
+    removed: int = 0
     tables: list[TableRow] = field(default_factory=list)
 
 
 class Sparsification:
-    """The sparsifier of a run and its schedule. Collective: every rank must make one, and call it at every step."""
+    """The sparsifier of a run, its enforcer and its schedule. Collective: every rank must make one, and call it at
+    every step."""
 
     def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
         small = [name for name, (rows, _) in sharded.tables.items() if rows < MIN_ROWS]
@@ -103,12 +110,40 @@ class Sparsification:
         self.scheduler = CubicDataScheduler(
             self.sparsifier, "sparsity_level", final=sparsity.level, begin=begin, end=end, every=sparsity.every
         )
+        self.enforcer = MaskEnforcer(self.sparsifier).attach(sharded.optimizer)
+        self.masks_seconds = 0.0
 
     def step(self) -> None:
-        """Zeroes removed weights again, which the optimizer has moved; then the masks, when due; then the schedule."""
-        self.sparsifier.apply_masks()
+        """Moves the masks when that is due, then the schedule."""
+        started = time.perf_counter()
         self.sparsifier.step()
         self.scheduler.step()
+        self.masks_seconds += time.perf_counter() - started
+
+    def check_zeros(self, sharded: ShardedModel) -> int:
+        """Reads the tables where TorchRec has them: every weight that the masks remove must be 0. Collective.
+
+        Returns:
+            How many weights are removed, over all ranks, replicas counted each.
+
+        Raises:
+            AssertionError: one is not 0.
+        """
+        removed = 0
+        for fqn, weight in sharded.model.state_dict().items():
+            name = fqn.split(".")[-2]
+            if ".embedding_bags." not in fqn or name not in self.sparsifier.data_groups:
+                continue
+            pieces = {(0, 0): weight}
+            if isinstance(weight, ShardedTensor):
+                pieces = {tuple(s.metadata.shard_offsets): s.tensor for s in weight.local_shards()}
+            for offset, mask in self.sparsifier.local_masks(name):
+                revived = int((pieces[offset][mask == 0] != 0).sum())
+                assert revived == 0, f"{revived} removed weights of {name} are not 0 on rank {dist.get_rank()}"
+                removed += int((mask == 0).sum())
+        total = torch.tensor(removed)
+        dist.all_reduce(total)
+        return int(total)
 
     @property
     def level(self) -> float:
@@ -149,12 +184,26 @@ def run(name: str, dataset: Dataset, settings: Settings, sparsity: Sparsity | No
 
     sharded.model.train()
     ms_per_step = _train(name, pipeline, _epochs(dataset, settings), steps, settings.rank, sparsification)
+    spent = (0.0, 0.0)
+    if sparsification is not None:
+        spent = (sparsification.enforcer.seconds, sparsification.masks_seconds)
     sharded.model.eval()
     auc, ne = _test(pipeline, dataset, settings)
 
     tables = [] if sparsification is None else sparsification.tables(sharded)
+    removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
-    return Result(name=name, auc=auc, ne=ne, table_bytes=table_bytes, ms_per_step=ms_per_step, tables=tables)
+    return Result(
+        name=name,
+        auc=auc,
+        ne=ne,
+        table_bytes=table_bytes,
+        ms_per_step=ms_per_step,
+        enforce_ms=1000 * spent[0] / steps,
+        masks_ms=1000 * spent[1] / steps,
+        removed=removed,
+        tables=tables,
+    )
 
 
 def _epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
