@@ -19,7 +19,8 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
-from tests.dist.cells import LOCAL, Cell, TableSpec, batch, build, set_weights, weights
+from dist_sparse.groups import set_timeout
+from tests.dist.cells import LOCAL, Cell, TableSpec, batch, build, cells, set_weights, weights
 from tests.dist.enforcing import (
     SMALL,
     Run,
@@ -34,13 +35,14 @@ from tests.dist.enforcing import (
 )
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import check_outcomes, quiet
+from tests.dist.test_reshard import moves, reshard
 
 pytestmark = pytest.mark.dist
 
 FUSED = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 BLOCKS: tuple[tuple[int, Any], ...] = ((1, ROW), (1, 4), (2, 3))
-LONG = ("mixed", "row_wise", "two_shards")
-"""Cells that train for 50 steps; the others for 15, because a world of 4 shares two cores."""
+LONG = {1: ("mixed", "two_shards"), 2: ("mixed", "row_wise", "two_shards"), 4: ("mixed", "row_wise")}
+"""By world the cells that train for 50 steps; the others do for 15."""
 
 
 def check_training(case: tuple[str, int, int]) -> None:
@@ -50,7 +52,7 @@ def check_training(case: tuple[str, int, int]) -> None:
     half = cell.data_type is not DataType.FP32
     fused = torch.optim.SGD if half else FUSED[turn % 3]
     model = build(cell, fused, {"lr": 0.02 if half else 0.1})
-    steps, every = (50, 5) if name in LONG else (15, 3)
+    steps, every = (50, 5) if name in LONG[world] else (15, 3)
     run = Run(model, BLOCKS[turn // 3 % 3], ("L1", "L2")[turn % 2], every=every, steps=steps - every)
     for step in range(steps):
         run.train(batch(cell, seed=step * world + dist.get_rank()))
@@ -60,7 +62,7 @@ def check_training(case: tuple[str, int, int]) -> None:
         elif step == steps // 2 - 1:
             run.check_reads(revived=cell.fused)
     run.check_reads(revived=cell.fused)
-    assert run.moves == (10 if name in LONG else 5)
+    assert run.moves == (10 if name in LONG[world] else 5)
     assert run.sparsifier.data_groups["wide" if "wide" in run.names else "user"]["sparsity_level"] == 0.8
 
 
@@ -228,6 +230,65 @@ def check_without(case: str) -> None:
     assert total(len(run.faults)) > 0
 
 
+def check_reshard(case: tuple[str, int, str]) -> None:
+    """Tables move between two steps; the next forward, or the next step, finds them."""
+    sharding, world, then = case
+    cell, move = moves(world)[sharding]
+    model = build(cell, torch.optim.SGD if then == "step" else RowWiseAdagrad, {"lr": 0.1})
+    run = Run(model, (1, 4))
+    run.move(0.5)
+    batches = [batch(cell, seed=world * step + dist.get_rank(), size=20) for step in range(4)]
+    run.train(batches[0])
+    reshard(model, move, world)
+    run.reads.follow(model)
+    if then == "step":
+        run.move(0.6)
+    with torch.no_grad():
+        model(batches[1])
+    for table, weight in run.raw().items():
+        assert not weight[run.reads.masks[table] == 0].any(), table
+    for features in batches:
+        run.train(features)
+    run.move(0.7)
+    run.train(batches[0])
+    run.check_given_out()
+    run.train(batches[1])
+    run.check_reads()
+
+
+def check_reshard_elsewhere(world: int) -> None:
+    """Tables move between two ranks of several; the others hold none, before and after."""
+    cell = cells(world)["table_wise_one_rank"]
+    model = build(cell, torch.optim.SGD, {"lr": 0.1})
+    run = Run(model, (1, 4))
+    run.move(0.5)
+    features = batch(cell, seed=dist.get_rank())
+    run.train(features)
+    reshard(model, {table.name: table_wise(rank=0) for table in cell.tables}, world)
+    run.reads.follow(model)
+    for _ in range(3):
+        run.train(features)
+    run.check_given_out()
+    run.check_reads()
+
+
+def check_reshard_twice(world: int) -> None:
+    """Two moves with nothing between them."""
+    cell, move = moves(world)["table_wise"]
+    model = build(cell, torch.optim.SGD, {"lr": 0.1})
+    run = Run(model, (1, 4))
+    run.move(0.5)
+    features = batch(cell, seed=dist.get_rank())
+    run.train(features)
+    for table, generator in move.items():
+        reshard(model, {table: generator}, world)
+    run.reads.follow(model)
+    for _ in range(3):
+        run.train(features)
+    run.check_given_out()
+    run.check_reads()
+
+
 def hard_cases() -> dict[str, tuple[Callable[[Any], None], Any]]:
     found: dict[str, tuple[Callable[[Any], None], Any]] = {}
     for name in ("row_wise", "column_wise", "two_shards", "table_wise_one_rank", "mixed", "ec_row_wise"):
@@ -246,11 +307,19 @@ def hard_cases() -> dict[str, tuple[Callable[[Any], None], Any]]:
 def cases(world: int) -> dict[str, tuple[Callable[[Any], None], Any]]:
     """What a world runs, by name."""
     trained = {name: (check_training, (name, world, i + world)) for i, name in enumerate(trained_cells(world))}
-    return {**trained, **(hard_cases() if world == 2 else {})}
+    moved: dict[str, tuple[Callable[[Any], None], Any]] = {}
+    for sharding in ("table_wise", "column_wise") if world > 1 else ():
+        for then in ("forward", "step"):
+            moved[f"reshard, {sharding}, then {then}"] = check_reshard, (sharding, world, then)
+    if world > 1:
+        moved["reshard, two in a row"] = check_reshard_twice, world
+        moved["reshard, between two of the ranks"] = check_reshard_elsewhere, world
+    return {**trained, **(hard_cases() if world == 2 else {}), **moved}
 
 
 def run_all(world: int) -> dict[str, str | None]:
     quiet()
+    set_timeout(25)
     torch.set_num_threads(1)
     return run_cases(cases(world), lambda case: case[0](case[1]))
 
