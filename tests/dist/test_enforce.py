@@ -181,10 +181,23 @@ def check_loads(name: str) -> None:
     run.move(0.5)
     for settled in (False, True):
         run.train(batch(cell, seed=dist.get_rank()))
+        run.enforcer.settle()
         model.load_state_dict(build(cell).state_dict())
         if settled:
             run.check_given_out()
         run.train(everything(cell.tables))
+    run.check_reads()
+
+
+def check_scores(name: str) -> None:
+    """Revived weights larger than all others do not count when masks are made."""
+    cell = trained_cells(2)[name]
+    run = Run(build(cell, torch.optim.SGD, {"lr": 1e4}), (1, 4))
+    run.move(0.5)
+    for level in (0.5, 0.6):
+        run.train(everything(cell.tables))
+        run.train(everything(cell.tables))
+        run.move(level)
     run.check_reads()
 
 
@@ -297,6 +310,7 @@ def hard_cases() -> dict[str, tuple[Callable[[Any], None], Any]]:
     for name in ("table_wise", "row_wise", "column_wise"):
         found[f"ids outside, {name}"] = check_outside, name
         found[f"loads, {name}"] = check_loads, name
+        found[f"scores, {name}"] = check_scores, name
         found[f"without an enforcer, {name}"] = check_without, name
     for name, generator in (("row_wise", row_wise()), ("column_wise", column_wise(ranks=[0, 1]))):
         found[f"weighted, {name}"] = check_weighted, generator
