@@ -52,6 +52,11 @@ def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], st
     error: Exception | None = None
     facts: dict[str, Any] = {}
     try:
+        if saved["state"] and sparsifier._enforcer is not None:
+            raise ValueError(
+                f"The state holds copies of the plain data {sorted(saved['state'])}, which would take the place of the "
+                "tensors that train: detach() the enforcer, load, add_data() the tensors again, and attach it."
+            )
         states = plain.masks_to(saved["state"], sparse=False)
         groups = copy.deepcopy(dict(saved["data_groups"]))
         if not strict:

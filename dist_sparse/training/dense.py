@@ -11,18 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.masks import BlockMask
-from dist_sparse.training.optimizer_state import reset_state
+from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.training.hooks import Hook
+from dist_sparse.training.optimizer_state import reset_state, state_of
 from dist_sparse.training.optimizers import leaves, local, same_storage, step_rows
 from dist_sparse.training.rows import settle_rows
 
 __all__ = ["DenseWeights", "Target"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Target:
     """A weight that an optimizer steps.
 
@@ -30,27 +32,49 @@ class Target:
         name: under which it is registered.
         weight: the live storage, as the mask has it.
         mask: gives the mask of this moment: packed bits, or dense for plain data.
-        trained: whether an optimizer is expected to step it.
+        parameter: what the model has of it, if anything.
+        owner: the module that has it, and its name there.
     """
 
     name: str
     weight: Tensor
     mask: Callable[[], BlockMask | Tensor]
-    trained: bool
+    parameter: Tensor | None = None
+    owner: tuple[nn.Module, str] | None = None
     steppers: list[tuple[torch.optim.Optimizer, Tensor]] = field(default_factory=list)
+    trained: bool = False
+    """Whether a gradient has come since :meth:`note`."""
     version: int = 0
+    hash: int | None = None
 
-    def note(self) -> None:
-        """Remembers what the weights are, so that later writes are seen."""
+    def note(self, *, hashed: bool = False) -> None:
+        """Remembers what the weights are, so that later writes are seen; ``hashed`` those too that torch does not
+        count, such as its fused optimizers'."""
         self.version = self._versions()
+        self.hash = hash_tensor(self.weight) if hashed else None
+        self.trained = False
 
-    @property
     def written(self) -> bool:
         """Whether somebody has written the weights since :meth:`note`."""
-        return self._versions() != self.version
+        return self._versions() != self.version or (self.hash is not None and hash_tensor(self.weight) != self.hash)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the model has other memory for the weight by now, or has begun to train it."""
+        if self.parameter is None:
+            return False
+        if self.owner is not None and self.owner[0]._parameters.get(self.owner[1]) is not self.parameter:
+            return True
+        if not self.steppers and self.parameter.requires_grad:
+            return True
+        here = local(self.parameter)
+        return here.untyped_storage().data_ptr() != self.weight.untyped_storage().data_ptr()
 
     def _versions(self) -> int:
-        return sum(local(parameter)._version for _, parameter in self.steppers)
+        counted = [parameter for _, parameter in self.steppers]
+        if not counted and self.parameter is not None:
+            counted = [self.parameter]
+        return sum(local(parameter)._version for parameter in counted)
 
 
 class DenseWeights:
@@ -66,75 +90,89 @@ class DenseWeights:
 
     def __init__(self, targets: Sequence[Target], optimizers: Sequence[Any]) -> None:
         self._targets = list(targets)
-        self._fired = self._forgiven = False
+        self._fired = self._loaded = False
         self._handles: list[RemovableHandle] = []
         self._leaves = list({id(leaf): leaf for each in optimizers for leaf in leaves(each)}.values())
         stepped = [(leaf, p) for leaf in self._leaves for group in leaf.param_groups for p in group["params"]]
         by_storage = same_storage([parameter for _, parameter in stepped])
         for target in self._targets:
             target.steppers = [stepped[i] for i in by_storage(target.weight)]
-            if target.trained and not target.steppers:
+            if target.parameter is not None and target.parameter.requires_grad and not target.steppers:
                 raise ValueError(
                     f"No optimizer given steps {target.name!r}, which requires a gradient: its removed weights would "
                     "come back unseen. Attach all optimizers, attach(first, second), or freeze it by "
                     "requires_grad_(False)."
                 )
-            target.note()
 
     def hook(self) -> None:
         """Begins to follow the optimizers' steps."""
-        self._handles = [leaf.register_step_post_hook(self._stepped) for leaf in self._leaves]
+        for leaf in self._leaves:
+            self._handles.append(leaf.register_step_pre_hook(Hook(self._before_step)))
+            self._handles.append(leaf.register_step_post_hook(Hook(self._stepped)))
+        for target in self._targets:
+            for _, parameter in target.steppers:
+                if parameter.is_leaf and parameter.requires_grad:
+                    hook = Hook(lambda _, target=target: setattr(target, "trained", True))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
 
     def unhook(self) -> None:
         """Ends it."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
 
-    def check_forward(self) -> None:
-        """Before a forward: what was written behind the optimizers' backs is settled.
+    @property
+    def replaced(self) -> bool:
+        """Whether the model has other memory for a weight by now."""
+        return any(target.replaced for target in self._targets)
+
+    def check(self) -> None:
+        """Settles what was written behind the optimizers' backs: by a load, by hand.
 
         Raises:
-            RuntimeError: weights were written, and no hook has fired since they were attached.
+            RuntimeError: it was written after a gradient came, and no step of the optimizers has been seen yet.
         """
         for target in self._targets:
-            if not target.written:
+            if not target.written():
                 continue
-            if not self._fired and not self._forgiven:
+            if target.trained and not self._fired and not self._loaded:
                 raise RuntimeError(
                     f"The weights of {target.name!r} have changed, but no step of the optimizers attached was seen: "
                     f"{[type(leaf).__name__ for leaf in self._leaves]}. Attach the optimizer whose step() is called; "
                     "after writing weights yourself, call enforcer.settle()."
                 )
             self._settle(target, None)
-        self._forgiven = False
+        self._loaded = False
 
-    def forgive(self) -> None:
+    def loaded(self) -> None:
         """After weights were loaded: takes the next change that it sees for that."""
-        self._forgiven = True
+        self._loaded = True
 
     def settle(self, *, all_of_them: bool = False) -> None:
         """Settles what was written behind the optimizers' backs, or everything."""
         for target in self._targets:
-            if all_of_them or target.written:
+            if all_of_them or target.written():
                 self._settle(target, None)
 
     def reset(self) -> None:
-        """Sets the optimizer state of what is removed to its initial value, zero."""
+        """Sets the optimizer state of what is removed to its initial value."""
         for target in self._targets:
-            mask = target.mask()
             for leaf, parameter in target.steppers:
-                state = leaf.state.get(parameter, {})
-                tensors = [local(value) for value in state.values() if isinstance(value, Tensor)]
-                shape = local(parameter).shape
-                # A 1-D parameter is registered as a matrix of one row.
-                reset_state(mask, [t.view_as(target.weight) if t.shape == shape else t for t in tensors])
+                reset_state(target.mask(), state_of(leaf, parameter, target.weight))
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._fired = True
         with torch.no_grad():
             for target in self._targets:
+                if target.written():  # not by this step, which may write a few rows only
+                    self._settle(target, None)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for target in self._targets:
                 for leaf, parameter in target.steppers:
-                    if leaf is optimizer and (parameter.grad is not None or target.written):
+                    if leaf is optimizer and (parameter.grad is not None or target.written()):
                         self._settle(target, step_rows(optimizer, parameter))
 
     def _settle(self, target: Target, rows: Tensor | None) -> None:
@@ -147,4 +185,4 @@ class DenseWeights:
                     settle_rows(target.weight, mask, rows)
         else:
             target.weight.data.masked_fill_(mask == 0, 0)
-        target.note()
+        target.note(hashed=not self._fired and bool(target.steppers))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.masks import BlockMask
+from dist_sparse.shards import ShardedData
 from dist_sparse.sparsifiers import plain
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.training.dense import DenseWeights, Target
+from dist_sparse.training.hooks import Hook
 from dist_sparse.training.lookups import Kernel, Place
 from dist_sparse.training.optimizers import same_storage
 
@@ -95,7 +97,11 @@ class MaskEnforcer:
             raise ValueError("Another enforcer is attached to this sparsifier: call its detach() first.")
         if not self._sparsifier.data_groups:
             raise ValueError("Nothing is registered yet: call add_model() or add_data() before attach().")
-        self._look_up(optimizers)
+        try:
+            self._look_up(optimizers)
+        except BaseException:
+            self._let_go()
+            raise
         self._optimizers = optimizers
         self._sparsifier._enforcer = self
         return self
@@ -129,14 +135,7 @@ class MaskEnforcer:
                 every rank comes first. RuntimeError: it is not attached.
         """
         self._attached_only()
-        if self._stale():
-            moved = self._sparsifier._tables.moved(self._sparsifier._tables.locate())
-            if moved:
-                raise ValueError(
-                    f"The shards of the tables {moved} have moved since their masks were last used: run a forward, "
-                    "step() or apply_masks() on every rank first."
-                )
-            self.renew()
+        if self._renewed_if_stale():
             return
         started = time.perf_counter()
         with torch.no_grad():
@@ -145,8 +144,24 @@ class MaskEnforcer:
             self._dense.settle()
         self._seconds += time.perf_counter() - started
 
+    def _renewed_if_stale(self) -> bool:
+        """Looks everything up anew if something was replaced; whoever calls it may be alone, so masks must not move."""
+        if self._stale():
+            moved = self._sparsifier._tables.moved(self._sparsifier._tables.locate())
+            if moved:
+                raise ValueError(
+                    f"The shards of the tables {moved} have moved since their masks were last used: run a forward, "
+                    "step() or apply_masks() on every rank first."
+                )
+            self.renew()
+            return True
+        return False
+
     def begin_step(self) -> None:
         """The sparsifier calls it before masks move."""
+        self._renewed_if_stale()
+        with torch.no_grad():
+            self._dense.check()
         self.settle()
         if self._reset:
             self._reset_states()
@@ -192,14 +207,7 @@ class MaskEnforcer:
                 places[shard.tensor.data_ptr(), tuple(shard.tensor.shape)] = Place(name, number)
         collections = list(self._find_collections(models, places))
         fused = {place for _, kernels in collections for kernel in kernels for place in kernel.places if place}
-        trained = same_storage([p for model in models for p in model.parameters() if p.requires_grad])
-        targets = [
-            Target(name, shard.tensor, partial(self._mask, Place(name, number)), bool(trained(shard.tensor)))
-            for name, data in located.items()
-            for number, shard in enumerate(data.shards)
-            if Place(name, number) not in fused
-        ]
-        targets += self._plain_targets()
+        targets = [*self._packed_targets(models, located, fused), *self._plain_targets()]
         dense = DenseWeights(targets, optimizers)
         tables.follow(located)
         self._seconds = self.seconds
@@ -229,14 +237,30 @@ class MaskEnforcer:
                 kernels.append(Kernel(kernel, found, self._mask, lambda: tables.version))
             yield module, kernels
 
+    def _packed_targets(
+        self, models: list[nn.Module], located: Mapping[str, ShardedData], fused: set[Place]
+    ) -> Iterator[Target]:
+        """The shards that no fused optimizer writes."""
+        modules = {id(module): module for model in models for module in model.modules()}.values()
+        owners = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+        owning = same_storage([parameter for _, _, parameter in owners])
+        for name, data in located.items():
+            for number, shard in enumerate(data.shards):
+                place = Place(name, number)
+                if place not in fused:
+                    target = Target(name, shard.tensor, partial(self._mask, place))
+                    for i in owning(shard.tensor)[:1]:
+                        module, attribute, target.parameter = owners[i]
+                        target.owner = module, attribute
+                    yield target
+
     def _plain_targets(self) -> Iterator[Target]:
         """Plain data that is not squashed."""
         container = self._sparsifier._container
         for name in self._sparsifier.state:
             if plain.is_attached(container, name):
                 weight = plain.original(container, name)
-                trained = weight.requires_grad and weight.is_leaf
-                yield Target(name, weight.data, partial(self._plain_mask, name), trained)
+                yield Target(name, weight.data, partial(self._plain_mask, name), weight if weight.is_leaf else None)
 
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier._tables.masks(place.name)[place.number]
@@ -251,17 +275,17 @@ class MaskEnforcer:
             kernel.hook()
         for module, kernels in self._collections:
             self._handles += [
-                module.register_forward_pre_hook(partial(self._before_forward, kernels)),
-                module.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
+                module.register_forward_pre_hook(Hook(partial(self._before_forward, kernels))),
+                module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
             ]
         for model in models:
-            self._handles.append(model.register_forward_pre_hook(self._before_model))
+            self._handles.append(model.register_forward_pre_hook(Hook(self._before_model)))
             if self._torchrec is not None and self._torchrec.averages(model):
                 model.sync = partial(self._before_average, model.sync)  # type: ignore[arg-type, assignment]
                 self._averaging.append(model)
         # TorchRec loads collections by themselves, so that the model's own hook may not fire.
         for module in {id(m): m for m in (*models, *(module for module, _ in self._collections))}.values():
-            handle = module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
+            handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
     def _let_go(self) -> None:
@@ -276,8 +300,9 @@ class MaskEnforcer:
         self._collections, self._dense = [], DenseWeights([], [])
 
     def _stale(self) -> bool:
-        """Whether TorchRec has replaced kernels, as ``DistributedModelParallel.reshard`` does."""
-        return any(self._replaced(module, kernels) for module, kernels in self._collections)
+        """Whether something was replaced: kernels, as by ``DistributedModelParallel.reshard``, or parameters, as by
+        loading with ``assign=True``."""
+        return self._dense.replaced or any(self._replaced(module, kernels) for module, kernels in self._collections)
 
     def _replaced(self, module: nn.Module, kernels: list[Kernel]) -> bool:
         return [kernel.module for kernel in kernels] != list(self._torchrec.fused_kernels(module))
@@ -287,8 +312,10 @@ class MaskEnforcer:
             self.renew()
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
+        if self._dense.replaced:
+            self.renew()
         with torch.no_grad():
-            self._dense.check_forward()
+            self._dense.check()
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.settle()
@@ -304,7 +331,7 @@ class MaskEnforcer:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for kernel in self._kernels():
             kernel.unsettle()
-        self._dense.forgive()
+        self._dense.loaded()
 
 
 def _check_not_compiled(model: nn.Module) -> None:

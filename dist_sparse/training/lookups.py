@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.masks import BlockMask
+from dist_sparse.training.hooks import Hook
 from dist_sparse.training.optimizer_state import reset_state
 from dist_sparse.training.rows import Lookup, Slot, TorchLookup, lookup_on, settle_rows
 from dist_sparse.training.unsettled import UnsettledRows
@@ -68,8 +69,8 @@ class Kernel:
     def hook(self) -> None:
         """Begins to follow lookups, backwards, and what FBGEMM writes beside them."""
         self._handles = [
-            self.module.register_forward_pre_hook(self._before_lookup),
-            self.module.register_forward_hook(self._after_lookup),
+            self.module.register_forward_pre_hook(Hook(self._before_lookup)),
+            self.module.register_forward_hook(Hook(self._after_lookup)),
         ]
         for method, optimizer in _WHOLE_WRITERS.items():
             if self._batch.optimizer.name == optimizer:
@@ -127,7 +128,7 @@ class Kernel:
         states = self._batch.split_optimizer_states()
         for slot, of_table in zip(self._current(), states or [()] * len(self.places), strict=True):
             if slot is not None:
-                reset_state(slot.mask, of_table)
+                reset_state(slot.mask, [(state, 0.0) for state in of_table])
 
     def _current(self) -> list[Slot | None]:
         """The live weights and masks of this moment, one for each table. Both are replaced now and then."""

@@ -30,10 +30,13 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield from leaves(optimizer._optimizer)
     elif any(kind.__name__ == "FusedOptimizer" for kind in type(optimizer).__mro__):
         return
-    elif isinstance(optimizer, torch.optim.Optimizer):
+    elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks"):
         yield optimizer
     else:
-        raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer.")
+        raise ValueError(
+            f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer whose constructor "
+            "has run, or a wrapper with such a one in _optimizer; hooks behind its step() do the work."
+        )
 
 
 def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:

@@ -40,7 +40,7 @@ class UnsettledRows:
         self._starts = [0]
         for count in rows:
             self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
-        self._noted = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
+        self._noted = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)  # the last is for nobody
         self._any = False
         self._of_features: tuple[Tensor, Tensor] | None = None
 
@@ -110,6 +110,9 @@ class UnsettledRows:
             rows = torch.tensor([self._rows[table] for table in self._features], device=ids.device)
             self._of_features = starts, rows
         starts, rows = self._of_features
-        feature = torch.bucketize(torch.arange(ids.numel(), device=ids.device), ends[1:].long(), right=True)
-        ids, rows = ids.long(), rows[feature]
-        self._noted.index_fill_(0, starts[feature] + torch.where((ids < 0) | (ids >= rows), 0, ids), 1)
+        places = torch.arange(ids.numel(), device=ids.device)
+        feature = torch.bucketize(places, ends.long(), right=True) - 1
+        nobodys = (feature < 0) | (feature >= len(self._features))
+        feature, ids = torch.where(nobodys, 0, feature), ids.long()
+        noted = starts[feature] + torch.where((ids < 0) | (ids >= rows[feature]), 0, ids)
+        self._noted.index_fill_(0, torch.where(nobodys, self._starts[-1], noted), 1)
