@@ -179,7 +179,38 @@ class TestTorchLookup:
             TorchLookup([slot, slot])(torch.tensor([1, 2]), [0, 2])
 
     def test_the_form_of_a_cpu(self) -> None:
-        assert lookup_on(CPU) is TorchLookup
+        assert isinstance(lookup_on(CPU, [], UnsettledRows([], [], CPU)), TorchLookup)
+
+    @settings(max_examples=150, deadline=None)
+    @given(lookups(), st.data())
+    def test_only_rows_that_are_unsettled(
+        self, drawn: tuple[list[Slot | None], Tensor, list[int]], data: st.DataObject
+    ) -> None:
+        """What is read of the rows noted is settled once; at least as many ids as rows may settle all that are."""
+        slots, ids, ends = drawn
+        tables = list({id(slot): slot for slot in slots}.values())
+        rows = [10 if slot is None else slot.mask.rect.rows for slot in tables]
+        features = [next(i for i, slot in enumerate(tables) if slot is of_feature) for of_feature in slots]
+        noted = [data.draw(st.sets(st.integers(0, count - 1))) for count in rows]
+        unsettled = UnsettledRows(rows, list(range(len(rows))) + features, CPU)
+        start = [0, *torch.tensor([len(of_table) for of_table in noted]).cumsum(0).tolist()]
+        unsettled.add(
+            torch.tensor([row for of_table in noted for row in sorted(of_table)]), start + start[-1:] * len(features)
+        )
+
+        read: list[set[int]] = [set() for _ in rows]
+        for table, (first, stop) in zip(features, pairwise(ends), strict=True):
+            if tables[table] is not None and TorchLookup([tables[table]]).needed:
+                everything = range(rows[table]) if stop - first >= rows[table] else ()
+                read[table].update(of_table(ids[first:stop].tolist(), rows[table]), everything)
+        settled = [found & of_table for found, of_table in zip(read, noted, strict=True)]
+        want = [slot and expected(slot, sorted(each)) for slot, each in zip(tables, settled, strict=True)]
+        none = [None] * len(rows)  # the features by which rows were noted
+        TorchLookup([*none, *slots], unsettled)(ids, [0] * len(rows) + ends)
+        for table, slot in enumerate(tables):
+            assert slot is None or torch.equal(words(slot.weight), want[table])
+            left = [row for part in unsettled.take(table) for row in part.tolist()]
+            assert left == sorted(noted[table] - settled[table])
 
 
 @st.composite
@@ -237,6 +268,13 @@ class TestUnsettledRows:
             list(range(17)),
         ]
 
+    def test_forgotten_tables(self) -> None:
+        unsettled = UnsettledRows([9, 17], [0, 1], CPU)
+        unsettled.add_all(0)
+        unsettled.add_all(1)
+        unsettled.forget(0)
+        assert list(unsettled.take(0)) == [] and torch.cat(list(unsettled.take(1))).tolist() == list(range(17))
+
     def test_tables_of_more_rows_than_are_taken_at_a_time(self) -> None:
         count = (1 << 20) * 2 + 13
         unsettled = UnsettledRows([5, count, 8], [1], CPU)
@@ -265,32 +303,32 @@ class TestUnsettledRows:
 
 class TestResetState:
     @settings(max_examples=100, deadline=None)
-    @given(shards())
-    def test_by_definition(self, slot: Slot) -> None:
+    @given(shards(), st.sampled_from([0.0, 0.5]))
+    def test_by_definition(self, slot: Slot, initial: float) -> None:
         rect, kept = slot.mask.rect, kept_by(slot.mask)
         by_element = torch.randn(rect.rows, rect.cols).fill_diagonal_(torch.nan)
         by_row, by_column_of_rows = torch.rand(rect.rows) + 1, torch.rand(rect.rows, 1) + 1
         step, others = torch.tensor(5.0), torch.ones(rect.rows + 1)
         was = by_element.clone(), by_row.clone(), by_column_of_rows.clone()
-        reset_state(slot.mask, [by_element, step, by_row, others, by_column_of_rows])
+        reset_state(slot.mask, [(state, initial) for state in (by_element, step, by_row, others, by_column_of_rows)])
 
-        want = torch.where(kept, was[0], 0.0)
+        want = torch.where(kept, was[0], initial)
         assert torch.equal(by_element.view(torch.int32), want.view(torch.int32))
         some = kept.any(dim=1)
-        assert torch.equal(by_row, torch.where(some, was[1], 0.0))
+        assert torch.equal(by_row, torch.where(some, was[1], initial))
         if rect.cols > 1:  # of one column, (rows, 1) is state by element, which is the same
-            assert torch.equal(by_column_of_rows, torch.where(some[:, None], was[2], 0.0))
+            assert torch.equal(by_column_of_rows, torch.where(some[:, None], was[2], initial))
         assert step.item() == 5 and others.eq(1).all()
 
     def test_plain_data(self) -> None:
         mask = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
         by_element, others = torch.full((2, 3), torch.nan), torch.ones(3)
-        reset_state(mask, [by_element, others, torch.tensor(3.0)])
+        reset_state(mask, [(by_element, 0.0), (others, 0.0), (torch.tensor(3.0), 0.0)])
         assert torch.equal(by_element == 0, mask == 0) and others.eq(1).all()
 
     def test_plain_data_by_rows(self) -> None:
         """Row-wise Adagrad's state belongs to rows of plain data as well."""
         mask = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
         by_row = torch.ones(2, 1)
-        reset_state(mask, [by_row])
+        reset_state(mask, [(by_row, 0.0)])
         assert by_row.flatten().tolist() == [1, 0]

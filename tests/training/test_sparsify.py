@@ -268,11 +268,14 @@ class TestWhileAttached:
         check_zero(model, sparsifier)
         self.check_next(model, sparsifier, optimizers)
 
-    def test_the_sparsifier_of_plain_data_is_loaded(self) -> None:
-        """The weights that train stay those that are enforced."""
-        model, sparsifier, optimizers, _ = attached(DENSE["adam"], register="plain_data")
+    def test_the_sparsifier_of_plain_data_is_not_loaded(self) -> None:
+        """Copies would take the place of the weights that train: an error, and these stay enforced."""
+        model, sparsifier, optimizers, enforcer = attached(DENSE["adam"], register="plain_data")
         few(model, optimizers)
-        sparsifier.load_state_dict(sparsifier.state_dict())
+        saved = sparsifier.state_dict()
+        with pytest.raises(ValueError, match=r"copies of the plain data \['bag', .*detach\(\) the enforcer"):
+            sparsifier.load_state_dict(saved)
+        assert sparsifier.get_data("bag").data_ptr() == model.bag.weight.data_ptr() and enforcer.attached
         self.check_next(model, sparsifier, optimizers)
 
     @pytest.mark.parametrize("register", ["all_of_it", "plain_data"])
