@@ -36,12 +36,12 @@ class TensorSource:
     """
 
     def __init__(self, name: str, data: Any) -> None:
-        self._name, self._data = name, data
+        self._name, self.data = name, data
         check_data(self.locate()[0])
 
     def locate(self) -> list[ShardedData]:
         """Its one entry. Does not communicate; raises ValueError as the class says."""
-        data = self._data
+        data = self.data
         if data.dim() not in (1, 2):
             raise ValueError(
                 f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or two dimensions."

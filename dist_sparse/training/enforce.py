@@ -7,26 +7,33 @@ after their step, so that every removed weight that a forward reads is exactly 0
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.masks import BlockMask
-from dist_sparse.shards import ShardedData
-from dist_sparse.sparsifiers import plain
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.training.dense import DenseWeights, Target
+from dist_sparse.training.dense import DenseWeights
+from dist_sparse.training.found import (
+    averages,
+    check_not_compiled,
+    collections_of,
+    fused_kernels,
+    lookups_of,
+    models_of,
+    packed_targets,
+    places_in,
+    places_of,
+    plain_targets,
+)
 from dist_sparse.training.hooks import Hook
 from dist_sparse.training.lookups import Kernel, Place
-from dist_sparse.training.optimizers import same_storage
 
 __all__ = ["MaskEnforcer"]
 
@@ -59,11 +66,11 @@ class MaskEnforcer:
         self._sparsifier = sparsifier
         self._reset = optimizer_state == "reset"
         self._optimizers: tuple[Any, ...] | None = None
-        self._collections: list[tuple[nn.Module, list[Kernel]]] = []
+        self._kernels: list[Kernel] = []
+        self._lookups: list[tuple[nn.Module, list[Any]]] = []
         self._dense = DenseWeights([], [])
         self._handles: list[RemovableHandle] = []
         self._averaging: list[nn.Module] = []
-        self._torchrec: Any = None
         self._seconds = 0.0
 
     @property
@@ -74,7 +81,7 @@ class MaskEnforcer:
     @property
     def seconds(self) -> float:
         """See the class."""
-        return self._seconds + sum(kernel.seconds for kernel in self._kernels())
+        return self._seconds + sum(kernel.seconds for kernel in self._kernels)
 
     def attach(self, *optimizers: Any) -> MaskEnforcer:
         """Begins. What is removed now is zeroed at once. Collective if shards have moved since the last step.
@@ -139,7 +146,7 @@ class MaskEnforcer:
             return
         started = time.perf_counter()
         with torch.no_grad():
-            for kernel in self._kernels():
+            for kernel in self._kernels:
                 kernel.settle()
             self._dense.settle()
         self._seconds += time.perf_counter() - started
@@ -184,107 +191,61 @@ class MaskEnforcer:
         if not self.attached:
             raise RuntimeError("The enforcer is not attached: call attach(optimizer) first.")
 
-    def _kernels(self) -> Iterator[Kernel]:
-        for _, kernels in self._collections:
-            yield from kernels
-
     def _reset_states(self) -> None:
         with torch.no_grad():
-            for kernel in self._kernels():
+            for kernel in self._kernels:
                 kernel.reset()
             self._dense.reset()
 
     def _look_up(self, optimizers: tuple[Any, ...]) -> None:
         """Finds what is registered, hooks on to it and settles all of it. On an error, hooks are as they were."""
-        models = [source.model for source in self._sparsifier._tables.sources if hasattr(source, "model")]
         tables = self._sparsifier._tables
-        located = tables.locate() if tables else {}
+        models = models_of(tables.sources)
         for model in models:
-            _check_not_compiled(model)
-        places: dict[tuple[int, tuple[int, ...]], Place] = {}
-        for name, data in located.items():
-            for number, shard in enumerate(data.shards):
-                places[shard.tensor.data_ptr(), tuple(shard.tensor.shape)] = Place(name, number)
-        collections = list(self._find_collections(models, places))
-        fused = {place for _, kernels in collections for kernel in kernels for place in kernel.places if place}
-        targets = [*self._packed_targets(models, located, fused), *self._plain_targets()]
+            check_not_compiled(model)
+        located = tables.locate() if tables else {}
+        places = places_of(located)
+        collections = list(collections_of(models))
+        kernels = [
+            Kernel(kernel, places_in(kernel, places), self._mask, lambda: tables.version)
+            for module in collections
+            for kernel in fused_kernels(module)
+        ]
+        fused = {place for kernel in kernels for place in kernel.places if place}
+        targets = [*packed_targets(tables.sources, located, fused, self._mask), *plain_targets(self._sparsifier)]
         dense = DenseWeights(targets, optimizers)
         tables.follow(located)
         self._seconds = self.seconds
         self._let_go()
-        self._collections, self._dense = collections, dense
+        self._kernels, self._dense = kernels, dense
+        self._lookups = [(module, lookups_of(module)) for module in collections]
         self._hook(models)
         with torch.no_grad():
-            for kernel in self._kernels():
+            for kernel in self._kernels:
                 kernel.settle_all()
             dense.settle(all_of_them=True)
         if self._reset:
             self._reset_states()
 
-    def _find_collections(
-        self, models: list[nn.Module], places: dict[tuple[int, tuple[int, ...]], Place]
-    ) -> Iterator[tuple[nn.Module, list[Kernel]]]:
-        """Every sharded collection, with those of its kernels that have a fused optimizer."""
-        if "torchrec" not in sys.modules:
-            return
-        torchrec = self._torchrec = importlib.import_module("dist_sparse.torchrec")
-        tables = self._sparsifier._tables
-        for module in {id(m): m for model in models for m in model.modules() if torchrec.shards_tables(m)}.values():
-            kernels = []
-            for kernel in torchrec.fused_kernels(module):
-                views = kernel.emb_module.split_embedding_weights()
-                found = [places.get((view.data_ptr(), tuple(view.shape))) for view in views]
-                kernels.append(Kernel(kernel, found, self._mask, lambda: tables.version))
-            yield module, kernels
-
-    def _packed_targets(
-        self, models: list[nn.Module], located: Mapping[str, ShardedData], fused: set[Place]
-    ) -> Iterator[Target]:
-        """The shards that no fused optimizer writes."""
-        modules = {id(module): module for model in models for module in model.modules()}.values()
-        owners = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
-        owning = same_storage([parameter for _, _, parameter in owners])
-        for name, data in located.items():
-            for number, shard in enumerate(data.shards):
-                place = Place(name, number)
-                if place not in fused:
-                    target = Target(name, shard.tensor, partial(self._mask, place))
-                    for i in owning(shard.tensor)[:1]:
-                        module, attribute, target.parameter = owners[i]
-                        target.owner = module, attribute
-                    yield target
-
-    def _plain_targets(self) -> Iterator[Target]:
-        """Plain data that is not squashed."""
-        container = self._sparsifier._container
-        for name in self._sparsifier.state:
-            if plain.is_attached(container, name):
-                weight = plain.original(container, name)
-                yield Target(name, weight.data, partial(self._plain_mask, name), weight if weight.is_leaf else None)
-
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier._tables.masks(place.name)[place.number]
 
-    def _plain_mask(self, name: str) -> Tensor:
-        mask: Tensor = self._sparsifier.state[name]["mask"]
-        return mask
-
     def _hook(self, models: list[nn.Module]) -> None:
         self._dense.hook()
-        for kernel in self._kernels():
+        for kernel in self._kernels:
             kernel.hook()
-        for module, kernels in self._collections:
+        for module, known in self._lookups:
             self._handles += [
-                module.register_forward_pre_hook(Hook(partial(self._before_forward, kernels))),
+                module.register_forward_pre_hook(Hook(partial(self._before_forward, known))),
                 module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
             ]
         for model in models:
             self._handles.append(model.register_forward_pre_hook(Hook(self._before_model)))
-            if self._torchrec is not None and self._torchrec.averages(model):
+            if averages(model):
                 model.sync = partial(self._before_average, model.sync)  # type: ignore[arg-type, assignment]
                 self._averaging.append(model)
         # TorchRec loads collections by themselves, so that the model's own hook may not fire.
-        for module in {id(m): m for m in (*models, *(module for module, _ in self._collections))}.values():
+        for module in {id(m): m for m in (*models, *(module for module, _ in self._lookups))}.values():
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -293,22 +254,19 @@ class MaskEnforcer:
             handle.remove()
         for model in self._averaging:
             del model.sync
-        for kernel in self._kernels():
+        for kernel in self._kernels:
             kernel.unhook()
         self._dense.unhook()
         self._handles, self._averaging = [], []
-        self._collections, self._dense = [], DenseWeights([], [])
+        self._kernels, self._lookups, self._dense = [], [], DenseWeights([], [])
 
     def _stale(self) -> bool:
         """Whether something was replaced: kernels, as by ``DistributedModelParallel.reshard``, or parameters, as by
         loading with ``assign=True``."""
-        return self._dense.replaced or any(self._replaced(module, kernels) for module, kernels in self._collections)
+        return self._dense.replaced or any(lookups_of(module) != known for module, known in self._lookups)
 
-    def _replaced(self, module: nn.Module, kernels: list[Kernel]) -> bool:
-        return [kernel.module for kernel in kernels] != list(self._torchrec.fused_kernels(module))
-
-    def _before_forward(self, kernels: list[Kernel], module: nn.Module, args: Any) -> None:
-        if self._replaced(module, kernels):
+    def _before_forward(self, known: list[Any], module: nn.Module, args: Any) -> None:
+        if lookups_of(module) != known:  # on all ranks alike, with or without shards
             self.renew()
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
@@ -318,27 +276,18 @@ class MaskEnforcer:
             self._dense.check()
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.settle()
+        if not self._stale():  # TorchRec asks in the middle of a reshard too, and before it: all was settled then
+            self.settle()
 
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of a 2-D model's ``sync()``: what one copy has revived must not get into the others."""
         self.settle()
         done = sync(*args, **kwargs)
-        for kernel in self._kernels():
+        for kernel in self._kernels:
             kernel.note_writes()
         return done
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        for kernel in self._kernels():
+        for kernel in self._kernels:
             kernel.unsettle()
         self._dense.loaded()
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled:
-            raise ValueError(
-                f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside torch.compile, so "
-                "removed weights would come back unseen. Attach to the model as it was before torch.compile."
-            )
