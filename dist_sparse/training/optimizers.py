@@ -80,4 +80,5 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -81,7 +81,8 @@ def sparsify(
         optimizer: what steps it, or a sequence of all optimizers that do.
         level: the fraction of blocks to remove in the end, for all tables, or by name or glob.
         begin, end, every: the first and the last step at which masks move, and how many steps lie between two moves;
-            ``every`` is cut to ``end - begin`` if that is less.
+            ``every`` is cut to ``end - begin`` if that is less. Steps count from 0, so ``level`` is reached by the
+            ``end + 1``-th call of ``step()``.
         block: (rows, columns) that are removed together; ``(1, ROW)`` is whole rows.
         norm: ``"L1"`` or ``"L2"``, by which blocks are compared.
         include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.

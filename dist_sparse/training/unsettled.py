@@ -111,7 +111,7 @@ class UnsettledRows:
             self._of_features = starts, rows
         starts, rows = self._of_features
         places = torch.arange(ids.numel(), device=ids.device)
-        feature = torch.bucketize(places, ends.long(), right=True) - 1
+        feature = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
         nobodys = (feature < 0) | (feature >= len(self._features))
         feature, ids = torch.where(nobodys, 0, feature), ids.long()
         noted = starts[feature] + torch.where((ids < 0) | (ids >= rows[feature]), 0, ids)
