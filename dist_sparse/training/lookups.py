@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.bits import unpack
 from dist_sparse.masks import BlockMask
 from dist_sparse.training.hooks import Hook
 from dist_sparse.training.optimizer_state import reset_state
@@ -142,6 +143,8 @@ class Kernel:
                 None if place is None else Slot(view.data, self._mask(place))
                 for place, view in zip(self.places, views, strict=True)
             ]
+            for table, slot in enumerate(self._slots):
+                self._unsettled.keep_to(table, None if slot is None else _removed_rows(slot.mask))
             slots = [self._slots[table] for table in self._features]
             self._lookup = lookup_on(views[0].device, slots, self._unsettled)
             self._known = known
@@ -177,6 +180,14 @@ class Kernel:
         write(mode)
         if _writes_now(self._batch, mode):
             self.settle_all()
+
+
+def _removed_rows(mask: BlockMask) -> Tensor | None:
+    """The rows that a mask of whole rows removes: uint8 ``(rect.rows,)``, 1 = removed. None for other masks, where
+    nearly every row loses something, and on a device, where nobody asks."""
+    if mask.grid.cols != 1 or mask.block[0] != 1 or not mask.bits.is_cpu:
+        return None
+    return unpack(~mask.bits, mask.rect.rows).view(torch.uint8)
 
 
 _WHOLE_WRITERS = {"ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD", "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD"}

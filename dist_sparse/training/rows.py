@@ -62,7 +62,7 @@ class TorchLookup:
     """A :class:`Lookup` made of torch's own operations."""
 
     def __init__(self, slots: Sequence[Slot | None], unsettled: UnsettledRows | None = None) -> None:
-        """With ``unsettled``, only rows that are noted there are looked at, and are settled afterwards."""
+        """With ``unsettled``, only rows that are noted there are looked at."""
         self._slots = [slot if slot is not None and slot.mask.removes else None for slot in slots]
         self._unsettled = unsettled
         self.needed = any(slot is not None for slot in self._slots)
@@ -74,7 +74,11 @@ class TorchLookup:
             if slot is None or start == stop:
                 continue
             if self._unsettled is not None:
-                settle_rows(slot.weight, slot.mask, self._unsettled.take_of(feature, ids[start:stop]))
+                rows = self._unsettled.among(feature, ids[start:stop])
+                if self._unsettled.whole(feature):
+                    wide(slot.weight.data).index_fill_(0, rows, 0)
+                else:
+                    settle_rows(slot.weight, slot.mask, rows)
             elif stop - start >= slot.mask.rect.rows:
                 slot.mask.apply_(slot.weight)
             else:

@@ -42,7 +42,17 @@ class UnsettledRows:
             self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
         self._noted = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)  # the last is for nobody
         self._any = False
+        self._removed: list[Tensor | None] = [None] * len(self._rows)
         self._of_features: tuple[Tensor, Tensor] | None = None
+
+    def keep_to(self, table: int, removed: Tensor | None) -> None:
+        """From now on notes only those rows of a table that are removed as a whole: uint8 ``(rows,)``, 1 = removed;
+        None is any row. Nothing may be noted of the table when this changes."""
+        self._removed[table] = removed
+
+    def whole(self, feature: int) -> bool:
+        """Whether the rows that are noted for a feature are removed as a whole."""
+        return self._removed[self._features[feature]] is not None
 
     def __bool__(self) -> bool:
         """Whether any row may be unsettled. Does not wait for the device."""
@@ -58,15 +68,24 @@ class UnsettledRows:
             self._add_unseen(ids, ends)
             return
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
+            removed = self._removed[table]
             if stop - start >= self._rows[table]:
                 self.add_all(table)
             elif start < stop:
-                self._of(table).index_fill_(0, in_table(ids[start:stop], self._rows[table]), 1)
+                rows = in_table(ids[start:stop], self._rows[table])
+                if removed is None:
+                    self._of(table).index_fill_(0, rows, 1)
+                else:
+                    self._of(table).index_copy_(0, rows, removed.index_select(0, rows))
 
     def add_all(self, table: int) -> None:
         """Notes every row of a table."""
         self._any = True
-        self._of(table).fill_(1)
+        removed = self._removed[table]
+        if removed is None:
+            self._of(table).fill_(1)
+        else:
+            self._of(table).copy_(removed)
 
     def take(self, table: int) -> Iterator[Tensor]:
         """The unsettled rows of a table, int64, ascending, in parts; they are settled afterwards."""
@@ -83,18 +102,15 @@ class UnsettledRows:
         """Takes every row of a table for settled."""
         self._of(table).zero_()
 
-    def take_of(self, feature: int, ids: Tensor) -> Tensor:
-        """Those of the ``ids`` of one feature whose rows are unsettled, int64, as often as they are there; they are
-        settled afterwards."""
+    def among(self, feature: int, ids: Tensor) -> Tensor:
+        """Those of the ``ids`` of one feature whose rows are unsettled, int64, as often as they are there. They stay
+        noted: what a training step reads it is about to write."""
         table = self._features[feature]
         noted = self._of(table)
         if ids.numel() >= self._rows[table]:
-            rows = noted.nonzero().flatten()
-        else:
-            rows = in_table(ids, self._rows[table])
-            rows = rows.masked_select(noted.view(torch.bool).index_select(0, rows))
-        noted.index_fill_(0, rows, 0)
-        return rows
+            return noted.nonzero().flatten()
+        rows = in_table(ids, self._rows[table])
+        return rows.masked_select(noted.view(torch.bool).index_select(0, rows))
 
     def none_left(self) -> None:
         """After every table was taken."""

@@ -20,6 +20,7 @@ from dist_sparse.masks import BlockMask
 from dist_sparse.shards import Rect, grid_of
 from dist_sparse.training import rows as rows_module
 from dist_sparse.training import unsettled as unsettled_module
+from dist_sparse.training.lookups import _removed_rows
 from dist_sparse.training.optimizer_state import reset_state
 from dist_sparse.training.rows import Slot, TorchLookup, in_table, lookup_on, settle_rows
 from dist_sparse.training.unsettled import UnsettledRows
@@ -186,13 +187,20 @@ class TestTorchLookup:
     def test_only_rows_that_are_unsettled(
         self, drawn: tuple[list[Slot | None], Tensor, list[int]], data: st.DataObject
     ) -> None:
-        """What is read of the rows noted is settled once; at least as many ids as rows may settle all that are."""
+        """What is read of the rows noted is settled; at least as many ids as rows may settle all that are. Where a mask
+        removes whole rows, only those are noted."""
         slots, ids, ends = drawn
         tables = list({id(slot): slot for slot in slots}.values())
         rows = [10 if slot is None else slot.mask.rect.rows for slot in tables]
         features = [next(i for i, slot in enumerate(tables) if slot is of_feature) for of_feature in slots]
         noted = [data.draw(st.sets(st.integers(0, count - 1))) for count in rows]
         unsettled = UnsettledRows(rows, list(range(len(rows))) + features, CPU)
+        worth: list[set[int]] = [set(range(count)) for count in rows]
+        for table, slot in enumerate(tables):
+            removed = None if slot is None else _removed_rows(slot.mask)
+            unsettled.keep_to(table, removed)
+            if removed is not None:
+                worth[table] = set(removed.nonzero().flatten().tolist())
         start = [0, *torch.tensor([len(of_table) for of_table in noted]).cumsum(0).tolist()]
         unsettled.add(
             torch.tensor([row for of_table in noted for row in sorted(of_table)]), start + start[-1:] * len(features)
@@ -210,7 +218,7 @@ class TestTorchLookup:
         for table, slot in enumerate(tables):
             assert slot is None or torch.equal(words(slot.weight), want[table])
             left = [row for part in unsettled.take(table) for row in part.tolist()]
-            assert left == sorted(noted[table] - settled[table])
+            assert left == sorted(noted[table] & worth[table])
 
 
 @st.composite

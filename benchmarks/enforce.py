@@ -1,0 +1,143 @@
+"""What does it cost to keep removed weights at zero while a model trains?
+
+Two questions, batch 4,096, masks moved every 100 steps, 80 % removed: (a) does the time of enforcement depend on the
+rows of the table? (b) how long is a training step with everything on (enforcer, mask update, its share of it) against
+the plain loop, a whole-table multiplication after every step, and torch.ao's parametrization? Results go to
+``benchmarks/results/`` as JSON and markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.measure import environment, fresh
+
+__all__ = ["CASES", "main", "report"]
+
+BLOCKS: list[Any] = ["rows", [1, 4]]
+EVERY = 100
+
+
+def _tables(tables: int, rows: int, ids: int, below: int) -> dict[str, int]:
+    return {"tables": tables, "rows": rows, "dim": 64, "ids": ids, "below": below}
+
+
+def _case(
+    kind: str, block: Any, tables: dict[str, int] | None, ids: str, peers: list[str], rounds: int
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "model": "main job" if tables is None else "tables",
+        "tables": tables,
+        "ids": ids,
+        "block": block,
+        "every": EVERY,
+        "rounds": rounds,
+        "peers": peers,
+        "peer_steps": 10,
+        "ancestor_steps": 2,
+    }
+
+
+CASES = [
+    *[
+        _case("a", block, _tables(1, rows, 10, min(rows, below)), ids, [], 3)
+        for block in BLOCKS
+        for ids, below in (("below 100k", 100_000), ("uniform", 1 << 62))
+        for rows in (100_000, 10_000_000)
+    ],
+    *[_case("b", block, None, "drawn", ["whole"], 5) for block in BLOCKS],
+    *[
+        _case("b", block, _tables(8, 1_000_000, ids, 1_000_000), f"uniform, {ids} a bag", peers, 3)
+        for block in BLOCKS
+        for ids, peers in ((1, ["whole", "ancestor"]), (10, ["whole"]))
+    ],
+]
+
+
+def main() -> int:
+    """Runs the cases, prints the tables, writes the dated result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["a", "b"], help="only the cases of one question")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
+    options = parser.parse_args()
+    found = []
+    for case in tqdm([c for c in CASES if options.only in (None, c["kind"])], disable=not sys.stderr.isatty()):
+        found.append(fresh("benchmarks.enforce_case", case, 1, 2))
+    text = report(found)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"{date.today().isoformat()}-enforce"
+    stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), "cases": found}, indent=1) + "\n")
+    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    stem.with_suffix(".md").write_text(f"# Enforcement, {date.today().isoformat()}\n\n{facts}.\n\n{text}\n")
+    return 0
+
+
+def report(found: list[dict[str, Any]]) -> str:
+    """The figures as markdown tables with what they mean."""
+    notes = (
+        "Milliseconds a step, 2 threads, one process; the shortest of several rounds of 100 steps on fresh batches. "
+        "enforce: host time in the enforcer's hooks. settle: in the due step, before scoring, for all rows that were "
+        "written since the last. move: the rest of that step. with all: the loop with hooks and one due step in 100. "
+        "mul_: the plain loop and every table times its mask after every step (masks as one column for rows). "
+        "torch.ao: forward through mask * weight and a dense gradient, tables only; its masks are not applied to the "
+        "weights, and moving them takes seconds more."
+    )
+    return "\n\n".join(part for part in (notes, _by_rows(found), _loops(found)) if part)
+
+
+def _by_rows(found: list[dict[str, Any]]) -> str:
+    """Question (a): pairs of cases that differ in the rows alone."""
+    lines = ["| block | ids | rows | enforce | / 100k rows | settle | move |", "|---|---|---|---|---|---|---|"]
+    small: dict[tuple[str, str], float] = {}
+    for f in (f for f in found if f["kind"] == "a"):
+        place = str(f["block"]), f["ids"]
+        small.setdefault(place, f["enforce_s"])
+        ratio = f"**{f['enforce_s'] / small[place]:.2f} x**"
+        row = [_block(f), f["ids"], f"{f['tables']['rows']:,}", _ms(f["enforce_s"]), ratio]
+        lines.append("| " + " | ".join([*row, _ms(f["settle_s"]), _ms(f["move_s"])]) + " |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _loops(found: list[dict[str, Any]]) -> str:
+    """Question (b)."""
+    lines = ["| block | model | ids | plain | with all | / plain | enforce | due step / 100 | mul_ | / with all |"]
+    lines[0] += " torch.ao | / with all |"
+    lines.append("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for f in (f for f in found if f["kind"] == "b"):
+        tables = f["tables"]
+        model = "main job" if tables is None else f"{tables['tables']} x {tables['rows']:,} x {tables['dim']}"
+        ours = f["ours_s"]
+        row = [
+            _block(f),
+            model,
+            f["ids"],
+            _ms(f["plain_s"]),
+            _ms(ours),
+            f"**{100 * (ours / f['plain_s'] - 1):+.1f} %**",
+        ]
+        row += [_ms(f["enforce_s"]), _ms((f["settle_s"] + f["move_s"]) / f["every"])]
+        for peer in ("whole_s", "ancestor_s"):
+            row += [_ms(f[peer]), f"{f[peer] / ours:.1f} x"] if peer in f else ["-", "-"]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _block(found: dict[str, Any]) -> str:
+    return "rows" if found["block"] == "rows" else "x".join(map(str, found["block"]))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
