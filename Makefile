@@ -47,5 +47,6 @@ lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy --strict dist_sparse
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## a due step() against torch.ao and against all-gather + topk
+bench: $(READY)  ## a due step(), and enforcement at every step, against what one would do without the library
 	$(BIN)/python -m benchmarks.mask_update
+	$(BIN)/python -m benchmarks.enforce
