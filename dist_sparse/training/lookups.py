@@ -169,6 +169,7 @@ class Kernel:
         be settled, and another lookup may read."""
         started = time.perf_counter()
         with torch.no_grad():
+            self._current()  # masks may have moved since the lookup
             if self._strays:
                 self.unsettle()
             else:
