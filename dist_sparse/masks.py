@@ -27,10 +27,12 @@ _WRITTEN = 1 << 15
 
 
 def wide(matrix: Tensor) -> Tensor:
-    """The same memory as a contiguous ``matrix``, in words of up to 16 bytes, so that its rows have fewer of them.
+    """The same memory as a ``matrix``, if it is contiguous in words of up to 16 bytes, so that its rows have fewer.
 
     For filling rows with zeros and copying them: torch does both word by word.
     """
+    if not matrix.is_contiguous():
+        return matrix
     size, start = matrix.element_size(), matrix.storage_offset() * matrix.element_size()
     for dtype in (torch.complex128, torch.int64):
         if all(count % dtype.itemsize == 0 for count in (matrix.shape[1] * size, start, matrix.data_ptr())):

@@ -306,6 +306,8 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Masks, configs and plain data, in the ancestor's format; ``sharded`` holds this rank's bits by table and
         global rectangle. Local, unless shards have moved since the last step: then collective."""
+        if self._tables:
+            self._tables.follow(self._tables.locate())
         self._settled()
         return saving.state_dict(self)
 

@@ -35,7 +35,6 @@ def state_dict(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
     }
     tables = sparsifier._tables
     if tables:
-        tables.follow(tables.locate())
         saved["sharded"] = {
             name: {
                 "block": tuple(tables.block(name)),

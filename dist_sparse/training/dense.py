@@ -6,6 +6,7 @@ whole, so they are made true to their masks right after it: all of them, or the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,15 +90,27 @@ class DenseWeights:
     """
 
     def __init__(self, targets: Sequence[Target], optimizers: Sequence[Any]) -> None:
+        self.seconds = 0.0
         self._targets = list(targets)
-        self._fired = self._loaded = False
+        self._fired: set[int] = set()
+        self._loaded = False
         self._handles: list[RemovableHandle] = []
         self._leaves = list({id(leaf): leaf for each in optimizers for leaf in leaves(each)}.values())
         stepped = [(leaf, p) for leaf in self._leaves for group in leaf.param_groups for p in group["params"]]
         by_storage = same_storage([parameter for _, parameter in stepped])
         for target in self._targets:
             target.steppers = [stepped[i] for i in by_storage(target.weight)]
-            if target.parameter is not None and target.parameter.requires_grad and not target.steppers:
+            if target.steppers:
+                continue
+            trained = target.parameter is not None and target.parameter.requires_grad
+            # A tensor of plain data that nobody steps is a constant; a shard belongs to a model that is not known.
+            if not trained and not isinstance(target.parameter, nn.Parameter) and isinstance(target.mask(), BlockMask):
+                raise ValueError(
+                    f"Nobody is known to write {target.name!r}: it is no parameter, no optimizer given steps it. Its "
+                    "removed weights might come back unseen: register the model that holds it by add_model(), or "
+                    "squash_mask() it first."
+                )
+            if trained:
                 raise ValueError(
                     f"No optimizer given steps {target.name!r}, which requires a gradient: its removed weights would "
                     "come back unseen. Attach all optimizers, attach(first, second), or freeze it by "
@@ -115,6 +128,13 @@ class DenseWeights:
                     hook = Hook(lambda _, target=target: setattr(target, "trained", True))
                     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
+            if target.owner is not None:
+                module = target.owner[0]
+                before = Hook(lambda *_, target=target: self._check(target))
+                self._handles.append(module.register_forward_pre_hook(before))
+                if getattr(module, "max_norm", None) is not None:  # the forward itself writes; zeros stay zeros
+                    after = Hook(lambda *_, target=target: self._note(target))
+                    self._handles.append(module.register_forward_hook(after))
 
     def unhook(self) -> None:
         """Ends it."""
@@ -134,16 +154,13 @@ class DenseWeights:
             RuntimeError: it was written after a gradient came, and no step of the optimizers has been seen yet.
         """
         for target in self._targets:
-            if not target.written():
-                continue
-            if target.trained and not self._fired and not self._loaded:
-                raise RuntimeError(
-                    f"The weights of {target.name!r} have changed, but no step of the optimizers attached was seen: "
-                    f"{[type(leaf).__name__ for leaf in self._leaves]}. Attach the optimizer whose step() is called; "
-                    "after writing weights yourself, call enforcer.settle()."
-                )
-            self._settle(target, None)
+            self._check(target)
         self._loaded = False
+
+    def masks(self) -> list[BlockMask | Tensor]:
+        """Those of this moment, to be kept over a move of the masks."""
+        masks = (target.mask() for target in self._targets)
+        return [mask if isinstance(mask, BlockMask) else mask.clone() for mask in masks]
 
     def loaded(self) -> None:
         """After weights were loaded: takes the next change that it sees for that."""
@@ -155,25 +172,50 @@ class DenseWeights:
             if all_of_them or target.written():
                 self._settle(target, None)
 
-    def reset(self) -> None:
-        """Sets the optimizer state of what is removed to its initial value."""
-        for target in self._targets:
+    def reset(self, masks: Sequence[BlockMask | Tensor]) -> None:
+        """Sets the optimizer state of what ``masks`` remove to its initial value."""
+        for target, mask in zip(self._targets, masks, strict=True):
             for leaf, parameter in target.steppers:
-                reset_state(target.mask(), state_of(leaf, parameter, target.weight))
+                reset_state(mask, state_of(leaf, parameter, target.weight))
+
+    def _check(self, target: Target) -> None:
+        started = time.perf_counter()
+        if target.written():
+            if target.trained and not self._has_fired(target) and not self._loaded:
+                raise RuntimeError(
+                    f"The weights of {target.name!r} have changed, but no step of the optimizers attached was seen: "
+                    f"{[type(leaf).__name__ for leaf in self._leaves]}. Attach the optimizer whose step() is called; "
+                    "after writing weights yourself, call enforcer.settle()."
+                )
+            with torch.no_grad():
+                self._settle(target, None)
+        self.seconds += time.perf_counter() - started
+
+    def _has_fired(self, target: Target) -> bool:
+        return any(id(leaf) in self._fired for leaf, _ in target.steppers)
+
+    def _note(self, target: Target) -> None:
+        trained = target.trained
+        target.note(hashed=bool(target.steppers) and not self._has_fired(target))
+        target.trained = trained
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._fired = True
+        started = time.perf_counter()
+        self._fired.add(id(optimizer))
         with torch.no_grad():
             for target in self._targets:
                 if target.written():  # not by this step, which may write a few rows only
                     self._settle(target, None)
+        self.seconds += time.perf_counter() - started
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        started = time.perf_counter()
         with torch.no_grad():
             for target in self._targets:
                 for leaf, parameter in target.steppers:
                     if leaf is optimizer and (parameter.grad is not None or target.written()):
                         self._settle(target, step_rows(optimizer, parameter))
+        self.seconds += time.perf_counter() - started
 
     def _settle(self, target: Target, rows: Tensor | None) -> None:
         mask = target.mask()
@@ -185,4 +227,4 @@ class DenseWeights:
                     settle_rows(target.weight, mask, rows)
         else:
             target.weight.data.masked_fill_(mask == 0, 0)
-        target.note(hashed=not self._fired and bool(target.steppers))
+        target.note(hashed=bool(target.steppers) and not self._has_fired(target))

@@ -8,13 +8,13 @@ after their step, so that every removed weight that a forward reads is exactly 0
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.masks import BlockMask
@@ -32,7 +32,7 @@ from dist_sparse.training.found import (
     places_of,
     plain_targets,
 )
-from dist_sparse.training.hooks import Hook
+from dist_sparse.training.hooks import Hook, Wrapped
 from dist_sparse.training.lookups import Kernel, Place
 
 __all__ = ["MaskEnforcer"]
@@ -54,8 +54,8 @@ class MaskEnforcer:
             whenever masks move, before and after, so that a block that comes back starts afresh.
 
     Attributes:
-        seconds: host time spent so far, beside that of ``sparsifier.step()``. On a device, kernels are only launched in
-            it.
+        seconds: host time spent so far, what goes into ``sparsifier.step()`` not counted. On a device, kernels are
+            only launched in it.
     """
 
     def __init__(self, sparsifier: BaseDataSparsifier, optimizer_state: str = "keep") -> None:
@@ -69,8 +69,8 @@ class MaskEnforcer:
         self._kernels: list[Kernel] = []
         self._lookups: list[tuple[nn.Module, list[Any]]] = []
         self._dense = DenseWeights([], [])
-        self._handles: list[RemovableHandle] = []
-        self._averaging: list[nn.Module] = []
+        self._handles: list[RemovableHandle | Wrapped] = []
+        self._before: tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]] | None = None
         self._seconds = 0.0
 
     @property
@@ -81,14 +81,14 @@ class MaskEnforcer:
     @property
     def seconds(self) -> float:
         """See the class."""
-        return self._seconds + sum(kernel.seconds for kernel in self._kernels)
+        return self._seconds + self._dense.seconds + sum(kernel.seconds for kernel in self._kernels)
 
     def attach(self, *optimizers: Any) -> MaskEnforcer:
         """Begins. What is removed now is zeroed at once. Collective if shards have moved since the last step.
 
         Args:
             *optimizers: all that step what is registered, as the training loop has them (TorchRec's CombinedOptimizer,
-                torch's own, wrapped ones). Fused tables need none.
+                torch's own, wrapped ones), or lists of them. Fused tables need none.
 
         Returns:
             Itself, so that ``MaskEnforcer(sparsifier).attach(optimizer)`` is one line, and ``with`` one block.
@@ -97,6 +97,8 @@ class MaskEnforcer:
             ValueError: it is attached already, or another one is to the same sparsifier; nothing is registered; no
                 optimizer given steps a registered weight that requires a gradient; or the model is compiled. Nothing
                 was changed.
+
+        Attach between an optimizer step and the next forward: a backward whose forward came before is not seen.
         """
         if self.attached:
             raise ValueError("The enforcer is attached already: call detach() first.")
@@ -104,12 +106,13 @@ class MaskEnforcer:
             raise ValueError("Another enforcer is attached to this sparsifier: call its detach() first.")
         if not self._sparsifier.data_groups:
             raise ValueError("Nothing is registered yet: call add_model() or add_data() before attach().")
+        flat = tuple(o for each in optimizers for o in (each if isinstance(each, (list, tuple)) else (each,)))
         try:
-            self._look_up(optimizers)
+            self._look_up(flat)
         except BaseException:
-            self._let_go()
+            self._let_go(())
             raise
-        self._optimizers = optimizers
+        self._optimizers = flat
         self._sparsifier._enforcer = self
         return self
 
@@ -117,13 +120,15 @@ class MaskEnforcer:
         """Ends; does nothing if it is not attached. What is unsettled is settled first, then the model trains as if it
         had never been attached."""
         if self.attached:
-            if not self._stale():
-                self.settle()
-            self._let_go()
-            self._optimizers = None
-            self._sparsifier._enforcer = None
+            try:
+                self._settle_here()
+            finally:
+                self._let_go(())
+                self._optimizers = None
+                self._sparsifier._enforcer = None
 
     def __enter__(self) -> MaskEnforcer:
+        self._attached_only()
         return self
 
     def __exit__(
@@ -145,11 +150,18 @@ class MaskEnforcer:
         if self._renewed_if_stale():
             return
         started = time.perf_counter()
+        self._settle_here()
+        self._seconds += time.perf_counter() - started
+
+    def _settle_here(self) -> None:
+        """Settles all but collections that TorchRec has resharded: it asks for their state before it does, so that they
+        were settled then."""
+        replaced = {id(module) for module, known in self._lookups if lookups_of(module) != known}
         with torch.no_grad():
             for kernel in self._kernels:
-                kernel.settle()
+                if id(kernel.collection) not in replaced:
+                    kernel.settle()
             self._dense.settle()
-        self._seconds += time.perf_counter() - started
 
     def _renewed_if_stale(self) -> bool:
         """Looks everything up anew if something was replaced; whoever calls it may be alone, so masks must not move."""
@@ -167,18 +179,19 @@ class MaskEnforcer:
     def begin_step(self) -> None:
         """The sparsifier calls it before masks move."""
         self._renewed_if_stale()
-        with torch.no_grad():
-            self._dense.check()
-        self.settle()
-        if self._reset:
-            self._reset_states()
+        counted = self.seconds
+        self._dense.check()
+        self._settle_here()
+        self._seconds -= self.seconds - counted
+        self._before = self._masks() if self._reset else None
 
     def end_step(self) -> None:
         """The sparsifier calls it after masks have moved."""
         with torch.no_grad():
             self._dense.settle(all_of_them=True)
-        if self._reset:
-            self._reset_states()
+        if self._before is not None:
+            self._reset_states(self._before)  # of blocks that have come back
+            self._reset_states(self._masks())
 
     def renew(self) -> None:
         """Looks everything up anew and zeroes all that is removed, after registrations, masks or weights were replaced.
@@ -191,11 +204,14 @@ class MaskEnforcer:
         if not self.attached:
             raise RuntimeError("The enforcer is not attached: call attach(optimizer) first.")
 
-    def _reset_states(self) -> None:
+    def _masks(self) -> tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]:
+        return [kernel.masks() for kernel in self._kernels], self._dense.masks()
+
+    def _reset_states(self, masks: tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]) -> None:
         with torch.no_grad():
-            for kernel in self._kernels:
-                kernel.reset()
-            self._dense.reset()
+            for kernel, of_kernel in zip(self._kernels, masks[0], strict=True):
+                kernel.reset(of_kernel)
+            self._dense.reset(masks[1])
 
     def _look_up(self, optimizers: tuple[Any, ...]) -> None:
         """Finds what is registered, hooks on to it and settles all of it. On an error, hooks are as they were."""
@@ -206,17 +222,22 @@ class MaskEnforcer:
         located = tables.locate() if tables else {}
         places = places_of(located)
         collections = list(collections_of(models))
-        kernels = [
-            Kernel(kernel, places_in(kernel, places), self._mask, lambda: tables.version)
-            for module in collections
-            for kernel in fused_kernels(module)
-        ]
-        fused = {place for kernel in kernels for place in kernel.places if place}
+        present = [(m, k, found) for m in collections for k in fused_kernels(m) if any(found := places_in(k, places))]
+        fused = {place for _, _, found in present for place in found if place}
         targets = [*packed_targets(tables.sources, located, fused, self._mask), *plain_targets(self._sparsifier)]
         dense = DenseWeights(targets, optimizers)
         tables.follow(located)
-        self._seconds = self.seconds
-        self._let_go()
+        # A kernel that stays keeps its hooks: a backward may be on its way to them.
+        staying = {id(kernel.module): kernel for kernel in self._kernels}
+        kernels = []
+        for module, kernel, found in present:
+            known = staying.get(id(kernel))
+            if known is None:
+                known = Kernel(kernel, module, found, self._mask, lambda: tables.version)
+            else:
+                known.moved_to(found)
+            kernels.append(known)
+        self._let_go(kernels)
         self._kernels, self._dense = kernels, dense
         self._lookups = [(module, lookups_of(module)) for module in collections]
         self._hook(models)
@@ -225,7 +246,7 @@ class MaskEnforcer:
                 kernel.settle_all()
             dense.settle(all_of_them=True)
         if self._reset:
-            self._reset_states()
+            self._reset_states(self._masks())
 
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier._tables.masks(place.name)[place.number]
@@ -242,23 +263,23 @@ class MaskEnforcer:
         for model in models:
             self._handles.append(model.register_forward_pre_hook(Hook(self._before_model)))
             if averages(model):
-                model.sync = partial(self._before_average, model.sync)  # type: ignore[arg-type, assignment]
-                self._averaging.append(model)
+                self._handles.append(Wrapped(model, "sync", self._before_average))
         # TorchRec loads collections by themselves, so that the model's own hook may not fire.
         for module in {id(m): m for m in (*models, *(module for module, _ in self._lookups))}.values():
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    def _let_go(self) -> None:
+    def _let_go(self, staying: Sequence[Kernel]) -> None:
+        """Takes all hooks away but those of the kernels that stay."""
         for handle in self._handles:
             handle.remove()
-        for model in self._averaging:
-            del model.sync
         for kernel in self._kernels:
-            kernel.unhook()
+            if kernel not in staying:
+                kernel.unhook()
+                self._seconds += kernel.seconds
         self._dense.unhook()
-        self._handles, self._averaging = [], []
-        self._kernels, self._lookups, self._dense = [], [], DenseWeights([], [])
+        self._seconds += self._dense.seconds
+        self._handles, self._kernels, self._lookups, self._dense = [], [], [], DenseWeights([], [])
 
     def _stale(self) -> bool:
         """Whether something was replaced: kernels, as by ``DistributedModelParallel.reshard``, or parameters, as by
@@ -272,12 +293,10 @@ class MaskEnforcer:
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if self._dense.replaced:
             self.renew()
-        with torch.no_grad():
-            self._dense.check()
+        self._dense.check()
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._stale():  # TorchRec asks in the middle of a reshard too, and before it: all was settled then
-            self.settle()
+        self._settle_here()
 
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of a 2-D model's ``sync()``: what one copy has revived must not get into the others."""

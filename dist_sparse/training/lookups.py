@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.bits import unpack
 from dist_sparse.masks import BlockMask
-from dist_sparse.training.hooks import Hook
+from dist_sparse.training.hooks import Hook, Wrapped
 from dist_sparse.training.optimizer_state import reset_state
 from dist_sparse.training.rows import Lookup, Slot, TorchLookup, lookup_on, settle_rows
 from dist_sparse.training.unsettled import UnsettledRows
@@ -40,6 +40,7 @@ class Kernel:
 
     Args:
         module: TorchRec's; it is called with a KeyedJaggedTensor of ids that are local to the shards.
+        collection: the sharded collection that it belongs to.
         places: where the mask of each of its tables is; None for a table that is not registered.
         mask: looks one up.
         version: a number that changes whenever masks do.
@@ -48,11 +49,12 @@ class Kernel:
     def __init__(
         self,
         module: Any,
+        collection: Any,
         places: Sequence[Place | None],
         mask: Callable[[Place], BlockMask],
         version: Callable[[], int],
     ) -> None:
-        self.module = module
+        self.module, self.collection = module, collection
         self.places = list(places)
         self.seconds = 0.0
         self._batch: Any = module.emb_module
@@ -60,33 +62,37 @@ class Kernel:
         self._features: list[int] = list(self._batch.feature_table_map)
         self._known: tuple[int, ...] = ()
         self._written = self._writes()
+        self._addresses = self._where()
         self._slots: list[Slot | None] = []
         self._lookup: Lookup = TorchLookup([])
         views = self._batch.split_embedding_weights()
         self._unsettled = UnsettledRows([len(view) for view in views], self._features, views[0].device)
         # With an empty table beside others of another width, FBGEMM's CPU backward writes other rows than it was given.
         self._strays = views[0].is_cpu and min(map(len, views)) == 0 and len({view.shape[1] for view in views}) > 1
-        self._handles: list[RemovableHandle] = []
-        self._wrapped: list[str] = []
+        self._handles: list[RemovableHandle | Wrapped] = []
 
     def hook(self) -> None:
-        """Begins to follow lookups, backwards, and what FBGEMM writes beside them."""
+        """Begins to follow lookups, backwards, and what FBGEMM writes beside them, if it does not yet."""
+        if self._handles:
+            return
         self._handles = [
             self.module.register_forward_pre_hook(Hook(self._before_lookup)),
             self.module.register_forward_hook(Hook(self._after_lookup)),
         ]
         for method, optimizer in _WHOLE_WRITERS.items():
             if self._batch.optimizer.name == optimizer:
-                setattr(self._batch, method, partial(self._write_whole, getattr(self._batch, method)))
-                self._wrapped.append(method)
+                self._handles.append(Wrapped(self._batch, method, self._write_whole))
 
     def unhook(self) -> None:
         """Ends it."""
         for handle in self._handles:
             handle.remove()
-        for method in self._wrapped:
-            delattr(self._batch, method)
-        self._handles, self._wrapped = [], []
+        self._handles = []
+
+    def moved_to(self, places: Sequence[Place | None]) -> None:
+        """Takes other places for its masks; what is unsettled stays so."""
+        self.places = list(places)
+        self._known = ()
 
     def settle(self) -> None:
         """Makes all unsettled rows true to their masks."""
@@ -116,27 +122,34 @@ class Kernel:
 
     def note_writes(self) -> None:
         """Takes the weights for true to what is noted, whoever has written them."""
-        self._written = self._writes()
+        self._written, self._addresses = self._writes(), self._where()
+
+    def _where(self) -> tuple[int, ...]:
+        return tuple(storage.data_ptr() for storage in self._storages())
 
     def _storages(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._batch.weights_dev, self._batch.weights_host, self._batch.weights_uvm
 
-    def _writes(self) -> int:
+    def _writes(self) -> tuple[int, ...]:
         """Counts the writes that torch has seen: all but FBGEMM's own, which its backward announces, and those through
         ``.data``."""
-        return sum(storage._version for storage in self._storages())
+        return tuple(storage._version for storage in self._storages())
 
-    def reset(self) -> None:
-        """Sets the optimizer state of what is removed to its initial value, zero."""
+    def masks(self) -> list[BlockMask | None]:
+        """Those of this moment, one for each table. They are replaced, not edited, when masks move."""
+        return [None if slot is None else slot.mask for slot in self._current()]
+
+    def reset(self, masks: Sequence[BlockMask | None]) -> None:
+        """Sets the optimizer state of what ``masks`` remove to its initial value, zero."""
         states = self._batch.split_optimizer_states()
-        for slot, of_table in zip(self._current(), states or [()] * len(self.places), strict=True):
-            if slot is not None:
-                reset_state(slot.mask, [(state, 0.0) for state in of_table])
+        for mask, of_table in zip(masks, states or [()] * len(self.places), strict=True):
+            if mask is not None:
+                reset_state(mask, [(state, 0.0) for state in of_table])
 
     def _current(self) -> list[Slot | None]:
         """The live weights and masks of this moment, one for each table. Both are replaced now and then."""
-        batch = self._batch
-        known = self._version(), *(w.data_ptr() for w in self._storages())
+        batch, addresses = self._batch, self._where()
+        known = self._version(), *addresses
         if known != self._known:
             views = batch.split_embedding_weights()
             self._slots = [
@@ -148,7 +161,7 @@ class Kernel:
             slots = [self._slots[table] for table in self._features]
             self._lookup = lookup_on(views[0].device, slots, self._unsettled)
             self._known = known
-        if self._writes() != self._written:
+        if self._writes() != self._written or addresses != self._addresses:
             self.unsettle()
         return self._slots
 
@@ -162,9 +175,11 @@ class Kernel:
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(self._before_update, args[0]))  # type: ignore[no-untyped-call]
+            # int32 ids are copied, as FBGEMM does: the caller may refill their memory before the backward.
+            note = partial(self._before_update, args[0].values().long(), _ends(args[0]))
+            output.register_hook(note)  # type: ignore[no-untyped-call]
 
-    def _before_update(self, features: Any, grad: Tensor) -> None:
+    def _before_update(self, ids: Tensor, ends: Sequence[int] | Tensor, grad: Tensor) -> None:
         """In a backward, just before the fused optimizer writes the rows. Not at the lookup: between the two, all may
         be settled, and another lookup may read."""
         started = time.perf_counter()
@@ -173,7 +188,7 @@ class Kernel:
             if self._strays:
                 self.unsettle()
             else:
-                self._unsettled.add(features.values(), _ends(features))
+                self._unsettled.add(ids, ends)
         self.seconds += time.perf_counter() - started
 
     def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:

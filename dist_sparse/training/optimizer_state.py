@@ -21,6 +21,11 @@ State = tuple[Tensor, float]
 """A live view, and the value that the optimizer begins with."""
 
 
+_INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
+"""State that does not begin at 0, by its name in the optimizer, and the option with its first value: that of Adagrad
+and row-wise Adagrad, and of Rprop."""
+
+
 def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
     """Writes its initial value to the state of what ``mask`` removes.
 
@@ -49,7 +54,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
     for name, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor):
             continue
-        initial = float(group.get("initial_accumulator_value", 0.0)) if name == "sum" else 0.0  # Adagrad, row-wise too
+        initial = float(group.get(_INITIAL.get(name, ""), 0.0))
         state = local(value)
         rows = here.shape[0] if here.dim() else 0
         if state.shape == here.shape and state.is_contiguous():

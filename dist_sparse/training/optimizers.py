@@ -47,8 +47,8 @@ def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return None
-    keeps_to_them = isinstance(optimizer, (torch.optim.SparseAdam, torch.optim.Adagrad))
-    if isinstance(optimizer, torch.optim.SGD):  # momentum moves every row that was ever touched
+    keeps_to_them = type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad)  # a subclass may write more
+    if type(optimizer) is torch.optim.SGD:  # momentum moves every row that was ever touched
         keeps_to_them = all(group["momentum"] == 0 for group in optimizer.param_groups)
     return grad._indices()[0] if keeps_to_them else None
 

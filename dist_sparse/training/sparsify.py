@@ -5,11 +5,12 @@ A sparsifier, a schedule and an enforcer with the choices that most models want;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.schedulers.ready import CubicDataScheduler
 from dist_sparse.schedulers.window import ReadyDataScheduler
 from dist_sparse.shards import ROW
@@ -41,14 +42,19 @@ class SparseTraining:
         return {"sparsifier": self.sparsifier.state_dict(), "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`; what the masks remove is zeroed at once. Collective.
+        """Restores :meth:`state_dict`: masks, configurations and the whole schedule, also where other ones were asked
+        for; what the masks remove is zeroed at once. Collective.
 
         Raises:
-            ValueError: a part is missing, or does not fit what is registered; on every rank that holds such a state.
+            ValueError: a part is missing, or does not fit what is registered; on every rank.
         """
-        missing = sorted({"sparsifier", "scheduler"} - set(state_dict))
-        if missing:
-            raise ValueError(f"The state lacks {missing}; it has {sorted(state_dict)}.")
+        error: Exception | None = None
+        wanted = {"scheduler": set(self.scheduler.state_dict()), "sparsifier": {"state", "data_groups", "_container"}}
+        for part, keys in wanted.items():
+            missing = sorted(keys - set(state_dict.get(part, ())))
+            if missing:
+                error = ValueError(f"The state lacks {missing} of the {part}; it has {sorted(state_dict)}.")
+        group_over(world_ranks()).agree("load_state_dict()", {}, error)
         self.sparsifier.load_state_dict(state_dict["sparsifier"])
         self.scheduler.load_state_dict(state_dict["scheduler"])
 
@@ -94,11 +100,22 @@ def sparsify(
         ``detach()``.
 
     Raises:
-        ValueError: as the three parts do; on every rank, and nothing is left attached.
+        ValueError, AssertionError: as the three parts do; nothing is left attached. What one rank alone is told wrong
+            is an error on every rank.
     """
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm=norm)
     sparsifier.add_model(model, include=include, exclude=exclude, dense=dense)
     every = min(every, max(end - begin, 1)) if isinstance(end, int) and isinstance(begin, int) else every
     scheduler = schedule(sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=every)
-    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    return SparseTraining(sparsifier, scheduler, MaskEnforcer(sparsifier, optimizer_state).attach(*optimizers))
+    error: Exception | None = None
+    enforcer = MaskEnforcer(sparsifier, optimizer_state)
+    try:
+        enforcer.attach(optimizer)
+    except Exception as fault:
+        error = fault
+    try:
+        group_over(world_ranks()).agree("sparsify()", {}, error)
+    except BaseException:
+        enforcer.detach()
+        raise
+    return SparseTraining(sparsifier, scheduler, enforcer)

@@ -50,7 +50,7 @@ def state_round_trip(world: int) -> None:
             for table in names:
                 assert [at for at, _ in loader.local_masks(table)] == [at for at, _ in saver.local_masks(table)]
             set_weights(model, weights(cell, seed=4))  # training goes on as it would have
-            set_weights(loader_model := loader._tables._sources[0]._model, weights(cell, seed=4))
+            set_weights(loader_model := loader._tables._sources[0].model, weights(cell, seed=4))
             for sparsifier in (saver, loader):
                 for group in sparsifier.data_groups.values():
                     group["sparsity_level"] = 0.7
