@@ -169,11 +169,11 @@ def test_wrappers_are_removed_in_any_order(order: tuple[int, int]) -> None:
 
 def test_ids_in_memory_that_is_used_again() -> None:
     case = Case((1, ROW), "table_wise")
-    values = torch.arange(37, dtype=torch.int32)
+    values = torch.arange(20, dtype=torch.int32)
     features = KeyedJaggedTensor(
         keys=["user_id", "item_id", "last_item_id", "genre", "query"],
         values=values,
-        lengths=torch.tensor([37, 0, 0, 0, 0], dtype=torch.int32),
+        lengths=torch.tensor([20, 0, 0, 0, 0], dtype=torch.int32),
     )
     case.enforcer.attach(case.optimizer)
     loss = case.model(features).sum()
