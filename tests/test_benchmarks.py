@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.enforce import CASES, report
 from benchmarks.mask_update import GATHER, table
 from benchmarks.measure import fresh
 
@@ -26,3 +27,15 @@ def test_a_small_case_runs(ranks: int, sharding: str, block: str | list[int], pe
         0 if ranks == 1 else 4 if block == "rows" else 2
     )  # steady: zeros settle in one round
     assert ("torch.ao" if ranks == 1 else f"{sharding} on {ranks}") in table([found])
+
+
+@pytest.mark.parametrize("which", ["a", "main job", "tables"])
+def test_a_small_case_of_enforcement_runs(which: str) -> None:
+    case = next(c for c in CASES if which in (c["kind"], c["model"]) and (c["kind"] == "a") == (which == "a"))
+    tables = case["tables"] and {**case["tables"], "rows": 3000, "below": 3000}
+    peers = ["whole", "ancestor"] if which == "tables" else case["peers"]
+    small = {**case, "tables": tables, "peers": peers, "every": 2, "rounds": 1, "peer_steps": 1, "ancestor_steps": 1}
+    found = fresh("benchmarks.enforce_case", small, 1, 1)
+    assert all(found[key] > 0 for key in ("plain_s", "ours_s", "enforce_s", "settle_s", "move_s"))
+    assert all(found[f"{peer}_s"] > 0 for peer in peers)
+    assert f"{found['enforce_s'] * 1e3:.2f}" in report([found])
