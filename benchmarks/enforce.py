@@ -84,9 +84,10 @@ def main() -> int:
 def report(found: list[dict[str, Any]]) -> str:
     """The figures as markdown tables with what they mean."""
     notes = (
-        "Milliseconds a step, 2 threads, one process; the shortest of several rounds of 100 steps on fresh batches. "
-        "enforce: host time in the enforcer's hooks. settle: in the due step, before scoring, for all rows that were "
-        "written since the last. move: the rest of that step. with all: the loop with hooks and one due step in 100. "
+        "Milliseconds a step, 2 threads, one process; the median of 100 steps on fresh batches, the least of several "
+        "rounds. enforce: host time in the enforcer's hooks. settle: in the due step, before scoring, for all rows "
+        "that were written since the last. move: the rest of that step. with all: a step with hooks, and a hundredth "
+        "of the due step. "
         "mul_: the plain loop and every table times its mask after every step (masks as one column for rows). "
         "torch.ao: forward through mask * weight and a dense gradient, tables only; its masks are not applied to the "
         "weights, and moving them takes seconds more."

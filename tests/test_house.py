@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,11 @@ def test_one_module_communicates_and_nobody_prints() -> None:
                 assert node.func.value.id != "pickle", here
             if isinstance(node.func, ast.Name) and node.func.id == "print":
                 assert file.name in ("base.py", "cli.py") and file.parent.name != "sparsifiers", f"{file}:{node.lineno}"
+
+
+def test_pytest_looks_into_every_folder(pytestconfig: pytest.Config) -> None:
+    """By default it leaves out folders called ``dist``, which is where tests on real ranks are."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {file.parent.name for file in (ROOT / "tests").rglob("test_*.py")}
+    assert "dist" in folders
+    assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in left_out)]
