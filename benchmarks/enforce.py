@@ -9,15 +9,13 @@ the plain loop, a whole-table multiplication after every step, and torch.ao's pa
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.measure import environment, fresh
+from benchmarks.measure import fresh, keep
 
 __all__ = ["CASES", "main", "report"]
 
@@ -73,11 +71,7 @@ def main() -> int:
         found.append(fresh("benchmarks.enforce_case", case, 1, 2))
     text = report(found)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"{date.today().isoformat()}-enforce"
-    stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), "cases": found}, indent=1) + "\n")
-    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
-    stem.with_suffix(".md").write_text(f"# Enforcement, {date.today().isoformat()}\n\n{facts}.\n\n{text}\n")
+    keep(options.out, "enforce", found, text)
     return 0
 
 

@@ -7,15 +7,13 @@ as JSON and markdown.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.measure import environment, fresh
+from benchmarks.measure import fresh, keep
 
 __all__ = ["CASES", "main", "table"]
 
@@ -61,11 +59,7 @@ def main() -> int:
         )
     text = table(found)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"{date.today().isoformat()}-mask-update"
-    stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), "cases": found}, indent=1) + "\n")
-    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
-    stem.with_suffix(".md").write_text(f"# Mask update, {date.today().isoformat()}\n\n{facts}.\n\n{text}\n")
+    keep(options.out, "mask-update", found, text)
     return 0
 
 

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["best", "environment", "fresh", "peak_extra_bytes"]
+__all__ = ["best", "environment", "fresh", "keep", "peak_extra_bytes"]
 
 
 def best(call: Callable[[], Any], repeats: int, before: Callable[[], Any] | None = None) -> float:
@@ -66,6 +67,17 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
+
+
+def keep(out: Path, name: str, cases: list[dict[str, Any]], text: str) -> None:
+    """Writes a dated result into the folder ``out``, as JSON and as markdown."""
+    today, facts = date.today().isoformat(), environment()
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"{today}-{name}"
+    stem.with_suffix(".json").write_text(json.dumps({"environment": facts, "cases": cases}, indent=1) + "\n")
+    depends = ", ".join(f"{key} {value}" for key, value in facts.items())
+    title = name.replace("-", " ").capitalize()
+    stem.with_suffix(".md").write_text(f"# {title}, {today}\n\n{depends}.\n\n{text}\n")
 
 
 def _kib(status: str, field: str) -> int:
