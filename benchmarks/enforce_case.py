@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import os
 import statistics
@@ -43,16 +44,16 @@ MIN_ROWS = 256
 """The main job leaves smaller tables dense."""
 
 
-class Loop:
+class Loop(abc.ABC):
     """A model, what a training loop does with it at a step, and what of it is sparsified."""
 
     model: nn.Module
     optimizer: CombinedOptimizer
     names: list[str]
 
+    @abc.abstractmethod
     def batch(self, step: int) -> Any:
         """Another one for each step, made outside the clock."""
-        raise NotImplementedError
 
     def train(self, batch: Any) -> None:
         self.optimizer.zero_grad()

@@ -50,8 +50,8 @@ class MaskEnforcer:
 
     Args:
         sparsifier: everything registered with it is enforced.
-        optimizer_state: of removed weights: ``"keep"`` lets optimizers go on with it; ``"reset"`` sets it to zero
-            whenever masks move, before and after, so that a block that comes back starts afresh.
+        optimizer_state: of removed weights: ``"keep"`` lets optimizers go on with it; ``"reset"`` sets it to
+            its first value whenever masks move, before and after, so that a block that comes back starts afresh.
 
     Attributes:
         seconds: host time spent so far, what goes into ``sparsifier.step()`` not counted. On a device, kernels are
