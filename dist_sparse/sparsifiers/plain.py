@@ -128,26 +128,43 @@ def masks_to(state: Mapping[str, Mapping[str, Any]], *, sparse: bool) -> dict[st
 
 def restore(
     container: Container,
-    state: Mapping[str, Mapping[str, Any]],
+    state: Mapping[str, dict[str, Any]],
     groups: Mapping[str, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Fills an empty container from a saved state; squashed names stay squashed.
+    """Fills a container from a saved state; squashed names stay squashed, and a parametrization of the user's gets the
+    buffers that it had.
+
+    Masks of the ancestor's ``DataNormSparsifier`` may have lost or gained dimensions of size 1. Under the default
+    parametrization, which could not use them, they take the shape of their data, in ``state`` too.
 
     Raises:
-        RuntimeError: a name has no config or no data.
+        RuntimeError: a name has no config, no data or no mask.
+        ValueError: a mask does not fit its data.
     """
     for name, entry in state.items():
         if name not in groups:
             raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no config in data_groups.")
-        parametrized = tensors.get(f"parametrizations.{name}.original")
-        data = tensors.get(name, parametrized)
+        prefix = f"parametrizations.{name}."
+        data = tensors.get(name, tensors.get(f"{prefix}original"))
         if data is None:
             raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no data.")
+        if entry.get("mask") is None:
+            raise RuntimeError(f"Error loading {name!r}: the state has data for it but no mask.")
         data = data.detach().clone()
+        parametrization = groups[name].get("parametrization", Masked)
+        if "parametrization" not in groups[name] and _real(entry["mask"]) == _real(data):
+            entry["mask"] = entry["mask"].reshape(data.shape)
         if name in tensors:
             container.register_buffer(name, data)
         else:
-            mask = entry.get("mask")
-            mask = torch.ones_like(data) if mask is None else mask
-            attach(container, name, data, mask, groups[name].get("parametrization", Masked))
+            attach(container, name, data, entry["mask"], parametrization)
+            kept = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(f"{prefix}0.")}
+            parts = container.parametrizations
+            assert isinstance(parts, nn.ModuleDict)
+            parts[name].load_state_dict(kept, strict=False)
+
+
+def _real(tensor: Tensor) -> list[int]:
+    """Its shape without the dimensions of size 1."""
+    return [size for size in tensor.shape if size != 1]
