@@ -17,6 +17,8 @@ from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier
 from dist_sparse.training.enforce import MaskEnforcer
+from dist_sparse.training.learning_rates import ExponentDecayLr, Noamlr
+from dist_sparse.training.optim_scheduler import OptimScheduler
 from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 __all__ = [
@@ -27,11 +29,14 @@ __all__ = [
     "CosineDataScheduler",
     "CubicDataScheduler",
     "DataNormSparsifier",
+    "ExponentDecayLr",
     "ExponentialDataScheduler",
     "LambdaDataScheduler",
     "LinearDataScheduler",
     "MaskEnforcer",
+    "Noamlr",
     "OneShotDataScheduler",
+    "OptimScheduler",
     "ScoreSparsifier",
     "SparseTraining",
     "TableStats",

@@ -1,4 +1,4 @@
-"""Which optimizer really steps, and which rows does its step write?
+"""Which optimizer is meant, which one really steps, and which rows does its step write?
 
 TorchRec, Lightning and others wrap optimizers in optimizers. A post-step hook fires only on those whose ``step`` torch
 has wrapped, so it goes to the innermost ones.
@@ -6,6 +6,8 @@ has wrapped, so it goes to the innermost ones.
 
 from __future__ import annotations
 
+import difflib
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["leaves", "local", "same_storage", "step_rows"]
+__all__ = ["leaves", "local", "optimizer_class", "same_storage", "step_rows"]
 
 
 def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -37,6 +39,33 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer whose constructor "
             "has run, or a wrapper with such a one in _optimizer; hooks behind its step() do the work."
         )
+
+
+def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The optimizer that a configuration names.
+
+    Args:
+        query: a name in ``torch.optim`` (``"AdamW"``), a dotted path (``"torchrec.optim.RowWiseAdagrad"``), which is
+            imported, or the class itself.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    found: Any = query
+    if isinstance(query, str):
+        path, _, name = query.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(path or "torch.optim"), name, None)
+        except ImportError as error:
+            raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        return found
+    known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
+    near = difflib.get_close_matches(str(query), known, n=3, cutoff=0.5) or ["SGD", "Adagrad", "Adam", "AdamW"]
+    raise ValueError(
+        f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {', '.join(near)}) or the dotted path "
+        "of an optimizer."
+    )
 
 
 def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:

@@ -1,0 +1,202 @@
+"""How do the losses of one forward reach the gradients of the optimizers that are in charge of parts of a model?
+
+Optimizers that share a forward cannot take turns at backward and step: the first step would write weights that the
+second backward still needs. So the first one that is stepped takes the gradients of all that are due; each of the
+others finds its own when its turn comes. A loss never leaves gradients on parameters of anybody else.
+
+1. All want the same loss: one backward. Under DDP, or with fused tables, through the whole model, since DDP waits for
+   all gradients; else to the parameters in charge alone.
+2. They want different losses (or different scales of one): a backward each; under DDP, gradients are then averaged
+   here, since DDP can follow one backward per forward only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_sparse.groups import group_over
+from dist_sparse.training.owned import unwrapped
+
+__all__ = ["Backward", "Claim", "Peers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What one optimizer wants of a backward.
+
+    Args:
+        owner: whose it is.
+        parameters: to which gradients go.
+        whole: whether that is the whole model, so that a plain ``backward()`` does it.
+        loss: what to take the gradients of, as the user gave it.
+        parts: the number of micro-steps over which they are averaged.
+        scaled: the gradients of which multiple of it, for a loss divided by ``parts``.
+        scale: tells apart different ``scaled``; None is no scale.
+        reduced: whether ranks average their gradients now: the last of several micro-steps.
+    """
+
+    owner: Any
+    parameters: list[nn.Parameter]
+    whole: bool
+    loss: Tensor
+    parts: int
+    scaled: Callable[[Tensor], Tensor]
+    scale: int | None
+    reduced: bool
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Those of its parameters that take a gradient."""
+        return [p for p in self.parameters if p.requires_grad]
+
+    def root(self) -> Tensor:
+        """What ``backward()`` is called on. The user's own tensor is never changed."""
+        return self.scaled(self.loss if self.parts == 1 else self.loss / self.parts)
+
+
+class Peers:
+    """The optimizers in charge of one model, in the order in which they were made; it does not keep them alive."""
+
+    _of: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = self._of.setdefault(unwrapped(model), [])
+
+    def join(self, owner: Any) -> None:
+        """One more."""
+        self._known.append(weakref.ref(owner, self._known.remove))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([owner for known in list(self._known) if (owner := known()) is not None])
+
+
+class Backward:
+    """One backward for several claims: checks first, then runs.
+
+    Args:
+        model: as the user has it, wrapped or not.
+        claims: the first is of whoever is stepped now.
+        fused: whether some weights of the model move inside every backward.
+        replicating: what averages the model's gradients over ranks, if anything does.
+
+    Raises:
+        ValueError: these claims can't be met from one forward; nothing was changed.
+    """
+
+    def __init__(self, model: nn.Module, claims: Sequence[Claim], fused: bool, replicating: Sequence[Any]) -> None:
+        self._model, self._claims = unwrapped(model), claims
+        self._ddp = [module for module in replicating if isinstance(module, DistributedDataParallel)]
+        self._through = fused or bool(replicating) or any(claim.whole for claim in claims)
+        first = claims[0]
+        self._one = all((c.loss is first.loss, c.parts, c.scale) == (True, first.parts, first.scale) for c in claims)
+        seen: set[int] = set()
+        for claim in claims:
+            mine = {id(p) for p in claim.trainable}
+            if seen & mine and any(c.parts > 1 for c in claims):
+                raise ValueError(
+                    "Two OptimSchedulers with a parameter in common can't accumulate gradients: accum_grad=1."
+                )
+            seen |= mine
+        if self._one:
+            return
+        rule = "so their losses must be one and the same tensor, with the same accum_grad and no GradScaler."
+        if fused:
+            raise ValueError(
+                f"Several OptimSchedulers share a model whose fused tables move inside every backward, {rule}"
+            )
+        if any(module.static_graph for module in self._ddp):
+            raise ValueError(f"Several OptimSchedulers share a DDP module with static_graph=True, {rule}")
+
+    def run(self) -> dict[Any, list[Tensor | None]]:
+        """Takes the gradients: those of the first claim's owner are where optimizers look for them, ``.grad``.
+
+        Returns:
+            Those of the other owners, parameter by parameter, accumulated ones included; ``.grad`` is as it was.
+        """
+        return self._at_once() if self._one else self._one_by_one()
+
+    def _at_once(self) -> dict[Any, list[Tensor | None]]:
+        first, others = self._claims[0], self._claims[1:]
+        taken: dict[Any, list[Tensor | None]] = {}
+        if first.whole and not others:
+            first.root().backward()  # type: ignore[no-untyped-call]
+            return taken
+        mine = {id(p) for p in first.parameters}
+        # What the others have accumulated so far: the backward adds to it, in place.
+        before = {id(p): None if p.grad is None else p.grad.clone() for c in others for p in c.parameters}
+        foreign = []
+        if self._through:
+            claimed = {id(p) for claim in self._claims for p in claim.parameters}
+            foreign = [(p, p.grad) for p in self._model.parameters() if id(p) not in claimed and p.requires_grad]
+            for parameter, _ in foreign:
+                parameter.grad = None
+            first.root().backward()  # type: ignore[no-untyped-call]
+        else:
+            inputs = list({id(p): p for claim in self._claims for p in claim.trainable}.values())
+            if inputs:
+                first.root().backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        for parameter, grad in foreign:
+            parameter.grad = grad
+        for claim in others:
+            # Of a parameter in common each has a gradient of its own, to be clipped by itself.
+            taken[claim.owner] = [
+                p.grad.clone() if p.grad is not None and id(p) in mine else p.grad for p in claim.parameters
+            ]
+            for parameter in claim.parameters:
+                if id(parameter) not in mine:
+                    parameter.grad = before[id(parameter)]
+        return taken
+
+    def _one_by_one(self) -> dict[Any, list[Tensor | None]]:
+        taken: dict[Any, list[Tensor | None]] = {}
+        for i, claim in enumerate(self._claims):
+            inputs = claim.trainable
+            fresh = (
+                torch.autograd.grad(claim.root(), inputs, retain_graph=i + 1 < len(self._claims), allow_unused=True)
+                if inputs
+                else ()
+            )
+            new = dict(zip((id(p) for p in inputs), fresh, strict=True))
+            taken[claim.owner] = [_sum(p.grad, new.get(id(p))) for p in claim.parameters]
+        for claim in self._claims:
+            if claim.reduced and self._ddp:
+                taken[claim.owner] = _averaged(taken[claim.owner], claim.parameters, self._ddp[0].process_group)
+        first = self._claims[0]
+        for parameter, grad in zip(first.parameters, taken.pop(first.owner), strict=True):
+            parameter.grad = grad
+        return taken
+
+
+def _sum(known: Tensor | None, new: Tensor | None) -> Tensor | None:
+    if known is None or new is None:
+        return new if known is None else known
+    return known + new
+
+
+def _averaged(
+    grads: list[Tensor | None], parameters: Sequence[nn.Parameter], process_group: dist.ProcessGroup
+) -> list[Tensor | None]:
+    """The mean over ranks; a gradient that only some ranks have counts as zero on the others, as in DDP. Collective."""
+    group = group_over(tuple(dist.get_process_group_ranks(process_group)))
+    if any(grad is not None and grad.layout != torch.strided for grad in grads):
+        raise ValueError("Several OptimSchedulers with different losses share a DDP module: no sparse gradients then.")
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(i)
+    for (dtype, device), places in kinds.items():
+        flat = [torch.zeros_like(parameters[i]) if (g := grads[i]) is None else g for i in places]
+        had = torch.tensor([grads[i] is not None for i in places], dtype=dtype, device=device)
+        summed = group.all_reduce(torch.cat([*(grad.reshape(-1) for grad in flat), had]))
+        *means, counts = torch.split(summed, [*(grad.numel() for grad in flat), len(places)])
+        for i, mean, count in zip(places, means, counts.tolist(), strict=True):
+            grads[i] = mean.view_as(parameters[i]) / group.size if count else None
+    return grads

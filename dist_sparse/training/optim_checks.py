@@ -1,0 +1,118 @@
+"""Which arguments of an OptimScheduler make sense, alone and together?
+
+Weights that move inside the backward are why some do not: by the time anybody could scale, clip, accumulate or skip
+their gradients, they have been applied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.training.owned import Owned, replicating
+
+__all__ = ["check_arguments", "check_averaging", "check_fused", "check_sparsity"]
+
+_WHY = "they move inside every backward, before anybody can"
+
+
+def check_arguments(
+    *,
+    accum_grad: Any,
+    step_per_update: Any,
+    optim_loss: Any,
+    grad_clip: Any,
+    grad_norm_type: Any,
+    ft_factor: Any,
+    amp_dtype: Any,
+) -> None:
+    """Refuses values that make no sense by themselves.
+
+    Raises:
+        AssertionError: of an interval or the loss's name, as in the ancestor. ValueError: of the others.
+    """
+    for name, every in {"accum_grad": accum_grad, "step_per_update": step_per_update}.items():
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise AssertionError(f"Invalid {name}={every!r}: must be an integer >= 1.")
+    if optim_loss is not None and not isinstance(optim_loss, str):
+        raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None for 'loss'.")
+    if grad_clip is not None and not (_is_number(grad_clip) and grad_clip > 0):
+        raise ValueError(f"Invalid {grad_clip=}: must be a number > 0, or None not to clip.")
+    if not (_is_number(grad_norm_type) and grad_norm_type > 0):
+        raise ValueError(f"Invalid {grad_norm_type=}: must be a number > 0.")
+    if not (_is_number(ft_factor) and math.isfinite(ft_factor) and ft_factor >= 0):
+        raise ValueError(f"Invalid {ft_factor=}: must be a finite number >= 0.")
+    if amp_dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
+
+
+def check_sparsity(sparsifier: Any, scheduler: Any) -> None:
+    """Refuses what is no sparsifier, no data scheduler, or not that sparsifier's.
+
+    Raises:
+        ValueError: see above.
+    """
+    if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
+        raise ValueError(f"Invalid data_sparsifier of type {type(sparsifier).__name__}: must be a BaseDataSparsifier.")
+    if scheduler is None:
+        return
+    if not isinstance(scheduler, BaseDataScheduler):
+        raise ValueError(f"Invalid data_scheduler of type {type(scheduler).__name__}: must be a BaseDataScheduler.")
+    if scheduler.data_sparsifier is not sparsifier:
+        raise ValueError("Invalid data_scheduler: it schedules another sparsifier than the data_sparsifier given.")
+
+
+def check_fused(*, model_moves: bool, owned: Owned, scaled: bool, accum_grad: int, grad_clip: float | None) -> None:
+    """Refuses what can't reach weights that move inside the backward.
+
+    Args:
+        model_moves: whether the model has such weights.
+        owned: what the object is in charge of.
+        scaled: whether losses are scaled.
+
+    Raises:
+        ValueError: says why, and what works.
+    """
+    if not model_moves:
+        return
+    if scaled:
+        raise ValueError(
+            f"Invalid use_amp=True with float16: a GradScaler's factor would reach the model's fused tables: {_WHY} "
+            "take it back. bfloat16 autocast works (amp_dtype=torch.bfloat16), and so do tables with a dense kernel."
+        )
+    if accum_grad > 1:
+        raise ValueError(
+            f"Invalid {accum_grad=}: the gradients of the model's fused tables can't be accumulated: {_WHY} add them "
+            "up. Larger batches work, and so do tables with a dense kernel."
+        )
+    if owned.moves_in_backward and grad_clip is not None and not math.isinf(grad_clip):
+        raise ValueError(
+            f"Invalid {grad_clip=}: the gradients of fused tables can't be clipped here: {_WHY} know the norm. The "
+            "tables' own clipping works (the fused optimizer's gradient_clipping and max_gradient), with grad_clip="
+            "None, or with an OptimScheduler that clips for the other modules alone (updated_modules); and so do "
+            "tables with a dense kernel."
+        )
+
+
+def check_averaging(model: nn.Module, accum_grad: int) -> None:
+    """Refuses a model that does not average gradients where it was said to.
+
+    Raises:
+        ValueError: ``distributed=True``, and nothing in the model has ``no_sync()``.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if (several or accum_grad > 1) and not replicating(model):
+        raise ValueError(
+            f"Invalid distributed=True: {type(model).__name__} does not average gradients over ranks; wrap the model "
+            "in DistributedDataParallel or DistributedModelParallel first."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

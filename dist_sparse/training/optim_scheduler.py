@@ -1,0 +1,332 @@
+"""How do optimizer, gradient accumulation, mixed precision, clipping and learning rate go together in one step?
+
+An :class:`OptimScheduler` is all of them, after SpeeChain's class of that name, and sparsity as well where that is
+wanted. It knows DDP (micro-steps that are only accumulated are not sent), TorchRec (fused tables take their learning
+rate from it), and others of its kind over other parts of the same model.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.training.backward import Backward, Claim, Peers
+from dist_sparse.training.gradients import clip_gradients, gradient_norm
+from dist_sparse.training.optim_checks import check_arguments, check_averaging, check_fused, check_sparsity
+from dist_sparse.training.optim_state import load_states, states
+from dist_sparse.training.optimizers import optimizer_class
+from dist_sparse.training.owned import owned_by, replicating
+
+__all__ = ["OptimScheduler"]
+
+Clock = Callable[[list[str]], AbstractContextManager[Any]]
+
+
+class OptimScheduler(abc.ABC):
+    """Optimizer, gradient accumulation, AMP, clipping and learning rate of a model, or of some of its modules.
+
+    Subclasses define :meth:`sche_init` and :meth:`update_lr`. A training loop with it::
+
+        for step_num, batch in enumerate(batches, start=1):
+            with scheduler.forward_context(step_num):
+                losses = {"loss": criterion(model(batch))}
+            scheduler.step(losses, None, "main", step_num, epoch_num)
+
+    Args:
+        optim_type: a name in ``torch.optim``, a dotted path, or a class.
+        optim_conf: its keyword arguments.
+        model: plain, DDP or DistributedModelParallel.
+        distributed: gradients are averaged over ranks by the model (DDP), which is to happen once per real step only.
+        optim_loss: which of the losses; None is the one named ``"loss"``.
+        updated_modules: a module or several, by path from the user's own module; None is the whole model.
+        step_per_update: an update at every so many real steps only; at others the loss is not even differentiated.
+        use_amp: mixed precision: with float16 the loss is scaled by a :class:`torch.amp.GradScaler`.
+        accum_grad: how many steps make a real step; their gradients are averaged.
+        ft_factor: scales all learning rates.
+        grad_clip: the longest that the gradient of this object's parameters may be; None does not clip. The norm is
+            taken over all ranks, each piece counted once.
+        grad_norm_type: p of the norm, > 0.
+        data_sparsifier, data_scheduler: stepped after every update of the weights, in this order. Attach a
+            :class:`~dist_sparse.MaskEnforcer` to ``.optimizer`` to keep removed weights at zero.
+        amp_dtype: ``torch.float16``, or ``torch.bfloat16``, which needs no scaler.
+        **sche_conf: for :meth:`sche_init`.
+
+    Attributes:
+        optimizer: the ``torch.optim.Optimizer``. Weights that move inside the backward (TorchRec's fused tables) are
+            not in it: they only take the learning rate.
+        scaler: the ``GradScaler``, or None.
+
+    Raises:
+        AssertionError: an interval is not an integer >= 1, or ``optim_loss`` not a string.
+        ValueError: another argument is wrong, or does not go with fused tables.
+    """
+
+    def __init__(
+        self,
+        optim_type: str | type[torch.optim.Optimizer],
+        optim_conf: Mapping[str, Any] | None,
+        model: nn.Module,
+        distributed: bool = False,
+        optim_loss: str | None = None,
+        updated_modules: str | Sequence[str] | None = None,
+        step_per_update: int = 1,
+        use_amp: bool = True,
+        accum_grad: int = 1,
+        ft_factor: float = 1.0,
+        grad_clip: float | None = 1.0,
+        grad_norm_type: float = 2.0,
+        *,
+        data_sparsifier: BaseDataSparsifier | None = None,
+        data_scheduler: BaseDataScheduler | None = None,
+        amp_dtype: torch.dtype = torch.float16,
+        **sche_conf: Any,
+    ) -> None:
+        check_arguments(
+            accum_grad=accum_grad,
+            step_per_update=step_per_update,
+            optim_loss=optim_loss,
+            grad_clip=grad_clip,
+            grad_norm_type=grad_norm_type,
+            ft_factor=ft_factor,
+            amp_dtype=amp_dtype,
+        )
+        check_sparsity(data_sparsifier, data_scheduler)
+        if distributed:
+            check_averaging(model, accum_grad)
+        self.model = model
+        self.distributed = distributed
+        self.optim_loss = optim_loss
+        self.updated_modules = [updated_modules] if isinstance(updated_modules, str) else updated_modules
+        if self.updated_modules is not None:
+            self.updated_modules = list(self.updated_modules)
+        self.step_per_update, self.accum_grad = step_per_update, accum_grad
+        self.ft_factor, self.grad_clip, self.grad_norm_type = ft_factor, grad_clip, float(grad_norm_type)
+        self.use_amp, self.amp_dtype = use_amp, amp_dtype
+        self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
+        scaled = use_amp and amp_dtype == torch.float16
+        self._owned = owned_by(model, self.updated_modules)
+        self._fused = owned_by(model, None).moves_in_backward
+        check_fused(
+            model_moves=self._fused, owned=self._owned, scaled=scaled, accum_grad=accum_grad, grad_clip=grad_clip
+        )
+        self._replicating = replicating(model)
+        kept = self._owned.parameters
+        # A group without parameters still has a learning rate: that of fused tables alone.
+        self.optimizer = optimizer_class(optim_type)(kept or [{"params": []}], **dict(optim_conf or {}))
+        self._device = next(iter(model.parameters())).device.type
+        self.scaler = torch.amp.GradScaler(self._device) if scaled else None
+        self.sche_init(**sche_conf)
+        self._early: tuple[Tensor, list[Tensor | None]] | None = None
+        self._turn: int | None = None
+        self._peers = Peers(model)
+        self._peers.join(self)
+
+    @abc.abstractmethod
+    def sche_init(self, *args: Any, **sche_conf: Any) -> None:
+        """Takes what is the schedule's own of the constructor's arguments; called last in it."""
+
+    @abc.abstractmethod
+    def update_lr(self, real_step: int, epoch_num: int) -> float:
+        """The learning rate, ``ft_factor`` left out, of a real step, counted from 1, in an epoch, counted from 1."""
+
+    def extra_repr_fn(self) -> str:
+        """What ``repr`` says of the schedule."""
+        return ""
+
+    @contextlib.contextmanager
+    def forward_context(self, step_num: int) -> Iterator[None]:
+        """For the forward of a step: autocast if ``use_amp``, and under DDP no averaging of gradients in the backward,
+        unless this step is the last of its real step for some OptimScheduler of the model.
+
+        DDP decides in the forward whether a backward averages, so ``no_sync`` around the backward saves nothing.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self._unsynchronized(step_num))
+            if self.use_amp:
+                stack.enter_context(torch.autocast(self._device, dtype=self.amp_dtype))
+            yield
+
+    def step(
+        self,
+        losses: Mapping[str, Tensor],
+        time_func: Clock | None,
+        optim_name: str,
+        step_num: int,
+        epoch_num: int,
+        logger: Any = None,
+    ) -> None:
+        """One step: backward, and at the end of a real step the update. Collective under DDP, and if gradients lie in
+        pieces over ranks.
+
+        Args:
+            losses: of this step's forward, by name. They are not changed.
+            time_func: makes a context that times what happens in it, from ``["loss_backward_time", optim_name]`` and
+                ``["optim_time", optim_name]``; None for no clock.
+            optim_name: for the clock.
+            step_num: counts from 1, over epochs.
+            epoch_num: counts from 1.
+            logger: its ``info`` is told when gradients are not finite; then nothing is updated, on any rank.
+
+        Raises:
+            AssertionError: there is no loss named "loss". KeyError: there is none of the name asked for.
+            ValueError: a number is wrong, or this object and others over the model can't share the forward.
+
+        Several OptimSchedulers of a model may be given the losses of one forward: the gradients of all that are due are
+        taken before any weight moves.
+        """
+        for name, number in {"step_num": step_num, "epoch_num": epoch_num}.items():
+            if not number >= 1:
+                raise ValueError(f"Invalid {name}={number!r}: it counts from 1.")
+        clock = time_func or (lambda names: nullcontext())
+        real_step = (step_num - 1) // self.accum_grad + 1
+        due = self._due(step_num)
+        with clock(["loss_backward_time", optim_name]):
+            if due:
+                self._backward(losses, step_num, lambda: self.update_lr(real_step=real_step, epoch_num=epoch_num))
+        with clock(["optim_time", optim_name]):
+            if due and step_num % self.accum_grad == 0 and self._update(real_step, logger):
+                if self.data_sparsifier is not None:
+                    self.data_sparsifier.step()
+                if self.data_scheduler is not None:
+                    self.data_scheduler.step()
+
+    def get_lr(self) -> float:
+        """The learning rate of the last step, of the first parameter group."""
+        lr: float = self.optimizer.param_groups[0]["lr"]
+        return lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and the scaler's (or None), and those of the sparsifier and its scheduler where there
+        are any. Step numbers are the caller's; the state of fused optimizers is the model's."""
+        return states(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over :meth:`state_dict`. A state of a run with AMP loads into one without, and the other way round.
+        Collective if there is a sparsifier.
+
+        Raises:
+            ValueError: a part is missing or does not fit; nothing was changed.
+        """
+        load_states(self, state_dict)
+
+    def __repr__(self) -> str:
+        parts = [
+            f"optimizer={type(self.optimizer).__name__}",
+            f"optim_loss={self.optim_loss}",
+            f"updated_modules={self.updated_modules}",
+            *([extra] if (extra := self.extra_repr_fn()) else []),
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _due(self, step_num: int) -> bool:
+        return ((step_num - 1) // self.accum_grad + 1) % self.step_per_update == 0
+
+    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
+        if self.optim_loss is None:
+            if "loss" not in losses:
+                raise AssertionError(
+                    f"There is no loss named 'loss' among {sorted(losses)}: name one so, or give optim_loss."
+                )
+            return losses["loss"]
+        return losses[self.optim_loss]
+
+    def _claim(self, losses: Mapping[str, Tensor], step_num: int) -> Claim:
+        loss = self._loss(losses)
+        return Claim(
+            owner=self,
+            parameters=self._owned.parameters,
+            whole=self._owned.whole,
+            loss=loss,
+            parts=self.accum_grad,
+            scaled=self.scaler.scale if self.scaler is not None else lambda loss: loss,
+            scale=None if self.scaler is None else id(self.scaler),
+            reduced=step_num % self.accum_grad == 0,
+        )
+
+    def _joins(self, losses: Mapping[str, Tensor], step_num: int) -> bool:
+        """Whether a backward that somebody else makes now should be for this object too. One that was not stepped
+        since somebody last did it the favour is left out."""
+        known = (self.optim_loss or "loss") in losses
+        return known and self._early is None and self._turn != step_num and self._due(step_num)
+
+    def _backward(self, losses: Mapping[str, Tensor], step_num: int, update_lr: Callable[[], float]) -> None:
+        claim = self._claim(losses, step_num)
+        early, self._early, self._turn = self._early, None, step_num
+        if early is not None and early[0] is claim.loss:
+            self._set_lr(update_lr())
+            for parameter, grad in zip(claim.parameters, early[1], strict=True):
+                parameter.grad = grad
+            return
+        others = [peer for peer in self._peers if peer is not self and peer._joins(losses, step_num)]
+        claims = [claim, *(peer._claim(losses, step_num) for peer in others)]
+        backward = Backward(self.model, claims, self._fused, self._replicating)
+        self._set_lr(update_lr())
+        with self._unsynchronized(step_num):
+            for peer, gradients in backward.run().items():
+                peer._early = (peer._loss(losses), gradients)
+
+    def _set_lr(self, lr: float) -> None:
+        """Before the backward, in which fused tables already use it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.ft_factor * lr
+        self._owned.set_lr(self.ft_factor * lr)
+
+    def _update(self, real_step: int, logger: Any) -> bool:
+        """Whether weights were written. The same on all ranks."""
+        parameters = self._owned.parameters
+        if not parameters:
+            return True  # fused tables alone: they were written in the backward
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        if self.scaler is not None:
+            self._unscale(self.scaler)
+        norm, any_gradient = gradient_norm(parameters, self._owned.pieces, self.grad_norm_type)
+        finite = bool(torch.isfinite(norm))
+        if not finite:
+            if logger is not None:
+                logger.info(
+                    f"Real step {real_step}: the norm of the gradients is {float(norm)}, so nothing is updated."
+                )
+            if self.scaler is not None:
+                self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+        elif any_gradient:
+            if self.grad_clip is not None:
+                clip_gradients(parameters, norm, self.grad_clip)
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+        elif self.scaler is not None and self._owned.pieces:
+            self.scaler.update()  # what _unscale() has begun on every rank
+        self.optimizer.zero_grad()
+        return finite and any_gradient
+
+    def _unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Unscales the gradients. A rank that has none lends one of zeros, so that all ranks' scales go on alike."""
+        lent = None
+        if all(parameter.grad is None for parameter in self._owned.parameters):
+            if not self._owned.pieces:
+                return
+            lent = self._owned.parameters[0]
+            lent.grad = torch.zeros_like(lent)
+        scaler.unscale_(self.optimizer)
+        if lent is not None:
+            lent.grad = None
+
+    def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
+        if not self.distributed or any(peer._due(step_num) and step_num % peer.accum_grad == 0 for peer in self._peers):
+            return nullcontext()
+        stack = ExitStack()
+        for module in self._replicating:
+            stack.enter_context(module.no_sync())
+        return stack
