@@ -1,0 +1,1 @@
+"""What becomes of a model once it is trained: tables in 8 bits."""

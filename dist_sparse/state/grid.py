@@ -1,0 +1,123 @@
+"""Which 8-bit grid of a row holds zero exactly, and how does FBGEMM keep its codes?
+
+A row is one of FBGEMM's fused 8-bit rows: a byte for each weight, zeros up to a multiple of four (its CUDA kernels want
+that), then ``scale`` and ``bias`` as float32. A weight is ``code * scale + bias``, with ``bias = -zero_point * scale``.
+``scale`` has at most 16 significant bits and codes have 8, so that every product and every sum of that formula is exact
+in float32: what a kernel reads is ``(code - zero_point) * scale`` on every device, with or without fused multiply-add,
+and exactly 0 where the code is ``zero_point``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["chunks", "decode", "empty_rows", "encode_", "fbgemm", "fit_", "not_finite"]
+
+_LEVELS: Final = 255
+_TAIL: Final = 8  # bytes of scale and bias
+_CHUNK: Final = 1 << 18  # elements of a table that are in float64 at once: 2 MiB, which caches hold
+_SPARE_BITS: Final = 0xFF  # of the 24 significant bits of a float32 scale, the 8 that are zero
+
+
+def fbgemm() -> Any:
+    """``torch.ops.fbgemm``, loaded.
+
+    Raises:
+        ImportError: FBGEMM is not installed; says how to install it.
+    """
+    try:
+        import fbgemm_gpu  # noqa: F401  (it registers the kernels)
+    except ImportError as fault:
+        raise ImportError(
+            "Tables in 8 bits need FBGEMM's kernels, and fbgemm_gpu can't be imported: install the extra "
+            "dist_sparse[torchrec], or fbgemm-gpu-cpu where there is no CUDA, in the version that fits your torch."
+        ) from fault
+    return torch.ops.fbgemm
+
+
+def chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of rows that cover a table, each small enough to be taken to float64."""
+    size = max(1, _CHUNK // max(1, columns))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def empty_rows(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Storage for packed rows: uint8 ``(rows, columns rounded up to 4, + 8)``, every byte 0."""
+    return torch.zeros(rows, -(-columns // 4) * 4 + _TAIL, dtype=torch.uint8, device=device)
+
+
+def not_finite(weight: Tensor) -> int:
+    """How many rows of a matrix hold NaN or infinite values."""
+    finite = weight.amin(dim=1).isfinite() & weight.amax(dim=1).isfinite()  # both pass NaN on
+    return int((~finite).sum())
+
+
+def fit_(packed: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
+    """Writes a scale and a bias for each row of ``weight``, over all of its values and 0.
+
+    The step is ``(max(0, max) - min(0, min)) / 255``, rounded up to 16 significant bits, and no less than the smallest
+    normal float32, so that nothing depends on how a device treats denormals. A row of zeros has scale 1.
+
+    Args:
+        packed: rows of :func:`empty_rows`.
+        weight: any floating dtype, ``(rows, columns)``.
+        dtype: what lookups return: both ends of the grid must be finite in it.
+
+    Returns:
+        How many rows have no such grid: a weight is NaN or infinite, or the range is too wide for the dtype or float32.
+        What they were given means nothing.
+    """
+    exact = weight.double()
+    low = exact.amin(dim=1).clamp_(max=0.0)
+    span = exact.amax(dim=1).clamp_(min=0.0) - low
+    wanted = (span / _LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
+    near = wanted.float()
+    bits = near.view(torch.int32) + (near.double() < wanted)  # up to the next float32, if the cast went down
+    scale = ((bits + _SPARE_BITS) & ~_SPARE_BITS).view(torch.float32).double()
+    scale = torch.where(span == 0, torch.ones_like(scale), scale)
+    zero_point = torch.round(-low / scale)
+    _write(packed, scale, zero_point)
+    ends = torch.maximum(zero_point, _LEVELS - zero_point) * scale
+    finite = span.isfinite() & (scale * _LEVELS).float().isfinite() & ends.to(dtype).isfinite()
+    return int((~finite).sum())
+
+
+def encode_(packed: Tensor, weight: Tensor) -> int:
+    """Writes the codes nearest to ``weight`` on the grids that ``packed`` has; a 0 becomes the zero point's code.
+
+    No weight in the range of its row's grid is off by more than half a scale; others become the end of the grid.
+
+    Args:
+        packed: rows with a scale and a bias.
+        weight: any floating dtype, ``(rows, columns)``.
+
+    Returns:
+        How many rows hold NaN or infinite values; their codes mean nothing.
+    """
+    scale, bias = _tail(packed).double().unsqueeze(-1).unbind(dim=1)
+    codes = weight.double().div_(scale) if weight.dtype != torch.float64 else weight / scale
+    wrong = not_finite(codes)
+    packed[:, : weight.shape[1]] = codes.round_().sub_(bias / scale).clamp_(0, _LEVELS).to(torch.uint8)
+    return wrong
+
+
+def decode(packed: Tensor, columns: int) -> Tensor:
+    """The weights behind packed rows, float32 ``(rows, columns)``, by FBGEMM's kernel."""
+    weights: Tensor = fbgemm().Fused8BitRowwiseQuantizedToFloat(packed)
+    return weights[:, :columns]
+
+
+def _tail(packed: Tensor) -> Tensor:
+    """A live view of scale and bias, float32 ``(rows, 2)``."""
+    return packed[:, -_TAIL:].view(torch.float32)
+
+
+def _write(packed: Tensor, scale: Tensor, zero_point: Tensor) -> None:
+    tail = _tail(packed)
+    tail[:, 0] = scale
+    tail[:, 1] = 0.0 - zero_point * scale
