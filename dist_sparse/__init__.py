@@ -1,5 +1,6 @@
 """Sparsify the embedding tables of recommendation models while they train on many ranks."""
 
+from dist_sparse.schedulers.ancestors import CubicSL, LambdaSL
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import (
     ConstantDataScheduler,
@@ -16,6 +17,7 @@ from dist_sparse.sparsifiers.describe import describe
 from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier
+from dist_sparse.state.quantize import post_training_sparse_quantize
 from dist_sparse.training.enforce import MaskEnforcer
 from dist_sparse.training.learning_rates import ExponentDecayLr, Noamlr
 from dist_sparse.training.optim_scheduler import OptimScheduler
@@ -28,10 +30,12 @@ __all__ = [
     "ConstantDataScheduler",
     "CosineDataScheduler",
     "CubicDataScheduler",
+    "CubicSL",
     "DataNormSparsifier",
     "ExponentDecayLr",
     "ExponentialDataScheduler",
     "LambdaDataScheduler",
+    "LambdaSL",
     "LinearDataScheduler",
     "MaskEnforcer",
     "Noamlr",
@@ -41,5 +45,6 @@ __all__ = [
     "SparseTraining",
     "TableStats",
     "describe",
+    "post_training_sparse_quantize",
     "sparsify",
 ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.groups import reset_traffic, set_timeout, traffic
+from dist_sparse.schedulers.ancestors import CubicSL, LambdaSL
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import CubicDataScheduler, LambdaDataScheduler, LinearDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -251,6 +252,47 @@ def load_of_another_step_is_refused() -> None:
     assert levels(sparsifier) == {"a": 0.8}
 
 
+def cubic_sl_sends_nothing_and_has_one_plan() -> None:
+    sparsifier = sparsifier_of("a", "b")
+    scheduler = CubicSL(sparsifier, init_t=[2, 3], delta_t=1, total_t=3)
+    reset_traffic()
+    due = []
+    for step in range(8):
+        due += [step] * sparsifier.enable_mask_update
+        sparsifier.step()
+        scheduler.step()
+    assert due == [0, 3, 4, 5, 6] and levels(sparsifier) == {"a": 0.5, "b": 0.5}
+    assert traffic().collectives == 0
+    refused(lambda: CubicSL(sparsifier, init_t=per_rank([2, 3], [2])), "rank 1: ValueError: Invalid init_t of length 1")
+    refused(lambda: CubicSL(sparsifier, init_t=per_rank(2, 3)), "plan of 'a'", "'init_t', 3", "on rank 1")
+    sparsifier.data_groups["b"]["sparsity_level"] = per_rank(0.5, 0.6)
+    refused(lambda: CubicSL(sparsifier), "final levels", "0.6", "on rank 1")
+
+
+def lambda_sl_moves_where_rank_0_s_levels_do() -> None:
+    mine = per_rank(
+        lambda step: step // 2 / 4, lambda step: step / 8
+    )  # other levels, and other steps at which they move
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for last_epoch in (-1, 2):
+            sparsifier = sparsifier_of("a")
+            scheduler = LambdaSL(sparsifier, mine, last_epoch=last_epoch)
+            for step in range(last_epoch + 1, 7):
+                assert sparsifier.enable_mask_update == (step % 2 == 0), step
+                assert levels(sparsifier) == {"a": 0.5 * (step // 2) / 4}
+                sparsifier.step()
+                scheduler.step()
+    assert bool(caught) == (dist.get_rank() == 1)
+    refused(
+        lambda: LambdaSL(sparsifier_of("a"), per_rank([], [mine])), "rank 0: ValueError: Invalid sl_lambda of length 0"
+    )
+    too_much = per_rank(mine, lambda step: step)
+    scheduler = LambdaSL(sparsifier_of("a"), too_much, last_epoch=1)
+    refused(scheduler.step, "rank 1: ValueError: Invalid 0.5 * sl_lambda(3) of 'a'=1.5")
+    assert scheduler.last_epoch == 2
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
@@ -271,6 +313,8 @@ CASES: dict[str, Callable[[], None]] = {
         lambda_talks_at_due_steps_alone,
         user_written_steps_send_little,
         load_of_another_step_is_refused,
+        cubic_sl_sends_nothing_and_has_one_plan,
+        lambda_sl_moves_where_rank_0_s_levels_do,
     )
 }
 

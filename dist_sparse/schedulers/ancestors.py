@@ -1,0 +1,236 @@
+"""How do torch.ao's ``LambdaSL`` and ``CubicSL`` drive a data sparsifier?
+
+In torch.ao they schedule the groups of a module sparsifier; here the ``sparsity_level`` of each name of a data
+sparsifier. Level by step is theirs, to the last bit: they have one formula for every step, and no grid of due steps. So
+masks move at step 0 and where a level is another than at the step before; at all other steps nothing is written, and
+``sparsifier.step()`` returns at once. New code is better off with :class:`~dist_sparse.CubicDataScheduler` and
+:class:`~dist_sparse.LambdaDataScheduler`, whose ``every`` says how often masks move.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.window import ReadyDataScheduler
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+
+__all__ = ["CubicSL", "LambdaSL"]
+
+T = TypeVar("T")
+
+
+class _SlScheduler(ReadyDataScheduler):
+    """What both have in common: they schedule the names that the sparsifier has at construction, and start from, or
+    arrive at, the levels that those have then (``base_param``)."""
+
+    def __init__(self, sparsifier: BaseDataSparsifier, last_epoch: int, verbose: bool) -> None:
+        known = isinstance(sparsifier, BaseDataSparsifier)  # what is none is refused by the base
+        groups = sparsifier.data_groups if known else {}
+        self.base_param = {name: config.get("sparsity_level") for name, config in groups.items()}
+        super().__init__(sparsifier, "sparsity_level", 0.0, 0, None, 1, last_epoch, verbose)
+
+    def get_last_sl(self) -> list[Any]:
+        """The levels after the last step, in the order of the sparsifier's names."""
+        return list(self._last_param.values())
+
+    def _bases(self) -> dict[str, Any]:
+        """The levels of the construction, by the names that are still there: a squashed table is not."""
+        known = self.data_sparsifier.data_groups
+        return {name: level for name, level in self.base_param.items() if name in known}
+
+    def _given(self) -> dict[str, None]:
+        return {glob.escape(name): None for name in self.base_param}
+
+    def _check_plan(self) -> None:
+        super()._check_plan()
+        for name, level in self.base_param.items():
+            self._checked(f"sparsity_level of {name!r}", level)
+
+
+class LambdaSL(_SlScheduler):
+    """The level of each name at construction, times a function of the step. After torch.ao's ``LambdaSL``.
+
+    The functions may differ between ranks (one may read a clock), so rank 0's levels count, and **every** step is
+    collective over all ranks. With several of them, a :class:`~dist_sparse.LambdaDataScheduler` with ``every`` costs
+    less.
+
+    Args:
+        sparsifier: what is scheduled: the names that it has now.
+        sl_lambda: ``sl_lambda(step) -> factor``; a list of such functions, in the order of the names; or a dict by
+            name. Called once a step, from step 0 on. Not part of the state.
+        last_epoch: the last step that was taken already, to resume; -1 to start. The levels that are multiplied are
+            those of the sparsifier at this moment: resume before a saved state is loaded into it, or by ``state_dict``.
+        verbose: print each level that is written.
+
+    Raises:
+        TypeError: ``sparsifier`` is not a ``BaseDataSparsifier``.
+        ValueError: not one function for each name, or a level that is no number in [0, 1], from :meth:`step` too (where
+            torch.ao takes any); on every rank.
+    """
+
+    def __init__(
+        self,
+        sparsifier: BaseDataSparsifier,
+        sl_lambda: Callable[[int], float] | Sequence[Callable[[int], float]] | Mapping[str, Callable[[int], float]],
+        last_epoch: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        self.sl_lambda = sl_lambda
+        self._levels: Mapping[str, float] = {}
+        self._moves = True
+        super().__init__(sparsifier, last_epoch, verbose)
+
+    def get_schedule_param(self) -> dict[str, float]:
+        """The levels at step ``last_epoch``."""
+        step, functions = self.last_epoch, _for_each("sl_lambda", self.sl_lambda, self.base_param)
+        return {
+            name: self._checked(f"{base} * sl_lambda({step}) of {name!r}", base * functions[name](step))
+            for name, base in self._bases().items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every attribute but the sparsifier and the functions, which a safe load would refuse."""
+        return {key: value for key, value in super().state_dict().items() if key != "sl_lambda"}
+
+    def _check_plan(self) -> None:
+        super()._check_plan()
+        for name, function in _for_each("sl_lambda", self.sl_lambda, self.base_param).items():
+            if not callable(function):
+                raise ValueError(f"Invalid sl_lambda={function!r} of {name!r}: must be a function of the step.")
+
+    def _next_values(self) -> Mapping[str, Any]:
+        if self._step_count == 1:
+            return self._agreed_values()
+        levels = self._moved(BaseDataScheduler._next_values(self))
+        return levels if self._moves else {}
+
+    def _agreed_values(self) -> Mapping[str, Any]:
+        """At construction and after loading nobody remembers the levels of the step before. Collective."""
+        self._levels = {}
+        if self.last_epoch > 0:
+            self.last_epoch -= 1
+            self._levels = BaseDataScheduler._next_values(self)
+            self.last_epoch += 1
+        return self._moved(BaseDataScheduler._next_values(self))
+
+    def _moved(self, levels: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._moves = self.last_epoch == 0 or any(level != self._levels.get(name) for name, level in levels.items())
+        self._levels = levels
+        return levels
+
+    def _is_due(self) -> bool:
+        return self._moves
+
+
+class CubicSL(_SlScheduler):
+    """From ``init_sl`` to the level of each name at construction, fast at first. After torch.ao's ``CubicSL``.
+
+    With ``s_f`` for the level at construction and ``n = delta_t * total_t``, the level at step t is
+    ``s_f + (init_sl - s_f) * (1 - (t - init_t) / n) ** 3``: ``init_sl`` until ``init_t``, ``s_f`` from ``init_t + n``
+    on, and another one at **every** step between, whatever ``delta_t``. As in torch.ao, a level never falls: if
+    ``init_sl`` is above ``s_f``, it stays ``init_sl`` for ever. :class:`~dist_sparse.CubicDataScheduler` has neither
+    trait.
+
+    Steps are local, as those of all ready curves; construction is collective over all ranks.
+
+    Args:
+        sparsifier: what is scheduled: the names that it has now.
+        init_sl, init_t, delta_t, total_t, initially_zero: one value for all; a list in the order of the names; or a
+            dict by name. ``init_t``, ``delta_t`` and ``total_t`` are numbers, whole or not; ``initially_zero`` makes
+            the level 0 before ``init_t``.
+        last_epoch: the last step that was taken already, to resume; -1 to start. Levels end at those that the
+            sparsifier has at this moment: resume before a saved state is loaded into it, or by ``state_dict``.
+        verbose: print each level that is written.
+
+    Raises:
+        TypeError: ``sparsifier`` is not a ``BaseDataSparsifier``.
+        ValueError: not one value for each name, a level outside [0, 1], ``delta_t * total_t`` below 1, or ranks have
+            other plans; on every rank.
+    """
+
+    def __init__(
+        self,
+        sparsifier: BaseDataSparsifier,
+        init_sl: float | Sequence[float] | Mapping[str, float] = 0.0,
+        init_t: float | Sequence[float] | Mapping[str, float] = 0,
+        delta_t: float | Sequence[float] | Mapping[str, float] = 10,
+        total_t: float | Sequence[float] | Mapping[str, float] = 100,
+        initially_zero: bool | Sequence[bool] | Mapping[str, bool] = False,
+        last_epoch: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        self.init_sl, self.init_t, self.initially_zero = init_sl, init_t, initially_zero
+        self.delta_t, self.total_t = delta_t, total_t
+        super().__init__(sparsifier, last_epoch, verbose)
+
+    def get_schedule_param(self) -> dict[str, float]:
+        """The levels at step ``last_epoch``."""
+        return self._levels_at(self.last_epoch)
+
+    def _levels_at(self, step: int) -> dict[str, float]:
+        plans = self._plans()
+        return {name: _cubic(step, base, **plans[name]) for name, base in self._bases().items()}
+
+    def _is_due(self) -> bool:
+        return self.last_epoch == 0 or self._levels_at(self.last_epoch) != self._levels_at(self.last_epoch - 1)
+
+    def _plans(self) -> dict[str, dict[str, Any]]:
+        """What is given for each name."""
+        given = {
+            key: _for_each(key, getattr(self, key), self.base_param)
+            for key in ("init_sl", "init_t", "delta_t", "total_t", "initially_zero")
+        }
+        return {name: {key: values[name] for key, values in given.items()} for name in self.base_param}
+
+    def _check_plan(self) -> None:
+        super()._check_plan()
+        for name, plan in self._plans().items():
+            self._checked(f"init_sl of {name!r}", plan["init_sl"])
+            for key in ("init_t", "delta_t", "total_t"):
+                value = plan[key]
+                if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+                    raise ValueError(f"Invalid {key}={value!r} of {name!r}: must be a finite number.")
+            if plan["delta_t"] * plan["total_t"] < 1:
+                raise ValueError(
+                    f"Invalid delta_t={plan['delta_t']!r}, total_t={plan['total_t']!r} of {name!r}: their product, the "
+                    "number of steps from init_sl to the final level, must be >= 1."
+                )
+            if not isinstance(plan["initially_zero"], bool):
+                raise ValueError(f"Invalid initially_zero={plan['initially_zero']!r} of {name!r}: must be a bool.")
+
+    def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        plans = {f"plan of {name!r}": repr(sorted(plan.items())) for name, plan in self._plans().items()}
+        return {**super()._facts(answer), **plans, "final levels": repr(self.base_param)}
+
+
+def _cubic(
+    step: int, final: float, *, init_sl: float, init_t: float, delta_t: float, total_t: float, initially_zero: bool
+) -> float:
+    """torch.ao's own order of operations and of clamping, so that levels are equal to the last bit."""
+    if initially_zero and step < init_t:
+        return 0.0
+    level = final + (init_sl - final) * (1.0 - (step - init_t) / (delta_t * total_t)) ** 3
+    return float(max(init_sl, min(final, level)))
+
+
+def _for_each(what: str, given: T | Sequence[T] | Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+    """One value for each name: the same for all, a list's in the order of the names, or a dict's.
+
+    Raises:
+        ValueError: a list of another length, or a dict with other names.
+    """
+    names = list(names)
+    if isinstance(given, Mapping):
+        if set(given) != set(names):
+            raise ValueError(f"Invalid {what} for {list(given)}: must have a value for each of the names {names}.")
+        return {name: given[name] for name in names}
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(names):
+            raise ValueError(f"Invalid {what} of length {len(given)}: must have a value for each of the names {names}.")
+        return dict(zip(names, given, strict=True))
+    return dict.fromkeys(names, given)  # type: ignore[arg-type]
