@@ -328,5 +328,7 @@ class OptimScheduler(abc.ABC):
             return nullcontext()
         stack = ExitStack()
         for module in self._replicating:
-            stack.enter_context(module.no_sync())
+            # With a static graph, DDP learns it in the first backward, which must be one that averages.
+            if self._turn is not None or not getattr(module, "static_graph", False):
+                stack.enter_context(module.no_sync())
         return stack
