@@ -66,7 +66,7 @@ def batches(number: int = 12) -> DataLoader[Any]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without what Lightning says about devices, workers and log intervals."""
-    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "pytorch_lightning")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

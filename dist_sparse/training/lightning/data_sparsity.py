@@ -150,15 +150,16 @@ def _model_of(pl_module: Any, callback: Callback) -> nn.Module:
 
 
 def _register(model: nn.Module, data_sparsifier: Any) -> None:
-    """Puts the parameters of ``model`` in the place of those registered under the same names, whose masks and
-    configurations stay. What the model no longer has is let go of."""
+    """Puts the parameters of ``model`` in the place of those registered under the same names, whose configurations
+    stay, and whose masks if the shape is the same. What the model no longer has is let go of."""
     named = dict(_named(model))
     for name in [name for name in data_sparsifier.data_groups if name not in named]:
         data_sparsifier._delete_data(name)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Replacing existing data", UserWarning)  # it is what we are here for
         for name, (_, parameter) in named.items():
-            data_sparsifier.add_data(name=name, data=parameter)
+            fits = name in data_sparsifier.state and data_sparsifier.get_mask(name=name).shape == parameter.shape
+            data_sparsifier.add_data(name=name, data=parameter, reuse_mask=fits)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Parameter]]]:

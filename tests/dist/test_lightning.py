@@ -1,0 +1,217 @@
+"""Does SparsifyCallback hold under Lightning's DDP: the same masks on both ranks, zeros in every forward, one file?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.training.lightning import SparsifyCallback
+from tests.dist.harness import run_cases, run_ranks
+from tests.oracle import oracle_mask
+from tests.training.lightning_fits import PLAN, Net, batches, quiet, trainer, zero_rows
+
+pytestmark = pytest.mark.dist
+
+WORLD = 2
+DUE = (1, 3, 5, 7, 9)
+LEFT = round(PLAN["level"] * 40)
+
+
+class Numbered(Net):
+    """What a rank trains on depends on the step and the rank alone."""
+
+    def ids(self) -> Tensor:
+        generator = torch.Generator().manual_seed(7 * self.trainer.global_step + self.trainer.global_rank)
+        return torch.randint(40, (4, 3), generator=generator)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return super().training_step([self.ids()], batch_idx)
+
+
+class Collected(Numbered):
+    """Its table is TorchRec's, not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        item = EmbeddingBagConfig(name="item", num_embeddings=40, embedding_dim=8, feature_names=["f"])
+        self.tables = EmbeddingBagCollection(tables=[item])
+        del self._modules["bag"]
+
+    @property
+    def bag(self) -> Any:
+        return self.tables.embedding_bags["item"]
+
+    def loss(self, ids: Tensor) -> Tensor:
+        keyed = KeyedJaggedTensor(["f"], ids.flatten(), lengths=torch.full((len(ids),), ids.shape[1]))
+        loss: Tensor = (self.over(self.tables(keyed).values()).tanh() - 1).square().mean()
+        return loss
+
+
+class Before(pl.Callback):
+    """Notes the weights that masks are made from, and the level asked for; before the callback that makes them."""
+
+    def __init__(self, sparse: SparsifyCallback, name: str) -> None:
+        self.sparse, self.name = sparse, name
+        self.seen: list[tuple[bool, Tensor, float]] = []
+        self.due: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        assert self.sparse.training is not None
+        sparsifier = self.sparse.training.sparsifier
+        level = sparsifier.data_groups[self.name]["sparsity_level"]
+        stepped = trainer.global_step > self.sparse.training.scheduler.last_epoch
+        due = stepped and sparsifier.enable_mask_update
+        self.seen.append((due, pl_module.bag.weight.detach().clone(), level))
+        self.due += [trainer.global_step - 1] if due else []
+        reset_traffic()
+
+
+class After(pl.Callback):
+    """Compares the masks with the oracle's; counts collectives."""
+
+    def __init__(self, before: Before) -> None:
+        self.before = before
+        self.mask = torch.ones(40, 8, dtype=torch.int8)
+        self.sent: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.sent.append(traffic().collectives)
+        due, weights, level = self.before.seen[-1]
+        training = self.before.sparse.training
+        assert training is not None
+        if due:
+            for other in gathered(weights):
+                assert torch.equal(other, weights)
+            self.mask = oracle_mask(weights, level, (1, "ROW"), norm="L2")
+        for mask in gathered(training.sparsifier.full_mask(self.before.name)):
+            assert torch.equal(mask, self.mask)
+        assert bool((pl_module.bag.weight[self.mask == 0] == 0).all())
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(WORLD)]
+    dist.all_gather(parts, tensor.contiguous())
+    return parts
+
+
+def fit(module: Net, callbacks: list[Any], folder: Path, **options: Any) -> pl.Trainer:
+    ckpt = options.pop("ckpt_path", None)
+    plain = {"strategy": "ddp", "devices": WORLD, "plugins": [TorchElasticEnvironment()]}
+    fitted = trainer(folder, *callbacks, **{**plain, **options})
+    with quiet():
+        fitted.fit(module, batches(24), batches(4), ckpt_path=ckpt)
+    return fitted
+
+
+def check_masks(case: tuple[type[Net], str, dict[str, Any], Path]) -> None:
+    kind, name, options, folder = case
+    module, sparse = kind(), SparsifyCallback(**PLAN)
+    before = Before(sparse, name)
+    after = After(before)
+    done = fit(module, [before, sparse, after], folder, val_check_interval=4, **options)
+    steps = done.global_step
+    assert sparse.training is not None and sparse.training.scheduler.last_epoch == steps
+    assert before.due == [step for step in DUE if step < steps] and before.due
+    assert all(count for count, (due, *_) in zip(after.sent, before.seen, strict=True) if due)
+    idle = [count for count, (due, *_) in zip(after.sent, before.seen, strict=True) if not due]
+    assert idle == [0] * len(idle), "nothing is sent where no step is due"
+    assert module.validated[-1] == zero_rows(module.bag.weight) > 0
+    assert not sparse.training.enforcer.attached
+
+
+MASKS = {
+    "every batch": (Numbered, "bag", {}),
+    "accumulated, clipped": (Numbered, "bag", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "unused parameters": (Numbered, "bag", {"strategy": "ddp_find_unused_parameters_true"}),
+    "mixed precision": (Numbered, "bag", {"precision": "bf16-mixed"}),
+    "a collection of TorchRec's": (Collected, "item", {}),
+}
+
+
+def check_resumes(folder: Path) -> None:
+    """From the middle of an epoch and from its end: the same bits as the uninterrupted run, on both ranks."""
+    whole = Numbered()
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    callbacks = [SparsifyCallback(**PLAN), saving]
+    fit(whole, callbacks, folder, max_epochs=2, enable_checkpointing=True)
+    for step in (5, 12, 14):
+        module, sparse = Numbered(), SparsifyCallback(**PLAN)
+        with torch.no_grad():
+            module.bag.weight.add_(dist.get_rank())
+        fit(module, [sparse], folder, max_epochs=2, ckpt_path=folder / f"step={step}.ckpt")
+        assert module.trained == whole.trained[step:]
+        assert sparse.training is not None and sparse.training.scheduler.last_epoch == 24
+        for p, q in zip(module.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert all(torch.equal(p, other) for other in gathered(p.detach()))
+
+
+class Drifting(pl.Callback):
+    """Another weight on one rank."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4 and trainer.global_rank == 1:
+            with torch.no_grad():
+                pl_module.bag.weight[3] += 1
+
+
+def check_refused(case: tuple[list[Any], dict[str, Any], str, Path]) -> None:
+    """On both ranks, and another fit works."""
+    callbacks, wrong, message, folder = case
+    given = {**PLAN, **(wrong if dist.get_rank() == 1 else {})}
+    sparse = SparsifyCallback(**given)
+    with pytest.raises(ValueError, match=message):
+        fit(Numbered(), [*callbacks, sparse], folder)
+    assert sparse.training is None or not sparse.training.enforcer.attached
+    module = Numbered()
+    fit(module, [SparsifyCallback(**PLAN)], folder)
+    assert zero_rows(module.bag.weight) == LEFT
+
+
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "a level of one rank": ([], {"level": 1.5}, r"rank 1: ValueError: Invalid final=1\.5"),
+    "a plan of one rank": ([], {"end": 11}, "The ranks disagree"),
+    "a table of one rank": ([], {"include": "nothing"}, "rank 1: .*matches none of the tables"),
+    "replicas that drift": ([Drifting()], {}, r"rank.*1"),
+}
+
+
+def on_ranks(folder: Path) -> dict[str, Any]:
+    masks = {name: (*case, folder) for name, case in MASKS.items()}
+    refused = {name: (*case, folder) for name, case in REFUSED.items()}
+    outcome = run_cases(masks, check_masks)
+    outcome |= run_cases({"resumes": folder}, check_resumes)
+    outcome |= run_cases(refused, check_refused)
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("lightning")
+    return run_ranks(WORLD, on_ranks, folder, timeout=200)[0], folder
+
+
+@pytest.mark.parametrize("case", [*MASKS, "resumes", *REFUSED])
+def test_on_two_ranks(case: str, outcome: Any) -> None:
+    assert outcome[0][case] is None, outcome[0][case]
+
+
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(outcome: Any, tmp_path: Path) -> None:
+    assert outcome[0]["resumes"] is None
+    module, sparse = Net(), SparsifyCallback(**PLAN)
+    saved = torch.load(outcome[1] / "step=12.ckpt", weights_only=True)
+    fitted = trainer(tmp_path, sparse, max_epochs=2)
+    with quiet():
+        fitted.fit(module, batches(), ckpt_path=outcome[1] / "step=12.ckpt")
+    assert sparse.training is not None and sparse.training.scheduler.last_epoch == 24
+    assert set(module.trained) == {zero_rows(saved["state_dict"]["bag.weight"])} == {LEFT}
