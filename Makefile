@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench
+.PHONY: help setup train test lint bench sweep
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,7 @@ help:  ## this list
 	@echo '            make setup PIP_ARGS="--extra-index-url URL", with the URL that pytorch.org/get-started shows for pip and CPU'
 	@echo '  NPROC     processes of make train (default: 2)'
 	@echo '  ARGS      options of make train, e.g. ARGS="--sharding row_wise"; `python examples/dlrm/main.py --help` lists them'
+	@echo '            or of make sweep, e.g. ARGS="--resume"; `python -m benchmarks.sweep --help` lists them'
 
 setup: $(READY)  ## makes .venv with all that training, development and tests need, pinned
 
@@ -50,3 +51,6 @@ lint: $(READY)  ## ruff, mypy --strict, import-linter
 bench: $(READY)  ## a due step(), and enforcement at every step, against what one would do without the library
 	$(BIN)/python -m benchmarks.mask_update
 	$(BIN)/python -m benchmarks.enforce
+
+sweep: $(READY)  ## what each level of sparsity costs and saves on the main job: CSV, plot; 10 minutes
+	$(BIN)/python -m benchmarks.sweep $(ARGS)

@@ -1,0 +1,167 @@
+"""What does each level of sparsity cost and save on the main job? torch.ao's DLRM evaluation, on this library.
+
+The dense DLRM is trained once under torchrun; then each cell (block, norm, level) sparsifies a copy of its tables, with
+no more training (``post``). For a few cells a model is sparsified while it trains (``training``). Results go to
+``benchmarks/results/`` as CSV, row by row, and at the end as JSON, markdown and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from tqdm import tqdm
+
+from benchmarks.measure import fresh, keep
+from benchmarks.sweep_cells import LEVELS, TRAINING_LEVELS, Cell, cells, left_to_do, read
+from benchmarks.sweep_plot import plot
+from benchmarks.sweep_report import report
+from dlrm import movielens
+from dlrm.batches import DataError
+from dlrm.model import sharding_of
+from dlrm.options import _block, _level, _positive, _seed
+
+__all__ = ["main"]
+
+BATCH_SIZE = 128
+FORWARD_EXAMPLES = 16_384  # torch.ao's
+REPEATS = 10
+QUICK = {"levels": [0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0], "training_levels": [0.8], "train_examples": 12_800}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures the cells that are not there yet, prints the tables, writes the dated result."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    name = "sweep-quick" if options.quick else "sweep"
+    asked = {key: value for key, value in vars(options).items() if value is not None}
+    settings = {"levels": LEVELS, "training_levels": TRAINING_LEVELS, **(QUICK if options.quick else {}), **asked}
+    try:
+        dataset = movielens.load(movielens.fetch())
+        sharding_of({feature.name: feature.rows for feature in dataset.sparse}, "mixed", options.nproc)
+    except (DataError, ValueError) as error:
+        parser.error(str(error))
+    tested = len(dataset.test) // BATCH_SIZE * BATCH_SIZE
+    run = {
+        "train_examples": min(settings.get("train_examples", len(dataset.train)), len(dataset.train)),
+        "test_examples": tested,
+        "forward_examples": min(FORWARD_EXAMPLES, tested),
+        "batch_size": BATCH_SIZE,
+        "ranks": options.nproc,
+        "seed": options.seed,
+        "sharding": "mixed",
+    }
+    wanted = cells(
+        settings["levels"], options.blocks, options.norms, settings["training_levels"], options.training_blocks
+    )
+    stem = options.out / f"{date.today().isoformat()}-{name}"
+    table = stem.with_suffix(".csv")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.resume:
+        table.unlink(missing_ok=True)
+    try:
+        to_do = left_to_do(table, wanted, run)
+    except ValueError as error:
+        parser.error(str(error))
+    _measure(table, [cell for cell in to_do if cell.mode != "training"], run, "dense and post")
+    _measure(table, [cell for cell in to_do if cell.mode == "training"], run, "training")
+    rows = read(table)
+    text = report(rows)
+    print(text)
+    plot(rows, stem.with_suffix(".png"))
+    keep(options.out, name, rows, f"{text}\n\n![The sweep]({stem.name}.png)")
+    return 0
+
+
+def _measure(table: Path, to_do: list[Cell], run: dict[str, Any], what: str) -> None:
+    """One job for these cells; it writes the rows, and this end only counts them for the bar."""
+    if not to_do:
+        return
+    before = read(table)
+    dense = next((row for row in before if row["mode"] == "dense"), {})
+    case = {
+        "run": run,
+        "cells": [asdict(cell) for cell in to_do],
+        "csv": str(table.resolve()),
+        "repeats": REPEATS,
+        "dense_auc": dense.get("auc"),
+        "dense_zipped_bytes": dense.get("zipped_bytes"),
+    }
+    with (
+        tqdm(total=len(to_do), desc=what, unit="cell", disable=not sys.stderr.isatty()) as bar,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        job = pool.submit(fresh, "benchmarks.sweep_job", case, run["ranks"], 1)
+        while not job.done():
+            wait([job], timeout=0.5)
+            bar.update(len(read(table)) - len(before) - bar.n)
+        job.result()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--levels", type=_level, nargs="+", metavar="LEVEL", help="of the post cells (default: torch.ao's twenty)")
+    add(
+        "--blocks",
+        type=_block_name,
+        nargs="+",
+        default=["1x1", "1x4", "1xROW"],
+        metavar="R,C",
+        help="of the post cells (default: 1,1 1,4 1,ROW)",
+    )
+    add(
+        "--norms",
+        choices=("L1", "L2"),
+        nargs="+",
+        default=["L1", "L2"],
+        help="of the post cells (default: both; with 1,1 only the first, because they rank elements alike)",
+    )
+    add(
+        "--training-levels",
+        type=_level,
+        nargs="*",
+        metavar="LEVEL",
+        help=f"of the training cells, each of which trains a model; none leaves them out (default: {TRAINING_LEVELS})",
+    )
+    add(
+        "--training-blocks",
+        type=_block_name,
+        nargs="*",
+        default=["1x4", "1xROW"],
+        metavar="R,C",
+        help="of the training cells, by L2 (default: 1,4 1,ROW)",
+    )
+    add("--train-examples", type=_positive, metavar="N", help="train on the first N only (default: all)")
+    add("--seed", type=_seed, default=0, metavar="N", help="of the weights and the order (default: %(default)s)")
+    add("--nproc", type=_positive, default=2, metavar="N", help="processes under torchrun (default: %(default)s)")
+    add("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
+    add("--resume", action="store_true", help="keep the cells that today's CSV has; without it they are measured anew")
+    add(
+        "--quick",
+        action="store_true",
+        help=f"fewer levels, one training level, {QUICK['train_examples']} examples to train: a minute; "
+        "results have a name of their own",
+    )
+    return parser
+
+
+def _block_name(text: str) -> str:
+    return "x".join(map(str, _block(text)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
