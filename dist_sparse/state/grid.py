@@ -52,8 +52,8 @@ def empty_rows(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def not_finite(weight: Tensor) -> int:
-    """How many rows of a matrix hold NaN or infinite values."""
-    finite = weight.amin(dim=1).isfinite() & weight.amax(dim=1).isfinite()  # both pass NaN on
+    """How many rows of a matrix hold values that are NaN, infinite or beyond float32."""
+    finite = weight.amin(dim=1).float().isfinite() & weight.amax(dim=1).float().isfinite()  # both pass NaN on
     return int((~finite).sum())
 
 
@@ -97,11 +97,11 @@ def encode_(packed: Tensor, weight: Tensor) -> int:
         weight: any floating dtype, ``(rows, columns)``.
 
     Returns:
-        How many rows hold NaN or infinite values; their codes mean nothing.
+        How many rows hold NaN, or values that are infinite or beyond float32; their codes mean nothing.
     """
     scale, bias = _tail(packed).double().unsqueeze(-1).unbind(dim=1)
     codes = weight.double().div_(scale) if weight.dtype != torch.float64 else weight / scale
-    wrong = not_finite(codes)
+    wrong = not_finite(weight)
     packed[:, : weight.shape[1]] = codes.round_().sub_(bias / scale).clamp_(0, _LEVELS).to(torch.uint8)
     return wrong
 

@@ -109,7 +109,7 @@ def _sparse_parts(sparsifier: Any, name: str) -> _Parts:
 
 def _check_finite(table: FloatTable) -> None:
     wrong = sum(grid.not_finite(weight) for _, weight in _parts(table.weight.detach()))
-    _refuse(wrong, table, "NaN or infinite weights")
+    _refuse(wrong, table, "NaN, or weights that are infinite or beyond float32")
 
 
 def _quantized(table: FloatTable, parts: _Parts) -> Tensor:
@@ -119,14 +119,14 @@ def _quantized(table: FloatTable, parts: _Parts) -> Tensor:
     for part, weight in parts:
         wrong += grid.fit_(packed[part], weight, table.weight.dtype)
         grid.encode_(packed[part], weight)
-    _refuse(wrong, table, "weights that are not finite, or too far apart for an 8-bit grid in float32")
+    _refuse(wrong, table, "weights that are not finite, or too far apart for an 8-bit grid")
     return packed
 
 
 def _encode(table: FloatTable, packed: Tensor, parts: _Parts) -> None:
     """Packs weights that come in parts, on the grids that are there."""
     wrong = sum(grid.encode_(packed[part], weight) for part, weight in parts)
-    _refuse(wrong, table, "NaN or infinite weights once it is masked")
+    _refuse(wrong, table, "NaN, or weights that are infinite or beyond float32, once masked")
 
 
 def _refuse(wrong: int, table: FloatTable, what: str) -> None:
