@@ -17,6 +17,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.training.lightning import SparsifyCallback
 from tests.dist.harness import run_cases, run_ranks
+from tests.dist.lightning_sharded import check_sharded
 from tests.oracle import oracle_mask
 from tests.training.lightning_fits import PLAN, Net, batches, quiet, trainer, zero_rows
 
@@ -191,6 +192,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
     refused = {name: (*case, folder) for name, case in REFUSED.items()}
     outcome = run_cases(masks, check_masks)
     outcome |= run_cases({"resumes": folder}, check_resumes)
+    outcome |= run_cases({"sharded": folder}, check_sharded)
     outcome |= run_cases(refused, check_refused)
     return outcome
 
@@ -201,7 +203,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return run_ranks(WORLD, on_ranks, folder, timeout=200)[0], folder
 
 
-@pytest.mark.parametrize("case", [*MASKS, "resumes", *REFUSED])
+@pytest.mark.parametrize("case", [*MASKS, "resumes", "sharded", *REFUSED])
 def test_on_two_ranks(case: str, outcome: Any) -> None:
     assert outcome[0][case] is None, outcome[0][case]
 

@@ -134,6 +134,12 @@ class SparsifyCallback(Callback):
             rounds.stop()
             training.detach()
             raise
+        if trainer.is_global_zero and (sharded := _sharded(training)):
+            _log.warning(
+                "The tables %s are sharded: Lightning's checkpoints hold the weights and masks of one rank, so that "
+                "training can't be resumed from them. Save every rank's, or use torch.distributed.checkpoint.",
+                sharded,
+            )
         self.training, self._rounds, self._first, self._loaded, self._fit = training, rounds, first, None, fit
         settle = Hook(lambda *_: training.enforcer.settle())
         self._saved_hook = pl_module.register_state_dict_pre_hook(settle)  # type: ignore[no-untyped-call]
@@ -228,6 +234,12 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
             "The LightningModule is compiled: hooks do not run inside torch.compile, so removed weights would come "
             "back unseen. Fit the module as it was before torch.compile."
         )
+
+
+def _sharded(training: SparseTraining) -> list[str]:
+    """The tables of which other ranks hold other parts."""
+    located = training.sparsifier._tables.locate()
+    return [name for name, data in located.items() if len(data.tiling) > 1 and not data.replicated]
 
 
 def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,150 @@
+"""What does a LightningModule with a sharded model look like, and is it sparse on both ranks?
+
+Lightning has no strategy for TorchRec: this one leaves the module alone, because DistributedModelParallel wraps its
+dense part in DDP itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn, optim
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dist_sparse.training.lightning import SparsifyCallback
+from tests.oracle import oracle_mask
+from tests.training.lightning_fits import PLAN, batches, quiet, trainer
+
+__all__ = ["check_sharded"]
+
+TABLES = {"item": 40, "user": 30}
+
+
+class TorchRecStrategy(DDPStrategy):
+    """Processes and collectives as in DDP; the module stays as it is."""
+
+    def configure_ddp(self) -> None:
+        return
+
+    def model_to_device(self) -> None:
+        return
+
+
+class Sharder(EmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return ["row_wise", "table_wise"]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        configs = [
+            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
+            for name, rows in TABLES.items()
+        ]
+        self.tables = EmbeddingBagCollection(tables=configs)
+        self.over = nn.Linear(16, 4)
+        self.read: Any = None
+
+    def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
+        self.read = self.tables(keyed)
+        loss: Tensor = (self.over(self.read.values()).tanh() - 1).square().mean()
+        return loss
+
+
+class Sharded(pl.LightningModule):
+    """One id a bag, so that a removed row reads as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dmp: Any = None
+        self.masks: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        inner = Inner()
+        apply_optimizer_in_backward(RowWiseAdagrad, inner.tables.parameters(), {"lr": 0.1})
+        kinds = {"item": row_wise(), "user": table_wise(rank=1)}
+        plan = construct_module_sharding_plan(inner.tables, kinds, sharder=Sharder(), device_type="cpu")
+        whole = ShardingPlan({"tables": plan})
+        self.dmp = DistributedModelParallel(inner, device=torch.device("cpu"), plan=whole, sharders=[Sharder()])
+
+    def configure_optimizers(self) -> Any:
+        dense = dict(in_backward_optimizer_filter(self.dmp.named_parameters()))
+        sgd = KeyedOptimizerWrapper(dense, lambda params: optim.SGD(params, lr=0.1))
+        return CombinedOptimizer([self.dmp.fused_optimizer, sgd])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(7 * self.trainer.global_step + self.trainer.global_rank)
+        ids = {name: torch.randint(rows, (9,), generator=generator) for name, rows in TABLES.items()}
+        keyed = KeyedJaggedTensor(list(ids), torch.cat(list(ids.values())), lengths=torch.ones(18, dtype=torch.int64))
+        loss: Tensor = self.dmp(keyed)
+        for name, mask in self.masks.items():
+            rows = self.dmp.module.read[name][mask[ids[name], 0] == 0]
+            assert bool((rows == 0).all())
+        return loss
+
+
+class Watch(pl.Callback):
+    """Before each step of the callback: what its masks will have to be. After it: whether they are."""
+
+    def __init__(self, sparse: SparsifyCallback) -> None:
+        self.sparse = sparse
+        self.moved = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *hook: Any) -> None:
+        training = self.sparse.training
+        assert training is not None
+        expected = dict(pl_module.masks)
+        if training.sparsifier.enable_mask_update:
+            self.moved += 1
+            for name in TABLES:
+                level = training.sparsifier.data_groups[name]["sparsity_level"]
+                expected[name] = oracle_mask(whole_table(pl_module.dmp, name), level, (1, "ROW"), norm="L2")
+        SparsifyCallback.on_train_batch_end(self.sparse, trainer, pl_module, *hook)
+        for name, mask in expected.items():
+            assert torch.equal(training.sparsifier.full_mask(name), mask)
+        pl_module.masks = expected
+
+
+def whole_table(dmp: Any, name: str) -> Tensor:
+    """The rows of a table from all ranks."""
+    sharded = dmp.state_dict()[f"tables.embedding_bags.{name}.weight"]
+    mine = [(shard.metadata.shard_offsets[0], shard.tensor.clone()) for shard in sharded.local_shards()]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return torch.cat([rows for _, rows in sorted((piece for part in told for piece in part), key=lambda p: p[0])])
+
+
+class Silent(SparsifyCallback):
+    """Leaves its steps to :class:`Watch`, which looks at the weights right before them."""
+
+    def on_train_batch_end(self, *hook: Any) -> None:
+        return
+
+
+def check_sharded(folder: Path) -> None:
+    """A row-wise and a table-wise table: the oracle's masks, and zeros in every forward."""
+    module, sparse = Sharded(), Silent(**PLAN)
+    watch = Watch(sparse)
+    options: dict[str, Any] = {"strategy": TorchRecStrategy(), "devices": 2, "plugins": [TorchElasticEnvironment()]}
+    fitted = trainer(folder, sparse, watch, max_steps=12, **options)
+    with quiet():
+        fitted.fit(module, batches(24))
+    assert sparse.training is not None and sparse.training.scheduler.last_epoch == 12
+    assert watch.moved == 5
+    assert {name: int((mask[:, 0] == 0).sum()) for name, mask in module.masks.items()} == {"item": 24, "user": 18}
