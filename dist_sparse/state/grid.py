@@ -76,8 +76,7 @@ def fit_(packed: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
     low = exact.amin(dim=1).clamp_(max=0.0)
     span = exact.amax(dim=1).clamp_(min=0.0) - low
     wanted = (span / _LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
-    near = wanted.float()
-    bits = near.view(torch.int32) + (near.double() < wanted)  # up to the next float32, if the cast went down
+    bits = wanted.float().view(torch.int32)
     scale = ((bits + _SPARE_BITS) & ~_SPARE_BITS).view(torch.float32).double()
     scale = torch.where(span == 0, torch.ones_like(scale), scale)
     zero_point = torch.round(-low / scale)

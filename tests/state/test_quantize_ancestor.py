@@ -52,10 +52,7 @@ def test_results_are_close_and_no_less_sparse(first: bool, level: float) -> None
         assert (mine == 0).sum() >= (its == 0).sum()
         assert (mine == 0).float().mean() >= level
         near = (~far).nonzero().squeeze(1)[torch.randint(190, (40, 3))]
-        if path == "emb":
-            results = ours["emb"](near), other["emb"](near.view(-1)).view(40, 3, 12)  # torch.ao's takes 1-D ids only
-        else:
-            results = ours["deep"](near), other["deep"][0](near.view(-1), torch.arange(0, 120, 3))
+        results = [model.get_submodule(path)(near) for model in (ours, other)]
         assert results[0].shape == results[1].shape
         assert (results[0] - results[1]).abs().max() <= 3 * 1.01 * step
 
@@ -70,6 +67,16 @@ def test_the_ancestor_leaves_removed_weights_other_than_zero() -> None:
     post_training_sparse_quantize(ours, DataNormSparsifier, **config)
     exact = (torch.dequantize(other["emb"].weight()) == 0).float().mean()
     assert (ours["emb"].weight() == 0).float().mean() >= 0.8 > exact
+
+
+def test_the_ancestor_forgets_the_mean() -> None:
+    """Its bags all sum, and count padding."""
+    ours = nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4, mode="mean", padding_idx=0)})
+    floats, other, ids = ours["bag"], copy.deepcopy(ours), torch.tensor([[1, 2, 0], [3, 4, 5]])
+    by_torch(other, True, sparsity_level=0.0)
+    post_training_sparse_quantize(ours, DataNormSparsifier, sparsity_level=0.0)
+    torch.testing.assert_close(ours["bag"](ids), floats(ids).detach(), rtol=0, atol=0.05)
+    torch.testing.assert_close(other["bag"](ids), floats.weight.detach()[ids].sum(1), rtol=0, atol=0.15)
 
 
 @pytest.mark.parametrize("first", [True, False])
