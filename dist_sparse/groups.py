@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -105,16 +106,37 @@ class Group:
         self._group = process_group
         backend = dist.get_backend(process_group) if process_group is not None else "gloo"
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+        self._along: Tensor | None = None
+        self._came: Tensor | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks. Collective over the group. Takes and returns any shape, on the tensor's device; the input
         may be overwritten."""
+        if self._along is not None and tensor.dtype == torch.int64:
+            along, self._along = self._along, None
+            both = self.all_reduce(torch.cat([tensor.flatten(), along.flatten().to(tensor.device)]))
+            self._came = both[tensor.numel() :].view(along.shape)
+            return both[: tensor.numel()].view(tensor.shape)
         if self._group is None:
             return tensor
         sent = tensor.to(self.device).contiguous()
         _count(sent)
         dist.all_reduce(sent, group=self._group)
         return sent.to(tensor.device)
+
+    @contextmanager
+    def along(self, values: Tensor) -> Iterator[Callable[[], Tensor | None]]:
+        """Sends int64 ``values`` along with the next :meth:`all_reduce` of int64 in this context: no message of their
+        own. Every rank must do so, with the same shape.
+
+        Yields:
+            A function that gives their sum over ranks; None as long as there was no such all-reduce.
+        """
+        self._along, self._came = values, None
+        try:
+            yield lambda: self._came
+        finally:
+            self._along = self._came = None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective over the group."""

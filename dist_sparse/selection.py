@@ -10,7 +10,7 @@ at the threshold over several ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -58,6 +58,16 @@ class Threshold:
 
     bits: int
     last: int | None
+    histogram: Tensor | None = field(default=None, compare=False, repr=False)
+    """How the scores of all ranks lie: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None where nothing or
+    everything goes."""
+
+    @property
+    def score(self) -> float | None:
+        """The largest score that goes; None where nothing or everything does."""
+        if self in (_NOTHING, _EVERYTHING):
+            return None
+        return float(torch.tensor(self.bits, dtype=torch.int32).view(torch.float32))
 
     def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
         """Removed flags, bool, of the chunk ``bits`` that starts at ``start`` of ``segment``."""
@@ -96,7 +106,7 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
     over_ranks: dict[int, _Search] = {}
     for i, search in searches.items():
         ballot, bits = ballots[i], search.last
-        answers[i] = Threshold(bits=bits, last=None)
+        answers[i] = Threshold(bits=bits, last=None, histogram=search.first_counts)
         if search.left == search.inside:
             continue  # all that tie at the threshold go
         if search.inside <= _CHUNK:
@@ -109,11 +119,11 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
         # others see none.
         ties = _Search(search.left, partial(_ties, ballot, bits, counted=False))
         _narrow([ties], _index_rounds(ballot.blocks), lambda counts: counts)
-        answers[i] = Threshold(bits=bits, last=ties.last)
+        answers[i] = replace(answers[i], last=ties.last)
     if over_ranks:
         _narrow(list(over_ranks.values()), _index_rounds(max(ballots[i].blocks for i in over_ranks)), group.all_reduce)
         for i, ties in over_ranks.items():
-            answers[i] = Threshold(bits=answers[i].bits, last=ties.last)
+            answers[i] = replace(answers[i], last=ties.last)
     return answers
 
 
@@ -140,6 +150,7 @@ class _Search:
         self._prefix = 0
         self._shift: int | None = None
         self._few: list[Tensor] | None = None
+        self.first_counts: Tensor | None = None
 
     def histogram(self, shift: int, buckets: int) -> Tensor:
         """How many of the keys that have the prefix fall into each bucket of the next bits, int64 on the CPU:
@@ -192,6 +203,8 @@ def _narrow(
         holders, counts = counts >> _PRESENT.bit_length() - 1, counts & (_PRESENT - 1)
         if names is not None and asked[0]._shift is None:
             _refuse_not_finite(counts, names)
+            for search, row_of in zip(asked, counts, strict=True):
+                search.first_counts = row_of
         upto = counts.cumsum(1)
         wanted = torch.tensor([search.left for search in asked]).unsqueeze(1)
         bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)

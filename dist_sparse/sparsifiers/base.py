@@ -244,7 +244,7 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
                 error = error or fault
             try:
                 if rule is not None:
-                    due_step(self._tables, rule, error, self.repair)
+                    due_step(self._tables, rule, error, self.repair, self._recorder)
                 elif error is not None:
                     raise error
             except BaseException:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from dist_sparse.groups import Group
 from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Block, ShardedData
-from dist_sparse.sparsifiers.update import NewMask
+from dist_sparse.shards import ShardedData
+from dist_sparse.sparsifiers.update import MadeMasks, NewMask
 
 if TYPE_CHECKING:
     from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -43,7 +43,9 @@ class ByShard:
     def facts(self, name: str) -> Any:
         return self._sparsifier.data_groups[name]
 
-    def finish(
-        self, prepared: dict[str, list[NewMask]], names: list[str], group: Group
-    ) -> dict[str, tuple[list[NewMask], Block]]:
-        return {name: (prepared[name], (1, 1)) for name in names}
+    def target(self, name: str) -> float | None:
+        level: float | None = self._sparsifier.data_groups[name].get("sparsity_level")
+        return level
+
+    def finish(self, prepared: dict[str, list[NewMask]], names: list[str], group: Group) -> dict[str, MadeMasks]:
+        return {name: MadeMasks(prepared[name], (1, 1), None) for name in names}

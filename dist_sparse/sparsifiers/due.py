@@ -13,13 +13,15 @@ anything has changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from dist_sparse.groups import Group, Replica, group_over
-from dist_sparse.shards import Block, ShardedData
+from dist_sparse.shards import ShardedData
+from dist_sparse.sparsifiers.record import Recorder
 from dist_sparse.sparsifiers.replicas import hashes_of, restore, take_over, to_restore
 from dist_sparse.sparsifiers.sharded import ShardedTables
-from dist_sparse.sparsifiers.update import NewMask
+from dist_sparse.sparsifiers.update import MadeMasks
 
 __all__ = ["MaskRule", "due_step", "follow_moved"]
 
@@ -38,8 +40,12 @@ class MaskRule(Protocol):
         """What must be equal on all ranks for one table, JSON-able."""
         ...
 
-    def finish(self, prepared: Any, names: list[str], group: Group) -> Mapping[str, tuple[list[NewMask], Block]]:
-        """The collective half: new masks of the named tables, and the block that one of their bits stands for."""
+    def target(self, name: str) -> float | None:
+        """The sparsity level that one table is to have, where there is such a thing."""
+        ...
+
+    def finish(self, prepared: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
+        """The collective half: new masks of the named tables."""
         ...
 
 
@@ -56,7 +62,9 @@ def follow_moved(tables: ShardedTables, rule: MaskRule) -> Exception | None:
     return None
 
 
-def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, repair: str) -> None:
+def due_step(
+    tables: ShardedTables, rule: MaskRule, error: Exception | None, repair: str, recorder: Recorder | None = None
+) -> None:
     """Moves the masks of all sharded tables. Collective over the tables' groups: every rank must call it.
 
     Args:
@@ -64,7 +72,15 @@ def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, rep
         rule: how masks are made.
         error: found before on this rank, to be raised on all.
         repair: ``"raise"`` or ``"broadcast"``: what to do about replicas that have drifted apart.
+        recorder: notes what changes.
     """
+    with nullcontext() if recorder is None else recorder.step():
+        _due_step(tables, rule, error, repair, recorder)
+
+
+def _due_step(
+    tables: ShardedTables, rule: MaskRule, error: Exception | None, repair: str, recorder: Recorder | None
+) -> None:
     located: Mapping[str, ShardedData] = {}
     prepared: Any = None
     if error is None:
@@ -77,19 +93,23 @@ def due_step(tables: ShardedTables, rule: MaskRule, error: Exception | None, rep
             prepared = rule.prepare(located)
         except Exception as fault:
             error = fault
-    drifted = _agree_all(tables, located, rule, error, repair)
+    drifted = _agree_all(tables, located, rule, error, repair, recorder is not None)
     if drifted:
         restore(tables, located, drifted)
         prepared = rule.prepare(located)
     tables.follow(located)
-    made: dict[str, tuple[list[NewMask], Block]] = {}
+    made: dict[str, MadeMasks] = {}
     for ranks, names in tables.groups.items():
         group = group_over(ranks)
-        made.update(take_over(rule.finish(prepared, names, group), located, group))
-    for name, (masks, block) in made.items():
-        for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), masks, strict=True):
+        with nullcontext() if recorder is None else recorder.riding(names, group):
+            finished = rule.finish(prepared, names, group)
+        made.update(take_over(finished, located, group))
+    for name, new in made.items():
+        for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), new.masks, strict=True):
             mask.apply_changed_(shard.tensor, before, dirty)
-        tables.commit(located[name], [mask for mask, _ in masks], block)
+        if recorder is not None:
+            recorder.note(located[name], tables.masks(name), tables.block(name), new, rule.target(name))
+        tables.commit(located[name], [mask for mask, _ in new.masks], new.block)
 
 
 def _agree_all(
@@ -98,6 +118,7 @@ def _agree_all(
     rule: MaskRule,
     error: Exception | None,
     repair: str | None,
+    recorded: bool = False,
 ) -> set[str]:
     """The tables whose replicas are to be restored, once the ranks of every group are about to do the same. Collective
     over the tables' groups.
@@ -112,7 +133,7 @@ def _agree_all(
         group = group_over(ranks)
         if group.size == 1:
             continue
-        facts: dict[str, Any] = {"sparsifier.repair": repair}
+        facts: dict[str, Any] = {"sparsifier.repair": repair, "whether steps are recorded": recorded}
         replicas: dict[str, Replica] = {}
         if error is None:
             facts["the tables that have moved"] = tables.moved({name: located[name] for name in names})

@@ -18,6 +18,7 @@ from dist_sparse.masks import BlockMask
 from dist_sparse.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.sparsifiers import plain
 from dist_sparse.sparsifiers.digest import element_counts, hash_tensor, mask_hash, shape_hash
+from dist_sparse.sparsifiers.record import Recorder
 
 if TYPE_CHECKING:
     from dist_sparse.sparsifiers.sharded import ShardedTables
@@ -70,6 +71,14 @@ class Inspection:
     state: dict[str, dict[str, Any]]
     _tables: ShardedTables
     _container: plain.Container
+    _recorder: Recorder | None = None
+
+    def record(self) -> Recorder:
+        """What due steps change in sharded tables, from now on: one recorder a sparsifier, made at the first call.
+        Every rank must call it, or none; does not communicate."""
+        if self._recorder is None:
+            self._recorder = Recorder()
+        return self._recorder
 
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
         """This rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in the order of the

@@ -13,10 +13,10 @@ import torch
 
 from dist_sparse.groups import Group, Replica, group_over
 from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Block, Rect, ShardedData
+from dist_sparse.shards import Rect, ShardedData
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.sparsifiers.sharded import ShardedTables
-from dist_sparse.sparsifiers.update import NewMask
+from dist_sparse.sparsifiers.update import MadeMasks, NewMask
 
 __all__ = ["hashes_of", "restore", "take_over", "to_restore"]
 
@@ -59,9 +59,7 @@ def restore(tables: ShardedTables, located: Mapping[str, ShardedData], drifted: 
                 group_over(ranks).broadcast_(shard.tensor)
 
 
-def take_over(
-    made: Mapping[str, tuple[list[NewMask], Block]], located: Mapping[str, ShardedData], group: Group
-) -> dict[str, tuple[list[NewMask], Block]]:
+def take_over(made: Mapping[str, MadeMasks], located: Mapping[str, ShardedData], group: Group) -> dict[str, MadeMasks]:
     """The new masks with those of copies replaced by the first copy's. Collective over ``group`` if there are copies:
     one all-to-all of packed bits."""
     copied = [name for name in made if located[name].copied]
@@ -70,7 +68,7 @@ def take_over(
     pieces: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
     sizes = [0] * group.size
     for name in copied:
-        masks, block = made[name]
+        masks, block, _ = made[name]
         of = {mask.rect: mask for mask, _ in masks}
         data = located[name]
         owner = _owners(data, group)
@@ -85,7 +83,7 @@ def take_over(
     at = [0] * group.size
     taken = dict(made)
     for name in copied:
-        (masks, block), data = made[name], located[name]
+        (masks, block, threshold), data = made[name], located[name]
         new: list[NewMask] = []
         for shard, mask in zip(data.shards, masks, strict=True):
             sender = _owners(data, group)[shard.rect]
@@ -96,7 +94,7 @@ def take_over(
                 # What a score of this copy has said of zeros does not hold for the other's choice.
                 mask = NewMask(BlockMask(shard.rect, block, bits), ~bits)
             new.append(mask)
-        taken[name] = new, block
+        taken[name] = MadeMasks(new, block, threshold)
     return taken
 
 

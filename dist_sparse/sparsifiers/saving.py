@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["getstate", "load_state_dict", "setstate", "state_dict"]
 
-_UNSAVED = {"state", "_container", "_tables", "_edited", "_enforcer", "step"}
+_UNSAVED = {"state", "_container", "_tables", "_edited", "_enforcer", "_recorder", "step"}
 """Attributes that a copy makes anew. ``step`` in the instance is a scheduler's counting wrapper: a copy is not
 scheduled."""
 
@@ -118,6 +118,7 @@ def setstate(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any]) -> None:
     sparsifier._tables = ShardedTables()
     sparsifier._edited = None
     sparsifier._enforcer = None
+    sparsifier._recorder = None
     sparsifier._container = plain.Container()
     plain.restore(sparsifier._container, sparsifier.state, sparsifier.data_groups, saved["_container"])
 

@@ -19,7 +19,7 @@ from dist_sparse.scores import Measure
 from dist_sparse.shards import Block, Rect, Shard, ShardedData, grid_of, resolve_block
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.scoring import Goal, ScoredTable, cuts_of, score_table
-from dist_sparse.sparsifiers.update import NewMask, new_masks
+from dist_sparse.sparsifiers.update import MadeMasks, new_masks
 
 __all__ = ["ScoreSparsifier"]
 
@@ -89,7 +89,8 @@ class ScoreSparsifier(BaseDataSparsifier):
             shards=(Shard(rect, matrix),),
         )
         scored = score_table(self._goal(table, config), 0)
-        [[(mask, _)]] = new_masks([scored], Group(None, None))
+        [made] = new_masks([scored], Group(None, None))
+        [(mask, _)] = made.masks
         self.get_mask(name).data = mask.dense().view(data.shape)
 
     def _measure(self, name: str, config: Mapping[str, Any]) -> Measure:
@@ -152,14 +153,11 @@ class _ByScore:
     def facts(self, name: str) -> Any:
         return [self._sparsifier.data_groups[name], getattr(self._sparsifier, "norm", None)]
 
-    def finish(
-        self, prepared: dict[str, ScoredTable], names: list[str], group: Group
-    ) -> dict[str, tuple[list[NewMask], Block]]:
-        tables = [prepared[name] for name in names]
-        made: dict[str, tuple[list[NewMask], Block]] = {}
-        for name, table, masks in zip(names, tables, new_masks(tables, group), strict=True):
-            made[name] = masks, ((1, 1) if table.goal.by_element else table.goal.block)
-        return made
+    def target(self, name: str) -> float | None:
+        return float(self._sparsifier.data_groups[name]["sparsity_level"])
+
+    def finish(self, prepared: dict[str, ScoredTable], names: list[str], group: Group) -> dict[str, MadeMasks]:
+        return dict(zip(names, new_masks([prepared[name] for name in names], group), strict=True))
 
 
 def _area(block: Any) -> int | None:

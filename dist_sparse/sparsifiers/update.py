@@ -21,11 +21,11 @@ from dist_sparse.masks import BlockMask
 from dist_sparse.scores import element_scores, row_chunks
 from dist_sparse.segments import KEPT, REMOVED, REMOVED_CLEAN, Segment
 from dist_sparse.selection import Ballot, Threshold, select_smallest
-from dist_sparse.shards import Rect, Shard, ShardedData, grid_of
+from dist_sparse.shards import Block, Rect, Shard, ShardedData, grid_of
 from dist_sparse.sparsifiers.scoring import ScoredTable
 from dist_sparse.within import smallest_in_blocks
 
-__all__ = ["NewMask", "new_masks"]
+__all__ = ["MadeMasks", "NewMask", "new_masks"]
 
 
 class NewMask(NamedTuple):
@@ -36,7 +36,16 @@ class NewMask(NamedTuple):
     dirty: Tensor | None
 
 
-def new_masks(scored: Sequence[ScoredTable], group: Group) -> list[list[NewMask]]:
+class MadeMasks(NamedTuple):
+    """The new masks of a table: those of this rank's shards, the block that one of their bits stands for, and what
+    has decided, where scores do."""
+
+    masks: list[NewMask]
+    block: Block
+    threshold: Threshold | None
+
+
+def new_masks(scored: Sequence[ScoredTable], group: Group) -> list[MadeMasks]:
     """The new masks of this rank's shards, per table in the order of its shards. Collective over ``group``: every rank
     must call it.
 
@@ -64,7 +73,11 @@ def new_masks(scored: Sequence[ScoredTable], group: Group) -> list[list[NewMask]
         for (i, _, _), verdict in zip(cut, returned, strict=True):
             verdicts[i] = verdict
     return [
-        [_new_mask(table, shard, threshold, verdict.get(shard.rect)) for shard in table.goal.data.shards]
+        MadeMasks(
+            [_new_mask(table, shard, threshold, verdict.get(shard.rect)) for shard in table.goal.data.shards],
+            (1, 1) if table.goal.by_element else table.goal.block,
+            threshold,
+        )
         for table, threshold, verdict in zip(scored, thresholds, verdicts, strict=True)
     ]
 

@@ -1,0 +1,222 @@
+"""What due steps are said to have changed equals what the gathered masks say, and costs no message of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
+from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.sparsifiers.record import MaskChange
+from tests.dist.cells import LOCAL, build, cells, set_weights, weights
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import check_outcomes
+
+pytestmark = pytest.mark.dist
+
+BLOCKS: dict[str, tuple[int, int | str]] = {"rows": (1, ROW), "small": (1, 4), "tall": (3, 4), "elements": (1, 1)}
+LEVELS = (0.5, 0.8, 0.3, 0.0, 1.0, 0.6)
+
+
+def expected(name: str, before: Tensor, after: Tensor, block: tuple[int, int], cut: bool) -> dict[str, Any]:
+    """From gathered element masks: a block is removed where its first element is."""
+    old, new = before[:: block[0], :: block[1]] == 0, after[:: block[0], :: block[1]] == 0
+    return {
+        "blocks": new.numel(),
+        "removed_blocks": int(new.sum()),
+        "flipped_blocks": int((old != new).sum()),
+        "regrown_blocks": int((old & ~new).sum()),
+        "dead_rows": None if cut else int((after == 0).all(1).sum()),
+    }
+
+
+def said(change: MaskChange) -> dict[str, Any]:
+    names = ("blocks", "removed_blocks", "flipped_blocks", "regrown_blocks", "dead_rows")
+    return {name: getattr(change, name) for name in names}
+
+
+def check_cell(case: tuple[str, int, str]) -> None:
+    """Levels rise and fall over weights that change in between, so that blocks come back."""
+    cell_name, world, block_name = case
+    cell = cells(world)[cell_name]
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=BLOCKS[block_name], norm="L1")
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    assert sparsifier.record() is recorder
+    names = list(sparsifier.data_groups)
+    masks = {name: sparsifier.full_mask(name) for name in names}
+    wanted: list[dict[str, dict[str, Any]]] = []
+    records = []
+    for i, level in enumerate(LEVELS):
+        set_weights(model, weights(cell, seed=i))
+        for name in names:
+            sparsifier.data_groups[name]["sparsity_level"] = level
+        sparsifier.step()
+        records += recorder.take()
+        after = {name: sparsifier.full_mask(name) for name in names}
+        located = sparsifier._tables.locate()
+        wanted.append({})
+        for name in names:
+            shape = located[name].shape
+            block = BLOCKS[block_name]
+            size = (block[0], shape[1] if block[1] == ROW else int(block[1]))
+            cut = any(rect.cols != shape[1] for rect in located[name].rects)
+            wanted[-1][name] = expected(name, masks[name], after[name], size, cut)
+        masks = after
+    assert len(records) < len(LEVELS) or world == 1, "over ranks the last counts wait for the next step"
+    recorder.complete()
+    records += recorder.take()
+    assert recorder.take() == []
+    assert [record.number for record in records] == list(range(1, len(LEVELS) + 1))
+    for record, of_step, level in zip(records, wanted, LEVELS, strict=True):
+        assert {change.name: said(change) for change in record.tables} == of_step
+        assert all(change.target == level for change in record.tables)
+        assert record.seconds > 0 and (record.collectives > 0) == (world > 1)
+        for change in record.tables:
+            assert (change.threshold is None) == (change.removed_blocks in (0, change.blocks))
+            if change.threshold is not None:
+                assert sum(count for _, count in change.scores) == change.blocks
+                below = sum(count for edge, count in change.scores if edge <= change.threshold)
+                above = sum(count for edge, count in change.scores if edge > change.threshold)
+                assert below >= change.removed_blocks and above <= change.blocks - change.removed_blocks
+            else:
+                assert change.scores == ()
+
+
+def no_message_of_its_own() -> None:
+    """The same number of collectives with a recorder as without, a few bytes more; none when nothing is due."""
+    spent = {}
+    for recorded in (False, True):
+        cell = cells(2)["mixed"]
+        model = build(cell)
+        sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+        sparsifier.add_model(model)
+        if recorded:
+            sparsifier.record()
+        counts = []
+        for i in range(4):
+            set_weights(model, weights(cell, seed=i))
+            reset_traffic()
+            sparsifier.step()
+            counts.append(traffic())
+        sparsifier.enable_mask_update = False
+        reset_traffic()
+        sparsifier.step()
+        assert traffic().collectives == 0
+        spent[recorded] = counts
+    assert [t.collectives for t in spent[True]] == [t.collectives for t in spent[False]]
+    extra = [a.bytes - b.bytes for a, b in zip(spent[True], spent[False], strict=True)]
+    assert extra[0] == 0 and set(extra[1:]) == {4 * 4 * 8}, extra  # four tables, four counts of 8 bytes
+
+
+class Alternate(BaseDataSparsifier):
+    """Masks of a user's own: every other row, then the others."""
+
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
+        mask = self.get_mask(name)
+        mask.copy_(1 - mask)
+
+
+def a_user_s_own_masks() -> None:
+    """Their steps send no counts, so these wait for complete()."""
+    model = build(cells(2)["row_wise"])
+    sparsifier = Alternate()
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    sparsifier.step()
+    sparsifier.step()
+    assert recorder.take() == [] and recorder.count == 2
+    recorder.complete()
+    first, second = recorder.take()
+    for change in first.tables:
+        assert change.flipped_blocks == change.removed_blocks == change.blocks and change.regrown_blocks == 0
+        assert change.threshold is None and change.target is None
+    for change in second.tables:
+        assert change.flipped_blocks == change.regrown_blocks == change.blocks and change.removed_blocks == 0
+
+
+def another_block() -> None:
+    """Between masks of different blocks nothing can be said to have flipped, on any rank: one has no shard."""
+    cell = cells(2)["table_wise"]
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    sparsifier.step()
+    for config in sparsifier.data_groups.values():
+        config.update(sparse_block_shape=(1, 4), zeros_per_block=None)
+    sparsifier.step()
+    recorder.complete()
+    _, second = recorder.take()
+    assert [(c.flipped_blocks, c.regrown_blocks, c.churn) for c in second.tables] == [(None, None, None)] * 4
+    assert all(c.removed_blocks == round(c.blocks / 2) for c in second.tables)
+
+
+def one_rank_records() -> None:
+    model = build(cells(2)["row_wise"])
+    sparsifier = DataNormSparsifier()
+    sparsifier.add_model(model)
+    if torch.distributed.get_rank() == 1:
+        sparsifier.record()
+    before = {name: sparsifier.full_mask(name) for name in sparsifier.data_groups}
+    with pytest.raises(ValueError, match="whether steps are recorded is True on rank 1 and False on rank 0"):
+        sparsifier.step()
+    assert all(torch.equal(sparsifier.full_mask(name), mask) for name, mask in before.items())
+
+
+def a_failed_step() -> None:
+    """It leaves no record, and what waited is not lost."""
+    cell = cells(2)["row_wise"]
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    sparsifier.step()
+    set_weights(model, {name: torch.full_like(w, float("nan")) for name, w in weights(cell).items()})
+    with pytest.raises(ValueError, match="finite"):
+        sparsifier.step()
+    set_weights(model, weights(cell, seed=3))
+    sparsifier.step()
+    recorder.complete()
+    assert [record.number for record in recorder.take()] == [1, 2]
+
+
+def _two(world: int) -> dict[str, str | None]:
+    names = ("table_wise", "row_wise", "column_wise", "mixed", "data_parallel")
+    cases: dict[str, Any] = {f"{n} {b}": (n, world, b) for n in names for b in BLOCKS}
+    outcome = run_cases(cases, check_cell)
+    others = [no_message_of_its_own, a_user_s_own_masks, another_block, one_rank_records, a_failed_step]
+    if all(value is None for value in outcome.values()):
+        outcome |= run_cases({check.__name__: check for check in others}, lambda check: check())
+    return outcome
+
+
+def _four(world: int) -> dict[str, str | None]:
+    names = ("grid_shard", "table_row_wise", "row_wise")
+    return run_cases({f"{n} {b}": (n, world, b) for n in names for b in ("rows", "tall")}, check_cell)
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, _two), (4, _four)])
+def test_records(world: int, cases: Callable[[int], dict[str, str | None]]) -> None:
+    outcomes = run_ranks(world, cases, world, local_world_size=LOCAL[world])
+    for name in outcomes[0]:
+        check_outcomes(outcomes, name)
+
+
+def test_one_process() -> None:
+    """No group: records are complete at once."""
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 8), torch.nn.Embedding(7, 4))
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    sparsifier.step()
+    [record] = recorder.take()
+    assert [change.removed_blocks for change in record.tables] == [5, round(3.5)]
+    assert [change.dead_rows for change in record.tables] == [5, 4]
+    assert record.collectives == 0 and [change.churn for change in record.tables] == [0.5, 4 / 7]
+    assert [round(change.sparsity, 3) for change in record.tables] == [0.5, 0.571]
