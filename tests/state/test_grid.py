@@ -34,6 +34,7 @@ def check(weight: Tensor) -> None:
     columns = weight.shape[1]
     scale, zero = scale_and_zero(rows)
     assert torch.equal(zero, zero.round()) and bool(((zero >= 0) & (zero <= 255)).all())
+    assert bool((scale >= 2.0**-126).all())
     assert int((rows[:, -8:].view(torch.float32)[:, 0].contiguous().view(torch.int32) & 0xFF).count_nonzero()) == 0
     exact = (rows[:, :columns].double() - zero[:, None]) * scale[:, None]
     read = grid.decode(rows, columns)
