@@ -1,5 +1,6 @@
 """Sparsify the embedding tables of recommendation models while they train on many ranks."""
 
+from dist_sparse.report.run_log import RunLog
 from dist_sparse.schedulers.ancestors import CubicSL, LambdaSL
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import (
@@ -41,6 +42,7 @@ __all__ = [
     "Noamlr",
     "OneShotDataScheduler",
     "OptimScheduler",
+    "RunLog",
     "ScoreSparsifier",
     "SparseTraining",
     "TableStats",

@@ -1,0 +1,114 @@
+"""Logs and quality over ranks: one rank writes, numbers are of all ranks, refusals come on every rank."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_sparse import ROW, DataNormSparsifier, RunLog
+from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.report.quality import Quality
+from dist_sparse.report.run_log import LINES, read_lines
+from tests.dist.cells import LOCAL, build, cells, set_weights, weights
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import check_outcomes
+
+pytestmark = pytest.mark.dist
+
+CASES = ("a_log", "refused_on_every_rank", "one_rank_has_an_exception", "quality")
+
+
+def shared_folder() -> Path:
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return Path(str(box[0]))
+
+
+def a_log() -> None:
+    folder = shared_folder()
+    cell = cells(2)["mixed"]
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    with RunLog(folder, sparsifier) as log:
+        for step in range(4):
+            set_weights(model, weights(cell, seed=step))
+            sparsifier.enable_mask_update = step != 1
+            sparsifier.step()
+            reset_traffic()
+            log.step(step, loss=float(dist.get_rank()))
+            assert traffic().collectives == 0, "a step of the log sends nothing"
+    assert (log._speaks, dist.get_rank()) in {(True, 0), (False, 1)}
+    lines = list(read_lines(folder / LINES))
+    assert [line["values"]["loss"] for line in lines if line["kind"] == "values"] == [0.0] * 4
+    masks = [line for line in lines if line["kind"] == "masks"]
+    assert [line["step"] for line in masks] == [0, 2, 3]
+    rows = {table.name: table.rows for table in cell.tables}
+    for line in masks:
+        assert {t["name"]: t["removed_blocks"] for t in line["tables"]} == {n: round(r / 2) for n, r in rows.items()}
+        assert {t["name"] for t in line["tables"] if t["dead_rows"] is None} == {"item"}, "cut by columns"
+    assert lines[-1]["kind"] == "end"
+
+
+def refused_on_every_rank() -> None:
+    folder = shared_folder()
+    RunLog(folder).close()
+    with pytest.raises(ValueError, match=r"rank 0: ValueError: .* holds the log of a run"):
+        RunLog(folder)
+
+
+def one_rank_has_an_exception() -> None:
+    """It leaves the log without waiting for the others, and they for it no longer than the group's timeout: here they
+    do not close."""
+    folder = shared_folder()
+    log = RunLog(folder)
+    if dist.get_rank() == 1:
+        with pytest.raises(KeyError), log:
+            raise KeyError
+    else:
+        log._shut()
+
+
+def quality() -> None:
+    """Ranks with unequal numbers of examples, one with none: as if one process had seen all."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(40, generator=generator), torch.randint(0, 2, (40,), generator=generator).float()
+    mine = slice(0, 30) if rank == 0 else slice(30, 40)
+    measure = Quality(every=2)
+    reset_traffic()
+    assert measure.update(logits[mine][:4], labels[mine][:4]) == {} and traffic().collectives == 0
+    found = measure.update(logits[mine][4:], labels[mine][4:])
+    assert traffic().collectives == 2
+    pairs = (logits[labels == 1][:, None] - logits[labels == 0][None]).double()
+    auc = ((pairs > 0).double() + (pairs == 0).double() / 2).mean()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), labels.double())
+    mean = labels.double().mean()
+    entropy = -(mean * mean.log() + (1 - mean) * (1 - mean).log())
+    assert found["auc"] == pytest.approx(float(auc), abs=1e-9)
+    assert found["ne"] == pytest.approx(float(loss / entropy), abs=1e-9)
+    assert measure.compute() == {}
+    few = slice(0, 5) if rank == 0 else slice(0, 0)
+    alone = Quality(every=1).update(logits[few], labels[few])
+    assert set(alone) == {"auc", "ne"}
+    with pytest.raises(ValueError, match="Invalid labels of shape"):
+        measure.update(logits, labels[:3])
+
+
+def _ranks() -> dict[str, str | None]:
+    return run_cases({name: globals()[name] for name in CASES}, lambda check: check())
+
+
+def test_two_ranks() -> None:
+    outcomes = run_ranks(2, _ranks, local_world_size=LOCAL[2])
+    for name in CASES:
+        check_outcomes(outcomes, name)
+
+
+def test_every_must_be_a_number_of_steps() -> None:
+    with pytest.raises(ValueError, match="Invalid every=0"):
+        Quality(0)

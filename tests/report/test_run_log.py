@@ -1,0 +1,171 @@
+"""What a RunLog writes, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog
+from dist_sparse.report.run_log import LINES, RUN, read_lines
+from dist_sparse.report.sinks import TensorBoardSink, WandbSink
+
+
+class Heard:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.told.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return list(read_lines(folder / LINES))
+
+
+def train(folder: Path, steps: int = 9, **options: Any) -> DataNormSparsifier:
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(20, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    scheduler = CubicDataScheduler(sparsifier, "sparsity_level", final=0.5, begin=0, end=6, every=3)
+    with RunLog(folder, sparsifier, enforcer=MaskEnforcer(sparsifier).attach(optimizer), **options) as log:
+        for step in range(steps):
+            loss = model(torch.arange(20).view(1, -1)).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sparsifier.step()
+            scheduler.step()
+            log.step(step, loss=loss, auc=0.5 if step % 4 == 0 else None)
+    return sparsifier
+
+
+def test_a_run(tmp_path: Path) -> None:
+    heard = Heard()
+    sparsifier = train(tmp_path / "run", config={"lr": 0.1}, sinks=[heard])
+    about = json.loads((tmp_path / "run" / RUN).read_text())
+    assert about["format"] == 1 and about["config"] == {"lr": 0.1} and about["world"] == 1
+    assert about["versions"]["torch"] == str(torch.__version__)
+    lines = lines_of(tmp_path / "run")
+    values = [line for line in lines if line["kind"] == "values"]
+    assert [line["step"] for line in values] == list(range(9))
+    assert [line["values"].get("auc") for line in values] == [0.5, None, None, None] * 2 + [0.5]
+    masks = [line for line in lines if line["kind"] == "masks"]
+    assert [line["step"] for line in masks] == [0, 3, 6]
+    assert [line["number"] for line in masks] == [1, 2, 3]
+    [table] = masks[-1]["tables"]
+    assert table["name"] == "weight" or table["name"]
+    assert (table["target"], table["sparsity"], table["removed_blocks"], table["dead_rows"]) == (0.5, 0.5, 10, 10)
+    assert 0 < table["churn"] < 1 and table["regrown_blocks"] == 0 and table["threshold"] > 0
+    assert sum(count for _, count in table["scores"]) == 20
+    assert masks[0]["seconds"] > 0 and masks[0]["collectives"] == 0
+    [end] = [line for line in lines if line["kind"] == "end"]
+    assert end is lines[-1] or end == lines[-1]
+    assert end["tables"][0]["removed_blocks"] == 10 and end["tables"][0]["dtype"] == "float32"
+    assert end["seconds"]["total"] >= end["seconds"]["masks"] > 0 and end["seconds"]["enforcement"] > 0
+    assert sparsifier.table_stats()[0].removed_blocks == 10
+    assert heard.closed == 1
+    name = table["name"]
+    assert (6, 0.5) in [(step, told[f"sparsity/{name}"]) for step, told in heard.told if f"sparsity/{name}" in told]
+    assert [step for step, told in heard.told if "loss" in told] == list(range(9))
+
+
+def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    train(tmp_path)
+    before = (tmp_path / LINES).read_text()
+    with pytest.raises(ValueError, match="holds the log of a run: choose another folder, or resume=True"):
+        RunLog(tmp_path)
+    assert (tmp_path / LINES).read_text() == before
+    with RunLog(tmp_path, resume=True) as log:
+        log.step(100, loss=1.0)
+    assert (tmp_path / LINES).read_text().startswith(before)
+    assert lines_of(tmp_path)[-1]["step"] == 100
+    (tmp_path / RUN).write_text('{"format": 2}')
+    with pytest.raises(ValueError, match="has format 2; this release reads and writes 1"):
+        RunLog(tmp_path, resume=True)
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.step(0, loss=math.nan, other=torch.tensor(math.inf), third=3)
+    assert lines_of(tmp_path)[0]["values"] == {"loss": None, "other": None, "third": 3.0}
+
+
+def test_bad_values(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON serializable"):
+        RunLog(tmp_path / "none", config={"model": nn.Linear(1, 1)})
+    assert not (tmp_path / "none").exists()
+    log = RunLog(tmp_path)
+    log.step(3, loss=1.0)
+    with pytest.raises(ValueError, match=r"Invalid step=3: the last one was 3"):
+        log.step(3, loss=1.0)
+    for bad in ("high", torch.zeros(2), True):
+        with pytest.raises(ValueError, match="Invalid loss="):
+            log.step(log._last + 1, loss=bad)  # type: ignore[arg-type]
+    log.close()
+    assert len(lines_of(tmp_path)) == 1
+
+
+def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
+    train(tmp_path)
+    whole = lines_of(tmp_path)
+    text = (tmp_path / LINES).read_text()
+    (tmp_path / LINES).write_text(text[:-10])
+    assert lines_of(tmp_path) == whole[:-1]
+    (tmp_path / LINES).write_text("{broken\n" + text)
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 1"):
+        lines_of(tmp_path)
+
+
+def test_an_exception_leaves_what_was_written(tmp_path: Path) -> None:
+    heard = Heard()
+    with pytest.raises(KeyError), RunLog(tmp_path, sinks=[heard]) as log:
+        log.step(0, loss=1.0)
+        raise KeyError("training failed")
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["values"]
+    assert heard.closed == 1
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Real event files, read back by TensorBoard itself."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path / "run", sinks=[TensorBoardSink(tmp_path / "events")])
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(9))
+    [name] = [tag for tag in events.Tags()["scalars"] if tag.startswith("sparsity/")]
+    assert [(event.step, event.value) for event in events.Scalars(name)][-1] == (6, 0.5)
+
+
+def test_wandb() -> None:
+    """Only its interface: W&B itself is not installed here."""
+
+    class Run:
+        def __init__(self) -> None:
+            self.logged: list[dict[str, float]] = []
+
+        def log(self, values: dict[str, float]) -> None:
+            self.logged.append(values)
+
+    run = Run()
+    sink = WandbSink(run)
+    sink.scalars(7, {"loss": 1.0})
+    sink.close()
+    assert run.logged == [{"step": 7, "loss": 1.0}]
+    with pytest.raises(ValueError, match="Invalid run of type int"):
+        WandbSink(3)
