@@ -150,9 +150,8 @@ def dense_and_post(job: Job, cells: list[Cell]) -> Iterator[Row]:
 def training(job: Job, cells: list[Cell]) -> Iterator[Row]:
     """Trains a model for each cell, sparsified on the way as in the main job."""
     for cell in cells:
-        sparsity = Sparsity(
-            block=cell.shape, norm=cell.norm, level=cell.level, every=max(1, min(EVERY, job.steps // 20))
-        )
+        every = max(1, min(EVERY, job.steps // 20))
+        sparsity = Sparsity(block=cell.shape, norm=cell.norm, level=cell.level, every=every)
         sharded, timed, train_ms = job.train(sparsity)
         assert timed is not None
         timed.enforcer.detach()  # settles: what is removed is 0 in memory from here on

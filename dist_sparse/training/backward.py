@@ -85,16 +85,19 @@ class Backward:
         model: as the user has it, wrapped or not.
         claims: the first is of whoever is stepped now.
         fused: whether some weights of the model move inside every backward.
+        gathered: whether FSDP's hooks make gradients of the model.
         replicating: what averages the model's gradients over ranks, if anything does.
 
     Raises:
         ValueError: these claims can't be met from one forward; nothing was changed.
     """
 
-    def __init__(self, model: nn.Module, claims: Sequence[Claim], fused: bool, replicating: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, claims: Sequence[Claim], *, fused: bool, gathered: bool, replicating: Sequence[Any]
+    ) -> None:
         self._model, self._claims = unwrapped(model), claims
         self._ddp = [module for module in replicating if isinstance(module, DistributedDataParallel)]
-        self._through = fused or bool(replicating) or any(claim.whole for claim in claims)
+        self._through = fused or gathered or bool(replicating) or any(claim.whole for claim in claims)
         first = claims[0]
         self._one = all((c.loss is first.loss, c.parts, c.scale) == (True, first.parts, first.scale) for c in claims)
         seen: set[int] = set()
@@ -102,16 +105,22 @@ class Backward:
             mine = {id(p) for p in claim.trainable}
             if seen & mine and any(c.parts > 1 for c in claims):
                 raise ValueError(
-                    "Two OptimSchedulers with a parameter in common can't accumulate gradients: accum_grad=1."
+                    "Two OptimSchedulers with a parameter in common can't accumulate gradients: accum_grad=1, or "
+                    "delete the one that is no longer stepped."
                 )
             seen |= mine
         if self._one:
             return
-        rule = "so their losses must be one and the same tensor, with the same accum_grad and no GradScaler."
+        rule = (
+            "so their losses must be one and the same tensor, with the same accum_grad and no GradScaler (delete those "
+            "that are no longer stepped)."
+        )
         if fused:
             raise ValueError(
                 f"Several OptimSchedulers share a model whose fused tables move inside every backward, {rule}"
             )
+        if gathered:
+            raise ValueError(f"Several OptimSchedulers share a model with FSDP modules, {rule}")
         if any(module.static_graph for module in self._ddp):
             raise ValueError(f"Several OptimSchedulers share a DDP module with static_graph=True, {rule}")
 
@@ -136,6 +145,8 @@ class Backward:
         if self._through:
             claimed = {id(p) for claim in self._claims for p in claim.parameters}
             foreign = [(p, p.grad) for p in self._model.parameters() if id(p) not in claimed and p.requires_grad]
+            if any(module.gradient_as_bucket_view for module in self._ddp):  # the backward writes into those views
+                foreign = [(p, None if grad is None else grad.clone()) for p, grad in foreign]
             for parameter, _ in foreign:
                 parameter.grad = None
             first.root().backward()  # type: ignore[no-untyped-call]
@@ -167,8 +178,8 @@ class Backward:
             new = dict(zip((id(p) for p in inputs), fresh, strict=True))
             taken[claim.owner] = [_sum(p.grad, new.get(id(p))) for p in claim.parameters]
         for claim in self._claims:
-            if claim.reduced and self._ddp:
-                taken[claim.owner] = _averaged(taken[claim.owner], claim.parameters, self._ddp[0].process_group)
+            for module in self._ddp if claim.reduced else ():
+                taken[claim.owner] = _averaged(taken[claim.owner], claim.parameters, module)
         first = self._claims[0]
         for parameter, grad in zip(first.parameters, taken.pop(first.owner), strict=True):
             parameter.grad = grad
@@ -182,21 +193,30 @@ def _sum(known: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def _averaged(
-    grads: list[Tensor | None], parameters: Sequence[nn.Parameter], process_group: dist.ProcessGroup
+    grads: list[Tensor | None], parameters: Sequence[nn.Parameter], module: DistributedDataParallel
 ) -> list[Tensor | None]:
-    """The mean over ranks; a gradient that only some ranks have counts as zero on the others, as in DDP. Collective."""
-    group = group_over(tuple(dist.get_process_group_ranks(process_group)))
-    if any(grad is not None and grad.layout != torch.strided for grad in grads):
-        raise ValueError("Several OptimSchedulers with different losses share a DDP module: no sparse gradients then.")
+    """The mean over ranks of those that ``module`` replicates; a gradient that only some ranks have counts as zero on
+    the others, as in DDP. Collective."""
+    group = group_over(tuple(dist.get_process_group_ranks(module.process_group)))
+    replicated = {id(p) for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore}
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, parameter in enumerate(parameters):
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) in replicated:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(i)
+    means = list(grads)
     for (dtype, device), places in kinds.items():
-        flat = [torch.zeros_like(parameters[i]) if (g := grads[i]) is None else g for i in places]
-        had = torch.tensor([grads[i] is not None for i in places], dtype=dtype, device=device)
-        summed = group.all_reduce(torch.cat([*(grad.reshape(-1) for grad in flat), had]))
-        *means, counts = torch.split(summed, [*(grad.numel() for grad in flat), len(places)])
-        for i, mean, count in zip(places, means, counts.tolist(), strict=True):
-            grads[i] = mean.view_as(parameters[i]) / group.size if count else None
-    return grads
+        had = [grads[i] is not None for i in places]
+        # Told to all ranks: on another one, the same parameter may have no gradient.
+        sparse = any(grad is not None and grad.layout != torch.strided for grad in (grads[i] for i in places))
+        flat = [torch.zeros_like(parameters[i]) if sparse or (g := grads[i]) is None else g for i in places]
+        flags = torch.tensor([*had, sparse], dtype=dtype, device=device)
+        summed = group.all_reduce(torch.cat([*(grad.reshape(-1) for grad in flat), flags]))
+        *parts, counts = torch.split(summed, [*(grad.numel() for grad in flat), len(flags)])
+        *holders, refused = counts.tolist()
+        if refused:
+            raise ValueError(
+                "Several OptimSchedulers with different losses share a DDP module: no sparse gradients then."
+            )
+        for i, mean, count in zip(places, parts, holders, strict=True):
+            means[i] = mean.view_as(parameters[i]) / group.size if count else None
+    return means

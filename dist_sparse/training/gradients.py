@@ -32,11 +32,11 @@ def gradient_norm(parameters: Sequence[nn.Parameter], pieces: frozenset[int], no
     Without pieces it is what :func:`torch.nn.utils.get_total_norm` gives, to the last bit.
     """
     alike = [p.grad for p in parameters if p.grad is not None and id(p) not in pieces]
-    whole = torch.nn.utils.get_total_norm([value for grad in alike for value in _values(grad)], norm_type)
+    whole = _total(alike, norm_type)
     if not pieces:
         return whole, bool(alike)
     parts = [p.grad for p in parameters if p.grad is not None and id(p) in pieces]
-    mine = torch.nn.utils.get_total_norm([v for grad in parts if _speaks(grad) for v in _values(grad)], norm_type)
+    mine = _total([grad for grad in parts if _speaks(grad)], norm_type)
     said = torch.tensor([float(mine), float(bool(alike or parts))], dtype=torch.float64)
     told = group_over(world_ranks()).all_gather(said)
     norms = torch.cat([told[:, 0], torch.tensor([float(whole)], dtype=torch.float64)])
@@ -53,6 +53,12 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, longest: fl
             if parameter.grad is not None:
                 for values in _values(parameter.grad):
                     values.mul_(factor)
+
+
+def _total(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    # Empty ones (a batch without ids) have no largest value, and torch refuses them for norm_type=inf.
+    filled = [values for grad in grads for values in _values(grad) if values.numel()]
+    return torch.nn.utils.get_total_norm(filled, norm_type)
 
 
 def _values(grad: Tensor) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from dist_sparse.training.gradients import clip_gradients, gradient_norm
 from dist_sparse.training.optim_checks import check_arguments, check_averaging, check_fused, check_sparsity
 from dist_sparse.training.optim_state import load_states, states
 from dist_sparse.training.optimizers import optimizer_class
-from dist_sparse.training.owned import owned_by, replicating
+from dist_sparse.training.owned import gathers, owned_by, replicating
 
 __all__ = ["OptimScheduler"]
 
@@ -36,7 +36,7 @@ class OptimScheduler(abc.ABC):
     Subclasses define :meth:`sche_init` and :meth:`update_lr`. A training loop with it::
 
         for step_num, batch in enumerate(batches, start=1):
-            with scheduler.forward_context(step_num):
+            with scheduler.forward_context(step_num, epoch_num):
                 losses = {"loss": criterion(model(batch))}
             scheduler.step(losses, None, "main", step_num, epoch_num)
 
@@ -61,7 +61,8 @@ class OptimScheduler(abc.ABC):
 
     Attributes:
         optimizer: the ``torch.optim.Optimizer``. Weights that move inside the backward (TorchRec's fused tables) are
-            not in it: they only take the learning rate.
+            not in it: they only take the learning rate. Their kernels note it in the forward, so it is set at the end
+            of the step before, for that step's epoch, and anew in :meth:`forward_context` if that is told the epoch.
         scaler: the ``GradScaler``, or None.
 
     Raises:
@@ -117,7 +118,7 @@ class OptimScheduler(abc.ABC):
         check_fused(
             model_moves=self._fused, owned=self._owned, scaled=scaled, accum_grad=accum_grad, grad_clip=grad_clip
         )
-        self._replicating = replicating(model)
+        self._replicating, self._gathered = replicating(model), gathers(model)
         kept = self._owned.parameters
         # A group without parameters still has a learning rate: that of fused tables alone.
         self.optimizer = optimizer_class(optim_type)(kept or [{"params": []}], **dict(optim_conf or {}))
@@ -128,6 +129,8 @@ class OptimScheduler(abc.ABC):
         self._turn: int | None = None
         self._peers = Peers(model)
         self._peers.join(self)
+        self._fused_lr: float | None = None
+        self._set_lr_ahead(step_num=1, epoch_num=1)
 
     @abc.abstractmethod
     def sche_init(self, *args: Any, **sche_conf: Any) -> None:
@@ -142,12 +145,19 @@ class OptimScheduler(abc.ABC):
         return ""
 
     @contextlib.contextmanager
-    def forward_context(self, step_num: int) -> Iterator[None]:
+    def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
         """For the forward of a step: autocast if ``use_amp``, and under DDP no averaging of gradients in the backward,
         unless this step is the last of its real step for some OptimScheduler of the model.
 
         DDP decides in the forward whether a backward averages, so ``no_sync`` around the backward saves nothing.
+
+        With fused tables, give ``epoch_num`` too, or they have the learning rate of the last epoch in the first step
+        of the next one, and that of step 1 in the first step of an object made later.
         """
+        if epoch_num is not None:
+            for peer in self._peers:
+                if peer._owned.fused and peer._due(step_num):
+                    peer._set_fused_lr(peer._next_lr(step_num, epoch_num))
         with ExitStack() as stack:
             stack.enter_context(self._unsynchronized(step_num))
             if self.use_amp:
@@ -180,23 +190,23 @@ class OptimScheduler(abc.ABC):
             ValueError: a number is wrong, or this object and others over the model can't share the forward.
 
         Several OptimSchedulers of a model may be given the losses of one forward: the gradients of all that are due are
-        taken before any weight moves.
+        taken before any weight moves. Delete one that is no longer stepped, or its gradients are taken for nothing.
         """
         for name, number in {"step_num": step_num, "epoch_num": epoch_num}.items():
             if not number >= 1:
                 raise ValueError(f"Invalid {name}={number!r}: it counts from 1.")
         clock = time_func or (lambda names: nullcontext())
-        real_step = (step_num - 1) // self.accum_grad + 1
         due = self._due(step_num)
         with clock(["loss_backward_time", optim_name]):
             if due:
-                self._backward(losses, step_num, lambda: self.update_lr(real_step=real_step, epoch_num=epoch_num))
+                self._backward(losses, step_num, epoch_num)
         with clock(["optim_time", optim_name]):
-            if due and step_num % self.accum_grad == 0 and self._update(real_step, logger):
+            if due and step_num % self.accum_grad == 0 and self._update(self._real_step(step_num), logger):
                 if self.data_sparsifier is not None:
                     self.data_sparsifier.step()
                 if self.data_scheduler is not None:
                     self.data_scheduler.step()
+        self._set_lr_ahead(step_num + 1, epoch_num)
 
     def get_lr(self) -> float:
         """The learning rate of the last step, of the first parameter group."""
@@ -213,9 +223,12 @@ class OptimScheduler(abc.ABC):
         Collective if there is a sparsifier.
 
         Raises:
-            ValueError: a part is missing or does not fit; nothing was changed.
+            ValueError: a part is missing or does not fit; nothing was changed. (If the data scheduler refuses its part,
+                the sparsifier has taken its own by then.)
         """
         load_states(self, state_dict)
+        # Step numbers may begin again where they were then.
+        self._early, self._turn = None, None if self._turn is None else 0
 
     def __repr__(self) -> str:
         parts = [
@@ -226,8 +239,11 @@ class OptimScheduler(abc.ABC):
         ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def _real_step(self, step_num: int) -> int:
+        return (step_num - 1) // self.accum_grad + 1
+
     def _due(self, step_num: int) -> bool:
-        return ((step_num - 1) // self.accum_grad + 1) % self.step_per_update == 0
+        return self._real_step(step_num) % self.step_per_update == 0
 
     def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
         if self.optim_loss is None:
@@ -251,33 +267,64 @@ class OptimScheduler(abc.ABC):
             reduced=step_num % self.accum_grad == 0,
         )
 
-    def _joins(self, losses: Mapping[str, Tensor], step_num: int) -> bool:
-        """Whether a backward that somebody else makes now should be for this object too. One that was not stepped
-        since somebody last did it the favour is left out."""
+    def _joins(self, losses: Mapping[str, Tensor], step_num: int, first: OptimScheduler) -> bool:
+        """Whether a backward that ``first`` makes now should be for this object too. One that was not stepped since
+        somebody last did it the favour may come back, unless ``first`` has taken over some of its parameters."""
         known = (self.optim_loss or "loss") in losses
-        return known and self._early is None and self._turn != step_num and self._due(step_num)
+        return known and self._turn != step_num and self._due(step_num) and not self._replaced_by(first)
 
-    def _backward(self, losses: Mapping[str, Tensor], step_num: int, update_lr: Callable[[], float]) -> None:
+    def _replaced_by(self, other: OptimScheduler) -> bool:
+        mine = {id(part) for part in (*self._owned.parameters, *self._owned.fused)}
+        theirs = (*other._owned.parameters, *other._owned.fused)
+        return self._early is not None and any(id(part) in mine for part in theirs)
+
+    def _backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
         claim = self._claim(losses, step_num)
-        early, self._early, self._turn = self._early, None, step_num
-        if early is not None and early[0] is claim.loss:
-            self._set_lr(update_lr())
-            for parameter, grad in zip(claim.parameters, early[1], strict=True):
+        lr = self._next_lr(step_num, epoch_num)
+        if self._early is not None and self._early[0] is claim.loss:
+            for parameter, grad in zip(claim.parameters, self._early[1], strict=True):
                 parameter.grad = grad
+            self._set_lr(lr)
+            self._early, self._turn = None, step_num
             return
-        others = [peer for peer in self._peers if peer is not self and peer._joins(losses, step_num)]
+        others = [peer for peer in self._peers if peer is not self and peer._joins(losses, step_num, self)]
         claims = [claim, *(peer._claim(losses, step_num) for peer in others)]
-        backward = Backward(self.model, claims, self._fused, self._replicating)
-        self._set_lr(update_lr())
+        backward = Backward(
+            self.model, claims, fused=self._fused, gathered=self._gathered, replicating=self._replicating
+        )
+        moving = [peer for peer in self._peers if peer._owned.moves_in_backward and peer is not self]
+        if any(peer not in others and not peer._replaced_by(self) for peer in moving):
+            raise ValueError(
+                "Fused tables move inside every backward, but the OptimScheduler in charge of them is not due at "
+                f"{step_num=}, or has no part in this loss. Give all the same losses and step_per_update, and delete "
+                "those that are no longer stepped."
+            )
+        lrs = [(peer, peer._next_lr(step_num, epoch_num)) for peer in moving if peer in others]
+        self._early, self._turn = None, step_num
+        for peer, its in [*lrs, (self, lr)]:
+            peer._set_lr(its)
         with self._unsynchronized(step_num):
             for peer, gradients in backward.run().items():
                 peer._early = (peer._loss(losses), gradients)
 
+    def _next_lr(self, step_num: int, epoch_num: int) -> float:
+        return self.ft_factor * self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
+
+    def _set_lr_ahead(self, step_num: int, epoch_num: int) -> None:
+        """Of fused tables, whose forward is next."""
+        if self._owned.fused and self._due(step_num):
+            with contextlib.suppress(Exception):  # if there is such a step, it will ask again and raise it
+                self._set_fused_lr(self._next_lr(step_num, epoch_num))
+
+    def _set_fused_lr(self, lr: float) -> None:
+        self._fused_lr = lr
+        self._owned.set_fused_lr(lr)
+
     def _set_lr(self, lr: float) -> None:
-        """Before the backward, in which fused tables already use it."""
+        """Before the backward, in which some weights may already use it."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.ft_factor * lr
-        self._owned.set_lr(self.ft_factor * lr)
+            group["lr"] = lr
+        self._owned.set_lr(lr)
 
     def _update(self, real_step: int, logger: Any) -> bool:
         """Whether weights were written. The same on all ranks."""
@@ -298,6 +345,8 @@ class OptimScheduler(abc.ABC):
                 )
             if self.scaler is not None:
                 self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+                # As GradScaler does where it finds them by itself, which it can't on another rank.
+                self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
         elif any_gradient:
             if self.grad_clip is not None:
                 clip_gradients(parameters, norm, self.grad_clip)
@@ -309,7 +358,7 @@ class OptimScheduler(abc.ABC):
         elif self.scaler is not None and self._owned.pieces:
             self.scaler.update()  # what _unscale() has begun on every rank
         self.optimizer.zero_grad()
-        return finite and any_gradient
+        return finite and (any_gradient or self._owned.moves_in_backward)
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Unscales the gradients. A rank that has none lends one of zeros, so that all ranks' scales go on alike."""

@@ -22,6 +22,8 @@ def states(scheduler: OptimScheduler) -> dict[str, Any]:
         "optimizer": scheduler.optimizer.state_dict(),
         "scaler": None if scheduler.scaler is None else scheduler.scaler.state_dict(),
     }
+    if scheduler._owned.fused:
+        saved["fused_lr"] = scheduler._fused_lr
     for name in _SPARSITY:
         if (part := getattr(scheduler, name)) is not None:
             saved[name] = part.state_dict()
@@ -30,19 +32,23 @@ def states(scheduler: OptimScheduler) -> dict[str, Any]:
 
 def load_states(scheduler: OptimScheduler, saved: Mapping[str, Any]) -> None:
     """See :meth:`OptimScheduler.load_state_dict`."""
+    optimizer, scaler = scheduler.optimizer, scheduler.scaler
     sparsity = [name for name in _SPARSITY if getattr(scheduler, name) is not None]
-    before = scheduler.optimizer.state_dict()
     # The optimizer's values may be the very tensors that train: a copy of the moment before is not needed, since
     # load_state_dict() replaces its state and never writes into it.
+    before, scale = optimizer.state_dict(), {} if scaler is None else scaler.state_dict()
     error: Exception | None = None
     try:
-        if missing := [name for name in ("optimizer", *sparsity) if name not in saved]:
-            raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
-        if unknown := [name for name in _SPARSITY if name in saved and name not in sparsity]:
-            raise ValueError(f"The state has {unknown}, which this OptimScheduler was not given.")
-        scheduler.optimizer.load_state_dict(saved["optimizer"])
-    except Exception as fault:
+        _check_parts(saved, sparsity)
+        optimizer.load_state_dict(saved["optimizer"])
+        # None and {} are of runs without AMP, and of a scaler that was disabled: the scale stays what it is.
+        if scaler is not None and saved.get("scaler"):
+            scaler.load_state_dict(saved["scaler"])
+    except ValueError as fault:
         error = fault
+    except Exception as fault:  # torch's ways to say that something is not there, or of another type
+        error = ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.")
+        error.__cause__ = fault
     try:
         if sparsity:
             group_over(world_ranks()).agree("load_state_dict() of an OptimScheduler", {}, error)
@@ -51,8 +57,18 @@ def load_states(scheduler: OptimScheduler, saved: Mapping[str, Any]) -> None:
         for name in sparsity:
             getattr(scheduler, name).load_state_dict(saved[name])
     except BaseException:
-        scheduler.optimizer.load_state_dict(before)
+        optimizer.load_state_dict(before)
+        if scaler is not None:
+            scaler.load_state_dict(scale)
         raise
-    # None and {} are of runs without AMP, and of a scaler that was disabled: the scale starts afresh.
-    if scheduler.scaler is not None and saved.get("scaler"):
-        scheduler.scaler.load_state_dict(saved["scaler"])
+    if (lr := saved.get("fused_lr")) is not None:
+        scheduler._set_fused_lr(lr)
+
+
+def _check_parts(saved: Any, sparsity: list[str]) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"Invalid state of type {type(saved).__name__}: must be what state_dict() gave.")
+    if missing := [name for name in ("optimizer", *sparsity) if name not in saved]:
+        raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
+    if unknown := [name for name in _SPARSITY if name in saved and name not in sparsity]:
+        raise ValueError(f"The state has {unknown}, which this OptimScheduler was not given.")

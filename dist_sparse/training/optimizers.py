@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -49,16 +50,22 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             imported, or the class itself.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or it wants a closure (LBFGS).
     """
     found: Any = query
-    if isinstance(query, str):
+    if isinstance(query, str) and not query.startswith("."):
         path, _, name = query.rpartition(".")
         try:
             found = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except ImportError as error:
             raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        closure = inspect.signature(found.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"Invalid optim_type={query!r}: its step() needs a closure that makes the backward several times; here "
+                "one backward is made, before the step."
+            )
         return found
     known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
     near = difflib.get_close_matches(str(query), known, n=3, cutoff=0.5) or ["SGD", "Adagrad", "Adam", "AdamW"]

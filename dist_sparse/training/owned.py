@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tensors import is_sharded
+from dist_sparse.training.optimizers import leaves
 
-__all__ = ["Owned", "owned_by", "replicating", "unwrapped"]
+__all__ = ["Owned", "gathers", "owned_by", "replicating", "unwrapped"]
 
 _WRAPPED = ("_dmp_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
@@ -45,13 +46,17 @@ class Owned:
         """Whether some of its weights are written inside every backward."""
         return bool(self.fused or self.in_backward)
 
-    def set_lr(self, lr: float) -> None:
-        """The learning rate of what moves inside the backward. TorchRec pushes it to its kernels in ``step()``."""
+    def set_fused_lr(self, lr: float) -> None:
+        """The learning rate of fused tables from the next forward on: FBGEMM's kernels note it there for the backward.
+        TorchRec pushes it to them in ``step()``."""
         for module in self.fused:
             optimizer = module.fused_optimizer
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the optimizers that step inside the next backward."""
         for optimizer in self.in_backward:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -79,11 +84,21 @@ def replicating(model: nn.Module) -> list[Any]:
     return found + [lookup for lookup in lookups if isinstance(lookup, DistributedDataParallel)]
 
 
+def gathers(model: nn.Module) -> bool:
+    """Whether FSDP puts whole parameters in the place of shards in the forward, so that gradients reach the shards
+    only by its hooks in a backward through everything."""
+    return any(
+        hasattr(module, "set_requires_gradient_sync") or hasattr(module, "_fsdp_wrapped_module")
+        for module in model.modules()
+    )
+
+
 def owned_by(model: nn.Module, names: Sequence[str] | None) -> Owned:
     """What is in the modules of these names, paths from the user's own module; in all of it for None.
 
     Raises:
-        ValueError: there is no module of that name, or no parameter in all of them.
+        ValueError: there is no module of that name, it is part of a sharded collection, or there is no parameter in
+            all of them.
     """
     inner = unwrapped(model)
     roots = [inner]
@@ -93,17 +108,24 @@ def owned_by(model: nn.Module, names: Sequence[str] | None) -> Owned:
         if unknown or not names:
             children = [name for name, _ in inner.named_children()]
             raise ValueError(f"Invalid updated_modules={list(names)}: {unknown} are not modules; there are {children}.")
+        collections = [path for path, module in known.items() if getattr(module, "module_sharding_plan", None)]
+        inside = [name for name in names if any(name.startswith(f"{path}." if path else "") for path in collections)]
+        if inside:
+            raise ValueError(
+                f"Invalid updated_modules={list(names)}: {inside} are parts of sharded collections, whose tables share "
+                f"kernels and a learning rate: name the collections, {collections}."
+            )
         roots = [known[name] for name in names]
     parameters = {id(p): p for root in roots for p in root.parameters()}
     if not parameters:
         raise ValueError(f"The modules {list(names or [type(inner).__name__])} have no parameters.")
     moving = {key: p for key, p in parameters.items() if hasattr(p, "_in_backward_optimizers")}
     fused = {id(module): module for root in roots for module in _fused(root)}
-    inside = {
+    in_backward = {
         id(optimizer): optimizer
         for p in moving.values()
         for optimizer in getattr(p, "_in_backward_optimizers", ())
-        if optimizer.param_groups
+        if any(True for _ in leaves(optimizer))  # TorchRec's fused ones only stand for what the kernel does
     }
     kept = [p for key, p in parameters.items() if key not in moving]
     sharded = {id(p) for root in roots for p in _sharded(root)}
@@ -111,7 +133,7 @@ def owned_by(model: nn.Module, names: Sequence[str] | None) -> Owned:
         parameters=kept,
         pieces=frozenset(id(p) for p in kept if id(p) in sharded or is_sharded(p)),
         fused=list(fused.values()),
-        in_backward=list(inside.values()),
+        in_backward=list(in_backward.values()),
         whole=names is None,
     )
 

@@ -82,7 +82,7 @@ def test_what_no_grid_holds_is_counted() -> None:
     nan, inf = float("nan"), float("inf")
     weight = torch.tensor([[1.0, 2.0], [nan, 0.0], [0.0, inf], [3.4e38, 1.0], [-3e38, 3e38], [1e-40, 1e-45]])
     assert packed(weight)[1] == 3  # 3.4e38 alone still fits; -3e38 with 3e38 does not
-    assert grid.not_finite(weight) == 2 and grid.not_finite(weight[:1]) == 0
+    assert grid.not_finite(weight) == 2 and grid.not_finite(weight[:1]) == 0 and grid.not_finite(-weight) == 2
     assert packed(torch.tensor([[1e300, 0.0], [1e30, 0.0]], dtype=torch.float64))[1] == 1
     top = torch.tensor([[-60192.0, 65504.0]])
     assert packed(top)[1] == 0 and packed(top.half())[1] == 1  # the end of the grid would be infinite as float16

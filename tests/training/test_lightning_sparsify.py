@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
@@ -110,6 +110,14 @@ class TestAfterIt:
         assert callback.training is not None and callback.training.scheduler.last_epoch == 24
         assert module.trained == whole.trained
 
+    def test_an_average_before_it_is_sparse_in_the_end(self, tmp_path: Path) -> None:
+        """It takes the place of the weights when training ends, past what torch counts as a write."""
+        module = Net()
+        ended = trainer(tmp_path, EMAWeightAveraging(), SparsifyCallback(**PLAN))
+        with quiet():
+            ended.fit(module, batches())
+        assert zero_rows(module.bag.weight) == LEFT
+
     def test_an_exception_ends_it(self, tmp_path: Path) -> None:
         class Failing(Net):
             def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -159,14 +167,14 @@ class TestCheckpoints:
             assert callback.training is not None and callback.training.scheduler.last_epoch == 24
 
     def test_weights_in_them_are_settled(self, tmp_path: Path) -> None:
-        """Also where somebody has written them since the last step."""
+        """Also where somebody has written them since the last step, and nothing but weights is saved."""
 
         class Writing(pl.Callback):
             def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
                 with torch.no_grad():
                     pl_module.bag.weight.add_(1)
 
-        saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+        saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1, save_weights_only=True)
         fit(Net(), SparsifyCallback(**PLAN), tmp_path, Writing(), saving, enable_checkpointing=True)
         zeros = [zero_rows(torch.load(tmp_path / f"step={step}.ckpt")["state_dict"]["bag.weight"]) for step in (1, 11)]
         assert zeros == [0, LEFT]
@@ -240,15 +248,16 @@ class TestSearchesForALearningRate:
                 return
 
             def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-                if trainer.current_epoch == 1:
+                if trainer.current_epoch == 0:
                     self.lr_find(trainer, pl_module)
 
-        module, callback = Net(), SparsifyCallback(**PLAN)
+        plain, module, callback = Net(), Net(), SparsifyCallback(**PLAN)
+        fit(plain, SparsifyCallback(**PLAN), tmp_path)
         module.lr = 0.1
         searching = Again(num_training_steps=5, update_attr=False)
-        fit(module, callback, tmp_path, searching, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0)
-        assert callback.training is not None and callback.training.scheduler.last_epoch == 24
-        assert zero_rows(module.bag.weight) == LEFT and set(module.trained[12:]) == {LEFT}
+        fit(module, callback, tmp_path, searching, num_sanity_val_steps=0)
+        assert callback.training is not None and callback.training.scheduler.last_epoch == 12
+        assert module.trained[:5] == [0] * 5 and module.trained[5:] == plain.trained
 
 
 class TestRefusals:

@@ -159,7 +159,9 @@ class SparsifyCallback(Callback):
                 self._report(trainer, training, asked)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends enforcement: removed weights are 0."""
+        """Ends enforcement: removed weights are 0, whatever callbacks before this one have put in their place."""
+        if self.training is not None and self.training.enforcer.attached:
+            self.training.sparsifier.apply_masks()
         self._detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
