@@ -1,0 +1,1 @@
+"""A DLRM-like model under DDP, trained and sparsified by two OptimSchedulers; start ``main.py``."""

@@ -1,0 +1,59 @@
+"""How does a checkpoint reach the disk, whole or not at all, and come back?
+
+All of the state is replicated (DDP), so rank 0 writes it alone, and every rank reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm.batches import DataError
+
+__all__ = ["load", "save"]
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes a new file beside ``path`` and moves it there: whoever dies on the way leaves the last checkpoint."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power failure may leave the new name with nothing behind it
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The state, if it is of the same plan. Nothing in the file is executed.
+
+    Args:
+        path: of the file.
+        plan: what has to be as it was for the run to go on as if it had not been interrupted.
+
+    Raises:
+        DataError: there is no such file, it is no checkpoint of this example, or its plan is another one.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise DataError(f"There is no checkpoint to resume from: {path} does not exist.") from error
+    except Exception as error:  # torch.load has a type for every way of being another file
+        raise DataError(f"{path} is not a checkpoint: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, dict) or "plan" not in state:
+        raise DataError(f"{path} is not a checkpoint of this example: it holds no plan.")
+    saved = state["plan"]
+    if wrong := [name for name, value in plan.items() if saved.get(name) != value]:
+        differs = "; ".join(f"{name} was {saved.get(name)}, is {plan[name]}" for name in wrong)
+        raise DataError(f"{path} is of another run: {differs}.")
+    loaded: dict[str, Any] = state
+    return loaded
