@@ -23,7 +23,7 @@ help:  ## this list
 
 setup: $(READY)  ## makes .venv with all that training, development and tests need, pinned
 
-$(READY): requirements/cpu.txt pyproject.toml
+$(READY): requirements/cpu.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make setup PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/cpu.txt
@@ -36,8 +36,7 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@touch $@
 
 train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, sparsified, small and dense
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(NPROC) --local-addr 127.0.0.1 \
-	  --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/dlrm/main.py $(ARGS)
+	$(BIN)/python -m launch --nproc $(NPROC) --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
 
 test: lint  ## lint, then every test
 	$(BIN)/python -m pytest
@@ -45,7 +44,7 @@ test: lint  ## lint, then every test
 lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict dist_sparse
+	$(BIN)/mypy --strict dist_sparse launch
 	$(BIN)/lint-imports
 
 bench: $(READY)  ## a due step(), and enforcement at every step, against what one would do without the library

@@ -1,0 +1,128 @@
+"""Which manifest makes Kubeflow run a job?
+
+A TrainJob of Kubeflow Trainer v2 (`trainer.kubeflow.org/v1alpha1`), on a runtime with its torch policy, such as
+`torch-distributed`. That policy sets `PET_` variables in each pod; what the nodes differ in is taken from those by
+Kubernetes itself, as `$(NAME)` in the command. In all that is the user's `$` is doubled, which Kubernetes undoes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .spec import LaunchSpec
+from .torchrun import argv, new_id, target, threads
+
+__all__ = ["manifest", "render"]
+
+_DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_MOST_WORDS = 128  # the API's limit on the lists `command` and `args`
+
+_COMMENTS = """\
+# Runs {name} under torchrun, by Kubeflow Trainer v2. Yours to read and edit; then: kubectl create -f FILE
+# The image must hold Python, torch and {what}.
+"""
+
+
+def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None) -> str:
+    """The manifest as YAML, with comments. Arguments and errors are those of `manifest`.
+
+    Raises:
+        ImportError: PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("`launch kubeflow` writes YAML: it needs PyYAML (pip install pyyaml).") from error
+    job = manifest(spec, runtime=runtime, namespace=namespace)
+    comments = _COMMENTS.format(name=spec.name, what=" ".join(target(spec)[: 1 if spec.script else 2]))
+    if spec.resources.walltime is not None:
+        comments += (
+            f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {spec.resources.walltime}:\n"
+        )
+        comments += f"# add activeDeadlineSeconds: {_seconds(spec.resources.walltime)} below spec.\n"
+    text: str = yaml.safe_dump(job, sort_keys=False, width=120)
+    return comments + text
+
+
+def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None) -> dict[str, Any]:
+    """The TrainJob as a dictionary of plain values.
+
+    Args:
+        spec: its rendezvous is not used but for the id: Kubeflow says where the nodes meet.
+        runtime: name of a ClusterTrainingRuntime with the torch policy.
+        namespace: of the job; None leaves it to kubectl.
+
+    Raises:
+        ValueError: `spec` is not for a TrainJob: a range of nodes, a name that no pod can have, too many words.
+    """
+    if ":" in spec.nnodes:
+        raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
+    if not _DNS_LABEL.fullmatch(spec.name):
+        raise ValueError(f"Invalid name={spec.name!r}: must begin with a letter and not end with - for Kubernetes.")
+    for name, value in (("runtime", runtime), ("namespace", namespace)):
+        if value is not None and not _OBJECT_NAME.fullmatch(value):
+            raise ValueError(f"Invalid {name}={value!r}: must be the name of an object in Kubernetes.")
+    words = argv(spec, rendezvous=_meeting(spec) if spec.max_nodes > 1 else None)
+    args = len(spec.args)
+    command, args_of_script = words[: len(words) - args], words[len(words) - args :]
+    if args > _MOST_WORDS:
+        raise ValueError(f"Invalid args: {args} words, a TrainJob takes {_MOST_WORDS}.")
+    own = {f"$({key})" for key in ("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK")}
+    trainer: dict[str, Any] = {
+        "image": spec.resources.image,
+        "numNodes": spec.max_nodes,
+        # Trainers from v2.2 on take numbers alone here; the command says it anyway.
+        "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
+        "command": [word if word in own and spec.max_nodes > 1 else _escaped(word) for word in command],
+        "args": [_escaped(word) for word in args_of_script],
+        "env": [{"name": key, "value": _escaped(value)} for key, value in _variables(spec).items()],
+        "resourcesPerNode": _resources(spec),
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": spec.name} | ({} if namespace is None else {"namespace": namespace}),
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
+            "trainer": {key: value for key, value in trainer.items() if value not in (None, [], {})},
+        },
+    }
+
+
+def _meeting(spec: LaunchSpec) -> list[str]:
+    # Not c10d: the first node would have to find out by its own name in the DNS, in time, that it is the first.
+    words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", new_id(spec), "--rdzv-conf", "timeout=600"]
+    words += ["--master-addr", "$(PET_MASTER_ADDR)", "--master-port", "$(PET_MASTER_PORT)"]
+    return [*words, "--node-rank", "$(PET_NODE_RANK)"]
+
+
+def _variables(spec: LaunchSpec) -> dict[str, str]:
+    variables = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    count = None if spec.resources.cpu is None else threads(spec, spec.resources.cpu)
+    if count is not None:
+        variables["OMP_NUM_THREADS"] = str(count)
+    return variables | dict(spec.env)
+
+
+def _resources(spec: LaunchSpec) -> dict[str, dict[str, int | str]]:
+    needs = spec.resources
+    amounts: dict[str, int | str] = {}
+    if needs.cpu is not None:
+        amounts["cpu"] = needs.cpu
+    if needs.memory_gib is not None:
+        amounts["memory"] = f"{needs.memory_gib}Gi"
+    if needs.gpu:
+        amounts["nvidia.com/gpu"] = needs.gpu
+    return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
+
+
+def _escaped(word: str) -> str:
+    return word.replace("$", "$$")
+
+
+def _seconds(walltime: str) -> int:
+    days, _, clock = walltime.rpartition("-")
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,220 @@
+"""How does a job run on this machine until nothing of it is left?
+
+torchrun runs in a session of its own, so that signals reach it through the launcher alone: once, and not beside it. It
+passes them to the ranks, waits for the grace period and kills what is left. Whatever happens, the launcher leaves no
+process of the job behind: those are the ones with the job's random mark in their environment (Linux). If the launcher
+itself is killed, torchrun gets a SIGTERM from the kernel and ends the job as above; if torchrun is, so are the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .channels import Channels
+from .child import JOB, SOCKET
+from .output import Display, Source, wants_colour
+from .spec import LaunchSpec
+from .torchrun import argv, environment, target
+
+__all__ = ["run"]
+
+_CHILD = str(Path(__file__).resolve().with_name("child.py"))
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_MARGIN = 10.0
+"""Seconds that torchrun has, beyond the ranks' grace, to kill them and go."""
+
+_LAST_WORDS = 5.0
+"""Seconds for output to come in after the last process has gone."""
+
+
+def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
+    """Runs this machine's part of the job; returns its exit code, 128 + n where signal n ended it.
+
+    To be called in the main thread: it takes over the signals until it returns. Ranks have no standard input.
+
+    Args:
+        colour: "auto", "always" or "never": whether the ranks' labels are coloured.
+
+    Raises:
+        ValueError: `spec` is for several nodes and says not where they meet.
+    """
+    words, dropped = _words(spec), [f"{key}={os.environ[key]}" for key in environment(spec, os.environ)[1]]
+    if dropped:
+        print(f"launch: not passed on, torchrun would take options from it: {', '.join(dropped)}", file=sys.stderr)
+    sys.stdout.flush()
+    return _Job(spec, words, colour).run()
+
+
+def _words(spec: LaunchSpec) -> list[str]:
+    # torchrun's summary of a failure calls the job by the first word after the interpreter that is no option. With the
+    # file that comes before a rank inside an option, that is the script, as without the launcher.
+    before = f"-cimport runpy; runpy.run_path({_CHILD!r})['rank']()"
+    place = "loopback" if spec.max_nodes == 1 else "network"
+    return argv(
+        spec,
+        program=[spec.python, "-P", _CHILD, str(os.getpid()), place],
+        ranks=[spec.python, "-I", "-S", before, *target(spec)],
+    )
+
+
+class _Job:
+    def __init__(self, spec: LaunchSpec, words: list[str], colour: str) -> None:
+        self._spec, self._words = spec, words
+        self._mark = secrets.token_hex(16)
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+        self._stopped_by: int | None = None
+        self._deadline = float("inf")
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        out, err = (_display(number, colour) for number in (1, 2))
+        self._displays = (out, out if _same_file(1, 2) else err)
+
+    def run(self) -> int:
+        with _caught(self._signals, self._selector):
+            channels = Channels(self._selector, *self._displays, alive=self._alive)
+            try:
+                self._start(channels)
+                self._watch(channels)
+            finally:
+                self._kill_all()
+                until = time.monotonic() + _LAST_WORDS
+                while not channels.idle and time.monotonic() < until:
+                    self._turn(0.1)
+                channels.close()
+                self._selector.close()
+        return self._status()
+
+    def _start(self, channels: Channels) -> None:
+        variables, _ = environment(self._spec, os.environ)
+        variables |= {JOB: self._mark, SOCKET: channels.path}
+        files = channels.open(Source())
+        try:
+            self._torchrun = subprocess.Popen(
+                self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=files[0],
+                stderr=files[-1],
+                env=variables,
+                start_new_session=True,
+            )
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _watch(self, channels: Channels) -> None:
+        while self._alive() and time.monotonic() < self._deadline:
+            self._turn(min(1.0, max(0.0, self._deadline - time.monotonic())))
+            while self._signals:
+                number = self._signals.pop(0)
+                if number == signal.SIGWINCH:
+                    channels.resize()
+                else:
+                    self._stop(number)
+            if any(display.broken for display in self._displays) and self._stopped_by is None:
+                self._stop(signal.SIGPIPE)
+
+    def _turn(self, timeout: float) -> None:
+        for key, _ in self._selector.select(timeout):
+            key.data()
+
+    def _alive(self) -> bool:
+        return self._torchrun is not None and self._torchrun.poll() is None
+
+    def _stop(self, number: int) -> None:
+        """The first signal goes to torchrun, once: a second one would break off its way of ending the ranks."""
+        if self._stopped_by is None:
+            self._stopped_by = number
+            self._deadline = time.monotonic() + self._spec.grace + _MARGIN
+            assert self._torchrun is not None
+            self._torchrun.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
+            if number != signal.SIGPIPE:
+                again = " Ctrl-C again kills them." if number == signal.SIGINT else ""
+                self._say(f"{signal.Signals(number).name}: the ranks have {self._spec.grace} s to end.{again}")
+        elif number == self._stopped_by == signal.SIGINT:
+            self._deadline = 0.0
+
+    def _say(self, text: str) -> None:
+        self._displays[1].feed(Source(0, 1), f"launch: {text}\n".encode(), final=True)
+
+    def _kill_all(self) -> None:
+        if self._alive():
+            assert self._torchrun is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._torchrun.pid, signal.SIGKILL)
+            self._torchrun.wait()
+        until = time.monotonic() + _LAST_WORDS
+        while (left := list(_marked(f"{JOB}={self._mark}"))) and time.monotonic() < until:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _status(self) -> int:
+        assert self._torchrun is not None
+        status = self._torchrun.returncode
+        if self._stopped_by is not None and status in (0, -signal.SIGKILL):
+            # torchrun has not seen the signal, or had to be killed: the job ended by what stopped it.
+            return 0 if status == 0 else 128 + self._stopped_by
+        return status if status >= 0 else 128 - status
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """The processes of this user with `mark` in the environment they were started with."""
+    wanted = mark.encode()
+    for entry in os.scandir("/proc") if sys.platform == "linux" else ():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name)
+
+
+def _display(number: int, colour: str) -> Display:
+    terminal = os.isatty(number)
+    return Display(number, terminal=terminal, colour=wants_colour(colour, terminal, dict(os.environ)))
+
+
+def _same_file(*numbers: int) -> bool:
+    found = [os.fstat(number) for number in numbers]
+    return len({(stat.st_dev, stat.st_ino, stat.st_rdev) for stat in found}) == 1
+
+
+@contextlib.contextmanager
+def _caught(signals: list[int], selector: selectors.BaseSelector) -> Iterator[None]:
+    """Puts signals into a list and wakes the selector for each; ignored ones (nohup) stay ignored."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+
+    def drain() -> None:
+        with contextlib.suppress(BlockingIOError):
+            reader.recv(1 << 12)
+
+    def caught(number: int, _: object) -> None:
+        if number != signal.SIGCHLD:
+            signals.append(number)
+
+    selector.register(reader, selectors.EVENT_READ, drain)
+    woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    numbers = [*_FORWARDED, signal.SIGCHLD, signal.SIGWINCH]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in numbers:
+            if before[number] is not signal.SIG_IGN:
+                signal.signal(number, caught)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        reader.close()
+        writer.close()

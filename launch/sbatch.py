@@ -1,0 +1,104 @@
+"""Which script makes Slurm run a job?
+
+A bash script for `sbatch`: one torchrun on each node, started by `srun`. Every value in it either matches a pattern of
+`LaunchSpec` or is quoted by shlex; what is not quoted is the script's own.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from .spec import LaunchSpec
+from .torchrun import argv, new_id, threads
+
+__all__ = ["render"]
+
+_HEADER = """\
+#!/usr/bin/env bash
+# Runs {name} under torchrun. Yours to read and edit; then: sbatch FILE
+"""
+
+_BODY = """
+set -euo pipefail
+unset "${!PET_@}"  # torchrun would take options from these
+"""
+
+_MEETING = """
+# The first node keeps the store through which all find each other. torch has no authentication there: the nodes must be
+# in a network that nobody else is in.
+read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+"""
+
+
+def render(spec: LaunchSpec, *, port: int = 29400) -> str:
+    """The text of the script.
+
+    Args:
+        spec: its rendezvous.endpoint and local_addr are not used: Slurm says which nodes there are.
+        port: on the first node; free there when the job starts.
+
+    Raises:
+        ValueError: the port is none.
+    """
+    if not 1 <= port <= 65535:
+        raise ValueError(f"Invalid {port=}: must be in [1, 65535].")
+    meeting = None
+    if spec.max_nodes > 1:
+        own_id = shlex.quote(new_id(spec))
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head_node:{port}"']
+        meeting += ["--rdzv-id", f'{own_id}-"$SLURM_JOB_ID"', "--rdzv-conf", "timeout=600", "--node-rank", "0"]
+    words = argv(spec, rendezvous=meeting)
+    shell = meeting or []
+    quoted = [word if word in shell else shlex.quote(word) for word in words]
+    exports = {
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": _threads(spec),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace),
+    }
+    exports |= {key: shlex.quote(value) for key, value in spec.env.items()}
+    if spec.resources.cpu is not None:
+        exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)  # srun does not take it over from sbatch
+    return "".join(
+        (
+            _HEADER.format(name=spec.name),
+            *(f"#SBATCH {directive}\n" for directive in _directives(spec)),
+            _BODY,
+            *(f"export {key}={value}\n" for key, value in exports.items()),
+            _MEETING if meeting else "",
+            "\nexec srun --kill-on-bad-exit=1 \\\n  ",
+            " \\\n  ".join(_lines(quoted)),
+            "\n",
+        )
+    )
+
+
+def _directives(spec: LaunchSpec) -> list[str]:
+    needs = spec.resources
+    given = {
+        "job-name": spec.name,
+        "nodes": spec.nnodes.replace(":", "-"),
+        "ntasks-per-node": 1,  # one torchrun on each node; it starts the ranks
+        "cpus-per-task": needs.cpu,
+        "gpus-per-node": needs.gpu,
+        "mem": None if needs.memory_gib is None else f"{needs.memory_gib}G",
+        "time": needs.walltime,
+        "partition": needs.partition,
+        "account": needs.account,
+        "output": "%x-%j.log",
+    }
+    return [f"--{key}={value}" for key, value in given.items() if value is not None]
+
+
+def _threads(spec: LaunchSpec) -> str:
+    count = None if spec.resources.cpu is None else threads(spec, spec.resources.cpu)
+    return '"${OMP_NUM_THREADS:-1}"' if count is None else str(count)
+
+
+def _lines(words: list[str]) -> list[str]:
+    """One option with its value on each line, for people; the script and its args on the last."""
+    lines = [" ".join(words[:3])]
+    rest = words[3:]
+    while rest[0] not in ("-m", "--"):
+        lines.append(" ".join(rest[:2]))
+        rest = rest[2:]
+    return [*lines, " ".join(rest)]

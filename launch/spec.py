@@ -1,0 +1,180 @@
+"""What is a job?
+
+`LaunchSpec` is all that is known of one before it runs. It is frozen and checked when made: a spec that exists can be
+turned into an argv, a script or a manifest. Values that reach a shell script, YAML or a scheduler's directive match the
+patterns below, or are quoted where they are written.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+__all__ = ["LaunchSpec", "Rendezvous", "Resources"]
+
+_NAME = re.compile(r"[a-z0-9-]{1,53}")
+_ENV_KEY = re.compile(r"[A-Z_][A-Z0-9_]*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_NNODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
+_HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]"
+_ENDPOINT = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})")
+_ADDRESS = re.compile(rf"(?:{_HOST}|[0-9A-Fa-f:.]+)")
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_WALLTIME = re.compile(r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]")
+_WORD = re.compile(r"[A-Za-z0-9_.,-]+")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one node of the job needs. None is: the scheduler's default.
+
+    Args:
+        cpu: cores. gpu: GPUs. memory_gib: memory in GiB.
+        walltime: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`.
+        partition, account: Slurm's.
+        image: the container image, for Kubernetes.
+
+    Raises:
+        ValueError: names the field, its value and its rule.
+    """
+
+    cpu: int | None = None
+    gpu: int | None = None
+    memory_gib: int | None = None
+    walltime: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    image: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("cpu", 1), ("gpu", 0), ("memory_gib", 1)):
+            _whole(name, getattr(self, name), least, optional=True)
+        for name, pattern, rule in (
+            ("walltime", _WALLTIME, "HH:MM:SS or DAYS-HH:MM:SS"),
+            ("partition", _WORD, "letters, digits and _ . , -"),
+            ("account", _WORD, "letters, digits and _ . , -"),
+            ("image", _IMAGE, "an image's name, such as registry/name:tag"),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                _match(name, value, pattern, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where and under which name the nodes of a job find each other. A job on one node needs none of it.
+
+    Args:
+        endpoint: `HOST:PORT`, the same on all nodes; HOST is the node that keeps the store.
+        id: the same on all nodes, and no other job's: letters, digits and `_ . -`, 128 at most.
+        local_addr: the address under which other nodes reach this one; None is what its host name resolves to.
+
+    Raises:
+        ValueError: names the field, its value and its rule.
+    """
+
+    endpoint: str | None = None
+    id: str | None = None
+    local_addr: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None:
+            found = _match("rendezvous.endpoint", self.endpoint, _ENDPOINT, "HOST:PORT")
+            if int(found["port"]) > 65535:
+                raise ValueError(f"Invalid rendezvous.endpoint={self.endpoint!r}: the port must be in [0, 65535].")
+        if self.id is not None:
+            _match("rendezvous.id", self.id, _ID, "1 to 128 letters, digits and _ . -")
+        if self.local_addr is not None:
+            _match("rendezvous.local_addr", self.local_addr, _ADDRESS, "an address or a host name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """One job: what runs, on how many nodes and processes, with which environment.
+
+    Args:
+        script: path of the Python file that every rank runs; or else
+        module: dotted name of the module that every rank runs, as in `python -m`.
+        args: words for it. Passed as they are, never through a shell; anything but NUL.
+        name: 1 to 53 of `a-z 0-9 -`, so that it does for Slurm and for Kubernetes' pods.
+        nnodes: `"N"`, or `"MIN:MAX"` for a job that goes on with fewer nodes.
+        nproc_per_node: processes on each node, or torchrun's `"gpu"`, `"cpu"`, `"auto"`: one for each device.
+        rendezvous: for several nodes.
+        env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`; values hold neither NUL nor newline.
+        max_restarts: how often torchrun starts all ranks again after one of them has failed.
+        grace: seconds that ranks have to end by themselves after a signal, before they are killed.
+        resources: for schedulers.
+        python: the interpreter.
+
+    Raises:
+        ValueError: names the field, its value and its rule.
+    """
+
+    script: str | None = None
+    module: str | None = None
+    args: tuple[str, ...] = ()
+    name: str = "train"
+    nnodes: str = "1"
+    nproc_per_node: int | str = 1
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    grace: int = 30
+    resources: Resources = field(default_factory=Resources)
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        if (self.script is None) == (self.module is None):
+            raise ValueError(f"Invalid script={self.script!r}, module={self.module!r}: must be exactly one of them.")
+        if self.module is not None:
+            _match("module", self.module, _MODULE, "a dotted Python name")
+        for name in ("script", "python"):
+            value = getattr(self, name)
+            if value is not None and (not value or value.startswith("-") or _unclean(value)):
+                raise ValueError(f"Invalid {name}={value!r}: must be a path without NUL and newlines, not an option.")
+        object.__setattr__(self, "args", tuple(self.args))
+        for word in self.args:
+            if not isinstance(word, str) or "\0" in word:
+                raise ValueError(f"Invalid args: {word!r} must be a str without NUL.")
+        _match("name", self.name, _NAME, "1 to 53 of a-z, 0-9 and -")
+        found = _match("nnodes", self.nnodes, _NNODES, 'a number from 1 on, or "MIN:MAX"')
+        if found[2] is not None and int(found[1]) > int(found[2]):
+            raise ValueError(f"Invalid nnodes={self.nnodes!r}: MIN must not be greater than MAX.")
+        if self.nproc_per_node not in ("gpu", "cpu", "auto"):
+            _whole("nproc_per_node", self.nproc_per_node, 1, " or one of 'gpu', 'cpu', 'auto'")
+        for key, value in self.env.items():
+            _match("env", key, _ENV_KEY, "keys of A-Z, 0-9 and _, not beginning with a digit")
+            if key.startswith("PET_"):
+                raise ValueError(f"Invalid env={key!r}: PET_ variables are torchrun's own options and not passed on.")
+            if not isinstance(value, str) or _unclean(value):
+                raise ValueError(f"Invalid env[{key!r}]={value!r}: must be a str without NUL and newlines.")
+        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+        _whole("max_restarts", self.max_restarts, 0)
+        _whole("grace", self.grace, 0)
+
+    @property
+    def max_nodes(self) -> int:
+        """The number of nodes, or the greatest one of a range."""
+        return int(self.nnodes.rpartition(":")[2])
+
+
+def _match(name: str, value: object, pattern: re.Pattern[str], rule: str) -> re.Match[str]:
+    found = pattern.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError(f"Invalid {name}={value!r}: must be {rule}.")
+    return found
+
+
+def _whole(name: str, value: object, least: int, more: str = "", *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"Invalid {name}={value!r}: must be a whole number, at least {least}{more}.")
+
+
+def _unclean(value: str) -> bool:
+    return any(character in value for character in "\0\n\r")

@@ -1,0 +1,109 @@
+"""Which argv and environment does torchrun get for a job?
+
+Options that torchrun could else take from `PET_` variables are in the argv. Flags (`PET_STANDALONE`, ...) can't be
+switched off there, so `environment` drops all `PET_` variables. One node means the loopback address and a port of the
+system's choice; never `--standalone`, which overrides both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+
+from .spec import LaunchSpec
+
+__all__ = ["LOOPBACK", "additions", "argv", "environment", "new_id", "target", "threads"]
+
+LOOPBACK = "127.0.0.1"
+
+
+def new_id(spec: LaunchSpec) -> str:
+    """The rendezvous id of `spec`, or a random one where it has none (which several nodes could not share)."""
+    return spec.rendezvous.id or f"{spec.name}-{secrets.token_hex(16)}"
+
+
+def target(spec: LaunchSpec) -> list[str]:
+    """The script or module with its args, as the words after `python`."""
+    return [spec.script, *spec.args] if spec.script is not None else ["-m", str(spec.module), *spec.args]
+
+
+def argv(
+    spec: LaunchSpec,
+    *,
+    rendezvous: list[str] | None = None,
+    program: list[str] | None = None,
+    ranks: list[str] | None = None,
+) -> list[str]:
+    """The words of the command that runs `spec` on one node; no shell, no quotes.
+
+    Args:
+        rendezvous: the words that say how nodes meet, instead of those made from `spec`.
+        program: the words that stand for torchrun, instead of `python -m torch.distributed.run`.
+        ranks: the words that every rank runs, instead of torchrun's `python -u SCRIPT ARGS`.
+
+    Raises:
+        ValueError: for several nodes without an endpoint or an id.
+    """
+    return [
+        *(program or [spec.python, "-m", "torch.distributed.run"]),
+        *("--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)),
+        *(rendezvous or _rendezvous(spec)),
+        *("--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1", "--start-method", "spawn"),
+        *("--event-log-handler", "null", "--role", "default", "--redirects", "0", "--tee", "0"),
+        # Without `--`, torchrun takes words of the script for abbreviations of its own options.
+        *(["--no-python", "--", *ranks] if ranks is not None else _separated(spec)),
+    ]
+
+
+def _separated(spec: LaunchSpec) -> list[str]:
+    words = target(spec)
+    return ["--", *words] if spec.module is None else ["-m", "--", *words[1:]]
+
+
+def _rendezvous(spec: LaunchSpec) -> list[str]:
+    meeting = spec.rendezvous
+    endpoint, local_addr = meeting.endpoint, meeting.local_addr
+    if spec.max_nodes == 1:
+        endpoint, local_addr = f"{LOOPBACK}:0", LOOPBACK
+    else:
+        for name, value in (("endpoint", endpoint), ("id", meeting.id)):
+            if value is None:
+                rule = f"must be given, the same on all nodes, for nnodes={spec.nnodes!r}"
+                raise ValueError(f"Invalid rendezvous.{name}=None: {rule}.")
+        if str(endpoint).endswith(":0"):
+            raise ValueError(f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all know.")
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]
+    words += ["--rdzv-conf", "timeout=600", "--node-rank", "0"]
+    return words if local_addr is None else [*words, "--local-addr", local_addr]
+
+
+def threads(spec: LaunchSpec, cores: int) -> int | None:
+    """OpenMP threads of a rank on a node with so many cores, at least 1; None if the number of ranks is not known."""
+    return max(1, cores // spec.nproc_per_node) if isinstance(spec.nproc_per_node, int) else None
+
+
+def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ranks get besides what they inherit: `spec.env`, and defaults for what neither sets.
+
+    `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`. `OMP_NUM_THREADS`: this machine's cores
+    over its ranks. `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where the host name resolves to, otherwise.
+    """
+    added = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    if not re.fullmatch("[0-9]+", inherited.get("PYTHONHASHSEED", "")):
+        added["PYTHONHASHSEED"] = "0"
+    if "OMP_NUM_THREADS" not in inherited:
+        count = threads(spec, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        if count is not None:
+            added["OMP_NUM_THREADS"] = str(count)
+    if spec.max_nodes == 1 and "GLOO_SOCKET_IFNAME" not in inherited and os.path.isdir("/sys/class/net/lo"):
+        added["GLOO_SOCKET_IFNAME"] = "lo"
+    return added | dict(spec.env)
+
+
+def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The whole environment of the job, and the names of the `PET_` variables that were left out of it."""
+    dropped = sorted(key for key in inherited if key.startswith("PET_"))
+    kept = {key: value for key, value in inherited.items() if key not in dropped}
+    return kept | additions(spec, inherited), dropped
