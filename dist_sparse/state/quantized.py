@@ -100,7 +100,7 @@ class QuantizedEmbeddingBag(_Table):
             ValueError, NotImplementedError: the arguments do not fit each other; as float modules have it.
         """
         ids = input.reshape(-1)
-        places = torch.arange(ids.numel(), dtype=ids.dtype, device=ids.device)
+        places = torch.arange(ids.numel(), device=ids.device)
         padding = None
         if self.padding_idx is not None:
             # One more row stands for all padding, because torch leaves out one row by its index.
