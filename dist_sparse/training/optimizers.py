@@ -67,8 +67,9 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
                 "one backward is made, before the step."
             )
         return found
-    known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
-    near = difflib.get_close_matches(str(query), known, n=3, cutoff=0.5) or ["SGD", "Adagrad", "Adam", "AdamW"]
+    known = {name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    close = difflib.get_close_matches(str(query).lower(), known, n=3, cutoff=0.5)
+    near = [known[name] for name in close] or ["SGD", "Adagrad", "Adam", "AdamW"]
     raise ValueError(
         f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {', '.join(near)}) or the dotted path "
         "of an optimizer."

@@ -1,0 +1,200 @@
+"""What does OptimScheduler refuse, and does it say why, before anything has changed? In one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+
+from dist_sparse import CubicDataScheduler, DataNormSparsifier
+from dist_sparse.training.optimizers import optimizer_class
+from tests.training.optim_loop import Steady, Two, batch, copied, same, train
+
+
+def made(model: nn.Module | None = None, **more: Any) -> Steady:
+    return Steady(more.pop("optim_type", "SGD"), more.pop("optim_conf", {"lr": 0.1}), model or Two(), **more)
+
+
+def data() -> DataNormSparsifier:
+    return DataNormSparsifier([("w", torch.randn(4, 4))], sparsity_level=0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"grad_clip": value} for value in (0, -1.0, math.nan, "1", True)),
+        *({"grad_norm_type": value} for value in (0, -2.0, math.nan, "inf", True, None)),
+        *({"ft_factor": value} for value in (-0.1, math.nan, math.inf, "1", False, None)),
+        *({"amp_dtype": value} for value in (torch.float32, "float16", None)),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"Invalid {name}="):
+        made(**wrong)
+
+
+@pytest.mark.parametrize("fine", [{"grad_clip": 1}, {"grad_norm_type": 3}, {"ft_factor": 0}, {"ft_factor": 2}], ids=str)
+def test_values_that_do(fine: dict[str, Any]) -> None:
+    model = Two()
+    before = copied(model)
+    assert same(before, train(model, [made(model, use_amp=False, **fine)], 1)) == (fine == {"ft_factor": 0})
+
+
+@pytest.mark.parametrize("query", ["torch.optim.AdamW", "torch.optim.adamw.AdamW", "AdamW", torch.optim.AdamW])
+def test_optimizers_by_name_by_path_and_by_class(query: Any) -> None:
+    assert type(made(optim_type=query).optimizer) is torch.optim.AdamW
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    table = made(nn.Embedding(3, 2), optim_type="torchrec.optim.RowWiseAdagrad")
+    assert type(table.optimizer).__name__ == "RowWiseAdagrad"
+    assert type(made(optim_type="SGD", optim_conf=None).optimizer) is torch.optim.SGD
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("adamw", "such as AdamW"),
+        ("", "such as SGD"),
+        ("..SGD", "dotted path"),
+        (".SGD", "dotted path"),
+        ("torch.optim", "dotted path"),
+        ("torch.nn.Linear", "dotted path"),
+        ("no_such_module.SGD", "No module named 'no_such_module'"),
+        ("lr_scheduler.StepLR", "No module named 'lr_scheduler'"),
+        (3, "dotted path"),
+        (None, "dotted path"),
+        (nn.Linear, "dotted path"),
+        ("LBFGS", "needs a closure"),
+    ],
+)
+def test_no_optimizer(query: Any, said: str) -> None:
+    with pytest.raises(ValueError, match="Invalid optim_type=") as raised:
+        optimizer_class(query)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["middle"], "['middle'] are not modules; there are ['encoder', 'decoder']"),
+        ("middle", "['middle'] are not modules"),
+        ([], "there are ['encoder', 'decoder']"),
+        ("", "[''] are not modules"),
+        (["decoder", "encoder.7"], "['encoder.7'] are not modules"),
+        ("encoder.1", "['encoder.1'] have no parameters"),
+    ],
+)
+def test_no_modules(names: Any, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        made(updated_modules=names)
+    assert said in str(raised.value)
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ValueError, match=r"\['Tanh'\] have no parameters"):
+        made(nn.Tanh())
+
+
+def test_averaging_needs_something_that_averages() -> None:
+    made(distributed=True)  # one process, nothing to save
+    with pytest.raises(ValueError, match="Invalid distributed=True: Two does not average gradients"):
+        made(distributed=True, accum_grad=2)
+
+
+@pytest.mark.parametrize("name", ["step_num", "epoch_num"])
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_numbers_count_from_1(name: str, value: float) -> None:
+    model = Two()
+    with pytest.raises(ValueError, match=f"Invalid {name}="):
+        made(model).step(model(batch(1)), None, "a", **{"step_num": 1, "epoch_num": 1, name: value})  # type: ignore[arg-type]
+    assert model.decoder.weight.grad is None
+
+
+def test_sparsity_is_checked_by_type_and_by_pair() -> None:
+    sparsifier, other = data(), data()
+    scheduler = CubicDataScheduler(other, final=0.5, begin=0, end=4, every=2)
+    for wrong, said in [
+        ({"data_sparsifier": 3}, "Invalid data_sparsifier of type int"),
+        ({"data_sparsifier": sparsifier, "data_scheduler": 3}, "Invalid data_scheduler of type int"),
+        ({"data_sparsifier": sparsifier, "data_scheduler": scheduler}, "schedules another sparsifier"),
+        ({"data_scheduler": scheduler}, "schedules another sparsifier"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            made(**wrong)
+    made(data_sparsifier=other, data_scheduler=scheduler)
+
+
+def moving(lr: float = 0.5) -> Two:
+    """A model whose encoder is stepped inside the backward by torch's own optimizers."""
+    model = Two()
+    apply_optimizer_in_backward(torch.optim.SGD, model.encoder.parameters(), {"lr": lr})
+    return model
+
+
+def test_what_can_not_reach_weights_that_move_in_the_backward() -> None:
+    for wrong, said in [
+        ({}, r"use_amp=True with float16.*amp_dtype=torch.bfloat16.*dense kernel"),
+        ({"updated_modules": "decoder"}, "use_amp=True with float16"),
+        ({"use_amp": False, "accum_grad": 2}, r"Invalid accum_grad=2.*Larger batches.*dense kernel"),
+        ({"use_amp": False, "accum_grad": 2, "updated_modules": "decoder"}, "Invalid accum_grad=2"),
+        ({"use_amp": False}, r"Invalid grad_clip=1.0.*gradient_clipping.*updated_modules.*dense kernel"),
+        ({"use_amp": False, "updated_modules": "encoder"}, "Invalid grad_clip=1.0"),
+    ]:
+        with pytest.raises(ValueError, match=said) as raised:
+            made(moving(), **wrong)
+        assert "move inside every backward" in str(raised.value)
+    made(moving(), use_amp=False, grad_clip=math.inf)
+    made(moving(), amp_dtype=torch.bfloat16, grad_clip=None)
+    made(moving(), use_amp=False, updated_modules="decoder")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_weights_that_move_in_the_backward_take_the_learning_rate(order: int) -> None:
+    """Whoever is stepped first makes the backward, in which the other one's weights move."""
+    got, wanted = moving(), Two()
+    schedulers = [
+        made(got, use_amp=False, grad_clip=None, updated_modules="decoder"),
+        made(got, use_amp=False, grad_clip=None, updated_modules="encoder", optim_conf={"lr": 0.125}),
+    ][::order]
+    optimizer = torch.optim.SGD(
+        [{"params": wanted.encoder.parameters(), "lr": 0.125}, {"params": wanted.decoder.parameters(), "lr": 0.1}]
+    )
+    for step_num in (1, 2, 3):
+        wanted(batch(step_num))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(train(got, schedulers, 3), copied(wanted))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"step_per_update": 2}, "is not due at step_num=1"),
+        ({"optim_loss": "third"}, "has no part in this loss"),
+        ({"optim_loss": "other"}, "must be one and the same tensor"),
+    ],
+)
+def test_nobody_moves_the_weights_of_somebody_else_in_passing(theirs: dict[str, Any], said: str) -> None:
+    model = moving()
+    mine = made(model, use_amp=False, updated_modules="decoder")
+    other = made(model, use_amp=False, grad_clip=None, updated_modules="encoder", **theirs)
+    before = copied(model)
+    with pytest.raises(ValueError, match=said):
+        mine.step(model(batch(1)), None, "a", 1, 1)
+    assert same(before, copied(model)) and mine.get_lr() == other.get_lr() == 0.1
+    del other
+    assert not same(before, train(model, [mine], 1))
+
+
+def test_no_modules_of_the_model_are_told_apart_by_what_they_are_wrapped_in() -> None:
+    model = Two()
+    compiled = torch.compile(model, backend="eager")
+    scheduler = Steady("SGD", {"lr": 0.1}, compiled, updated_modules="decoder", use_amp=False)
+    assert {id(p) for p in scheduler.optimizer.param_groups[0]["params"]} == {id(p) for p in model.decoder.parameters()}
