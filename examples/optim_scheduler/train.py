@@ -115,7 +115,7 @@ class Job:
         self.model.train()
         for step_num, batch in self._micro_steps(last):
             epoch_num = (step_num - 1) // self.per_epoch + 1
-            with self.tables.forward_context(step_num):
+            with self.tables.forward_context(step_num, epoch_num):
                 losses = {"loss": binary_cross_entropy_with_logits(self.model(batch), batch.labels)}
             self.tables.step(losses, None, "tables", step_num, epoch_num, _LOG)
             self.layers.step(losses, None, "layers", step_num, epoch_num, _LOG)
