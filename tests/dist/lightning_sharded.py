@@ -6,6 +6,7 @@ dense part in DDP itself.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,11 @@ class Silent(SparsifyCallback):
 
 
 def check_sharded(folder: Path) -> None:
-    """A row-wise and a table-wise table: the oracle's masks, and zeros in every forward."""
+    """A row-wise and a table-wise table: the oracle's masks, zeros in every forward, and a warning about checkpoints."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dist_sparse").addHandler(handler)
     module, sparse = Sharded(), Silent(**PLAN)
     watch = Watch(sparse)
     options: dict[str, Any] = {"strategy": TorchRecStrategy(), "devices": 2, "plugins": [TorchElasticEnvironment()]}
@@ -147,4 +152,5 @@ def check_sharded(folder: Path) -> None:
         fitted.fit(module, batches(24))
     assert sparse.training is not None and sparse.training.scheduler.last_epoch == 12
     assert watch.moved == 5
+    assert ["'item', 'user'] are sharded" in each for each in said] == [True] * (dist.get_rank() == 0)
     assert {name: int((mask[:, 0] == 0).sum()) for name, mask in module.masks.items()} == {"item": 24, "user": 18}

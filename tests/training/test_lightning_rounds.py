@@ -155,6 +155,24 @@ def test_torchrecs_optimizers() -> None:
     assert issubclass(FusedOptimizer, torch.optim.Optimizer)
 
 
+def test_goes_on_from_saved_counts() -> None:
+    """Two that step in turns, cut between the two: the second one's step ends the round that the first began."""
+    module = Net()
+    both = [optim.SGD(module.bag.parameters(), lr=0.1), optim.SGD(module.over.parameters(), lr=0.1)]
+    module.loss(next(iter(batches()))[0]).backward()
+    before = OptimizerRounds(both)
+    for number in (0, 1, 0):
+        both[number].step()
+    before.stop()
+    after = OptimizerRounds(both)
+    after.load(before.counts)
+    assert (before.rounds, after.rounds) == (2, 2)
+    both[1].step()
+    assert after.rounds == 2
+    both[0].step()
+    assert after.rounds == 3
+
+
 class Collected(Net):
     """Its table is TorchRec's."""
 

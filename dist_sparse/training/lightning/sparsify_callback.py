@@ -51,7 +51,8 @@ class SparsifyCallback(Callback):
 
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in which removed weights
     are 0; ``trainer.fit(ckpt_path=...)`` goes on exactly, also on another number of DDP ranks. Another fit of the same
-    model by the same Trainer goes on as well; any other begins anew.
+    model by the same Trainer goes on as well; any other begins anew. What goes on is the schedule of then, whatever is
+    asked for here.
 
     When masks move, the achieved sparsity goes to all loggers and to ``trainer.callback_metrics``: ``sparsity/<table>``
     of each, and ``sparsity/level``, the level that was asked for, over all blocks.
@@ -239,9 +240,9 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
 
 
 def _sharded(training: SparseTraining) -> list[str]:
-    """The tables of which other ranks hold other parts."""
+    """The tables of which other ranks hold what this one does not."""
     located = training.sparsifier._tables.locate()
-    return [name for name, data in located.items() if len(data.tiling) > 1 and not data.replicated]
+    return [name for name, data in located.items() if {shard.rect for shard in data.shards} != set(data.rects)]
 
 
 def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str, Any]) -> None:
