@@ -157,10 +157,10 @@ class _Walk:
             return
         collection = self._torchrec.collection_tables(module) if self._torchrec else None
         if collection is not None:
-            attribute, tables = collection
+            attribute, tables, features = collection
             for name, table in tables.items():
                 below = f"{attribute}.{name}"
-                yield from self._table(table, name, path, _join(path, below), ddp.child(below))
+                yield from self._table(table, name, path, _join(path, below), ddp.child(below), features[name])
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp)
@@ -185,14 +185,22 @@ class _Walk:
         reason: str | None = self._torchrec.refusal(module) if self._torchrec else None
         return reason
 
-    def _table(self, module: nn.Module, name: str, path: str, module_path: str, ddp: _Replicas) -> Iterator[_Found]:
+    def _table(
+        self,
+        module: nn.Module,
+        name: str,
+        path: str,
+        module_path: str,
+        ddp: _Replicas,
+        features: tuple[str, ...] = (),
+    ) -> Iterator[_Found]:
         """An embedding module of torch's: one replica per rank of the DDP around it, or all of it here."""
         self._seen.add(id(module))
         weight = module._parameters.get("weight")
         if weight is not None and not self._first(weight):
             return
         fqn = _join(module_path, "weight")
-        yield _Found(name, path, fqn, partial(_replica, weight, fqn, ddp.of("weight")))
+        yield _Found(name, path, fqn, partial(_replica, weight, fqn, ddp.of("weight"), features=features))
 
     def _parameters(self, module: nn.Module, path: str, ddp: _Replicas) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
@@ -204,7 +212,9 @@ class _Walk:
                 )
 
 
-def _replica(parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, name: str) -> ShardedData:
+def _replica(
+    parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, name: str, features: tuple[str, ...] = ()
+) -> ShardedData:
     """A parameter that every rank of ``ranks`` holds whole."""
     if parameter is None:
         raise ValueError(
@@ -230,6 +240,7 @@ def _replica(parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, 
         tiling=(held,) * len(ranks or (0,)),
         shards=tuple(Shard(rect, view) for rect in held),
         fqn=fqn,
+        features=features,
     )
 
 

@@ -92,6 +92,7 @@ class ShardedData:
         shards: this rank's own, in the order of ``tiling[rank]``.
         kernel: TorchRec's compute kernel, where there is one.
         fqn: the fully qualified name in the model, where there is one.
+        features: whose ids look the table up, in a collection of TorchRec's.
         copied: replicas are trained apart and averaged now and then (TorchRec's 2-D parallelism), so that they may
             differ; masks are those of the first.
     """
@@ -105,6 +106,7 @@ class ShardedData:
     shards: tuple[Shard, ...]
     kernel: str | None = None
     fqn: str | None = None
+    features: tuple[str, ...] = ()
     copied: bool = False
 
     @property

@@ -8,8 +8,6 @@ nothing communicates; the views come from the kernels. Both are read at each cal
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -36,6 +34,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from dist_sparse.shards import Rect, Shard, ShardedData
+from dist_sparse.versions import check_versions
 
 __all__ = [
     "Table",
@@ -51,7 +50,6 @@ __all__ = [
 _KERNELS: Final = ("dense", "fused", "fused_uvm")
 _FUSED: Final = ("fused", "fused_uvm")
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
-_TESTED: Final = ((1, 7), (1, 8))
 
 # Modules that change which row an id means (or the row itself) behind the mask's back. By the Python module of their
 # classes, sharded and not, so that a release without one of them imports all the same.
@@ -78,34 +76,6 @@ class Table(NamedTuple):
     locate: Callable[[str], ShardedData]
 
 
-def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
-    """Refuses a mix of releases: TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others.
-
-    Raises:
-        ImportError: two of them don't fit; says which part is wrong. Unknown (nightly, internal) versions and untested
-            releases only warn.
-    """
-    rec, gemm, base = (_minor(version) for version in (torchrec_version, fbgemm_version, torch_version))
-    have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
-    if rec is None or gemm is None or base is None:
-        warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
-        return
-    wanted = (2, rec[1] + 5)
-    if rec != gemm:
-        raise ImportError(
-            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*; installed: {have}."
-        )
-    if base != wanted:
-        raise ImportError(
-            f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*; installed: {have}."
-        )
-    if rec not in _TESTED:
-        tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED)
-        warnings.warn(
-            f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed: {have}.", stacklevel=2
-        )
-
-
 def refusal(module: nn.Module) -> str | None:
     """Why the tables below a module of TorchRec's can't be sparsified (and what would work), or None."""
     strategy = getattr(getattr(module, "_env", None), "sharding_strategy", None)
@@ -125,13 +95,16 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict] | None:
-    """The attribute and the modules of an unsharded collection by table name, or None for another module."""
+def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict, dict[str, tuple[str, ...]]] | None:
+    """The attribute, the modules and the features of an unsharded collection by table name, or None for another
+    module."""
     if isinstance(module, EmbeddingBagCollection):
-        return "embedding_bags", module.embedding_bags
-    if isinstance(module, EmbeddingCollection):
-        return "embeddings", module.embeddings
-    return None
+        attribute, configs = "embedding_bags", module.embedding_bag_configs()
+    elif isinstance(module, EmbeddingCollection):
+        attribute, configs = "embeddings", module.embedding_configs()
+    else:
+        return None
+    return attribute, getattr(module, attribute), {config.name: tuple(config.feature_names) for config in configs}
 
 
 def shards_tables(module: nn.Module) -> bool:
@@ -258,6 +231,7 @@ class _Collection:
             shards=tuple(Shard(rect, view.data) for rect, view in zip(held, pieces.views, strict=True) if rect.numel),
             kernel=kernel,
             fqn=fqn,
+            features=tuple(config.feature_names),
             copied=copied,
         )
 
@@ -283,12 +257,6 @@ def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
         # Key-value and virtual tables materialise their weights when asked: locate() refuses them, nothing reads them.
         if all(config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value for config in configs):
             yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)
-
-
-def _minor(version: str) -> tuple[int, int] | None:
-    """(major, minor) of a release; None for nightly and internal builds, whose numbers promise nothing."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return None if match is None or "dev" in version else (int(match[1]), int(match[2]))
 
 
 check_versions(

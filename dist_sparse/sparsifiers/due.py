@@ -23,7 +23,7 @@ from dist_sparse.sparsifiers.replicas import hashes_of, restore, take_over, to_r
 from dist_sparse.sparsifiers.sharded import ShardedTables
 from dist_sparse.sparsifiers.update import MadeMasks
 
-__all__ = ["MaskRule", "due_step", "follow_moved"]
+__all__ = ["MaskRule", "due_step", "follow_moved", "make_masks"]
 
 
 class MaskRule(Protocol):
@@ -75,12 +75,26 @@ def due_step(
         recorder: notes what changes.
     """
     with nullcontext() if recorder is None else recorder.step():
-        _due_step(tables, rule, error, repair, recorder)
+        located, made = make_masks(tables, rule, error, repair, recorder)
+        for name, new in made.items():
+            for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), new.masks, strict=True):
+                mask.apply_changed_(shard.tensor, before, dirty)
+            if recorder is not None:
+                recorder.note(located[name], tables.masks(name), tables.block(name), new, rule.target(name))
+            tables.commit(located[name], [mask for mask, _ in new.masks], new.block)
 
 
-def _due_step(
-    tables: ShardedTables, rule: MaskRule, error: Exception | None, repair: str, recorder: Recorder | None
-) -> None:
+def make_masks(
+    tables: ShardedTables,
+    rule: MaskRule,
+    error: Exception | None,
+    repair: str,
+    recorder: Recorder | None = None,
+    action: str = "step()",
+) -> tuple[Mapping[str, ShardedData], dict[str, MadeMasks]]:
+    """Parts 1 to 3: the tables as they lie, and their new masks, not put in place yet. Collective, as :func:`due_step`,
+    whose arguments it takes; ``action`` is for messages. No weight is written, but for replicas that were to be
+    repaired."""
     located: Mapping[str, ShardedData] = {}
     prepared: Any = None
     if error is None:
@@ -93,7 +107,7 @@ def _due_step(
             prepared = rule.prepare(located)
         except Exception as fault:
             error = fault
-    drifted = _agree_all(tables, located, rule, error, repair, recorder is not None)
+    drifted = _agree_all(tables, located, rule, error, repair, recorder is not None, action)
     if drifted:
         restore(tables, located, drifted)
         prepared = rule.prepare(located)
@@ -104,12 +118,7 @@ def _due_step(
         with nullcontext() if recorder is None else recorder.riding(names, group):
             finished = rule.finish(prepared, names, group)
         made.update(take_over(finished, located, group))
-    for name, new in made.items():
-        for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), new.masks, strict=True):
-            mask.apply_changed_(shard.tensor, before, dirty)
-        if recorder is not None:
-            recorder.note(located[name], tables.masks(name), tables.block(name), new, rule.target(name))
-        tables.commit(located[name], [mask for mask, _ in new.masks], new.block)
+    return located, made
 
 
 def _agree_all(
@@ -119,6 +128,7 @@ def _agree_all(
     error: Exception | None,
     repair: str | None,
     recorded: bool = False,
+    action: str = "step()",
 ) -> set[str]:
     """The tables whose replicas are to be restored, once the ranks of every group are about to do the same. Collective
     over the tables' groups.
@@ -145,7 +155,7 @@ def _agree_all(
             if repair is not None and data.replicated and not data.copied:
                 replicas.update(hashes_of(data, group.rank))
         try:
-            drifted |= to_restore(group.agree("step()", facts, error, replicas), names, located, repair)
+            drifted |= to_restore(group.agree(action, facts, error, replicas), names, located, repair)
         except ValueError as refused:
             error = refused
     if error is not None:

@@ -1,0 +1,58 @@
+"""Which releases of torch, TorchRec and FBGEMM fit together?
+
+TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others. Imports none of them, so that a
+mix that does not load can be talked about.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Final
+
+__all__ = ["check_versions", "fitting"]
+
+_TESTED: Final = ((1, 7), (1, 8))
+
+
+def fitting(torch_version: str) -> str | None:
+    """The release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where none is known."""
+    base = _minor(torch_version)
+    for rec in _TESTED:
+        if base == (2, rec[1] + 5):
+            return f"{rec[0]}.{rec[1]}"
+    return None
+
+
+def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
+    """Refuses a mix of releases that were not built for each other.
+
+    Raises:
+        ImportError: two of them don't fit; says which part is wrong. Unknown (nightly, internal) versions and untested
+            releases only warn.
+    """
+    rec, gemm, base = (_minor(version) for version in (torchrec_version, fbgemm_version, torch_version))
+    have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
+    if rec is None or gemm is None or base is None:
+        warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
+        return
+    wanted = (2, rec[1] + 5)
+    if rec != gemm:
+        raise ImportError(
+            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*; installed: {have}."
+        )
+    if base != wanted:
+        raise ImportError(
+            f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*; installed: {have}."
+        )
+    if rec not in _TESTED:
+        tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED)
+        warnings.warn(
+            f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed: {have}.", stacklevel=2
+        )
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    """(major, minor) of a release; None for nightly and internal builds, whose numbers promise nothing."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return None if match is None or "dev" in version else (int(match[1]), int(match[2]))
