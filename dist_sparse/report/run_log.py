@@ -37,7 +37,7 @@ from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.record import StepRecord
 from dist_sparse.training.enforce import MaskEnforcer
 
-__all__ = ["FORMAT", "LINES", "RUN", "RunLog", "Sink", "read_lines"]
+__all__ = ["FORMAT", "LINES", "RUN", "RunLog", "Sink", "read_lines", "table_json"]
 
 FORMAT = 1
 """Of the folder; a reader refuses others."""
@@ -164,7 +164,8 @@ class RunLog:
             seconds = {"total": self._elapsed(), "masks": self._masks_seconds}
             if self._enforcer is not None:
                 seconds["enforcement"] = self._enforcer.seconds
-            self._write({"kind": "end", "step": self._last, "seconds": seconds, "tables": [_table(t) for t in stats]})
+            tables = [table_json(table) for table in stats]
+            self._write({"kind": "end", "step": self._last, "seconds": seconds, "tables": tables})
         self._shut()
 
     def __enter__(self) -> RunLog:
@@ -253,7 +254,8 @@ def _number(name: str, value: float | Tensor) -> float:
     raise ValueError(f"Invalid {name}={value!r}: must be a number or a tensor of one.")
 
 
-def _table(stats: TableStats) -> dict[str, Any]:
+def table_json(stats: TableStats) -> dict[str, Any]:
+    """The counts of one table as JSON-able values: its fields and ``sparsity``."""
     return {**dataclasses.asdict(stats), "dtype": str(stats.dtype).removeprefix("torch."), "sparsity": stats.sparsity}
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.text import block_text, shape_text, table_lines
 
 __all__ = ["describe"]
 
@@ -35,26 +34,16 @@ def describe(sparsifier: BaseDataSparsifier) -> str:
         rows.append(
             (
                 name,
-                " x ".join(map(str, size)),
+                shape_text(size),
                 str(dtype).removeprefix("torch."),
                 sharding,
                 shards,
-                "-" if block is None else " x ".join(map(str, block)),
-                "-" if block is None else "all" if zeros is None or zeros == _area(block) else str(zeros),
+                shape_text(block),
+                block_text(block, zeros),
                 "-" if level is None else f"{level:.4g}",
                 f"{mask_bytes:,}",
             )
         )
     ranks = max((len(data.ranks or (0,)) for data in located.values()), default=1)
     title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks} rank{'s' if ranks > 1 else ''}"
-    return "\n".join([title, *_aligned([_HEAD, *rows])])
-
-
-def _area(block: tuple[int | str, int | str]) -> float:
-    return math.nan if any(isinstance(size, str) for size in block) else math.prod(int(size) for size in block)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    return "\n".join([title, *table_lines(_HEAD, rows)])

@@ -1,0 +1,77 @@
+"""How do figures become a table that a person reads in a terminal?
+
+Plain lines without a frame, cells padded to the width of their column; bytes as MiB, and back.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from typing import Final
+
+__all__ = ["block_text", "mib", "parse_bytes", "shape_text", "table_lines"]
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+
+
+def table_lines(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Collection[int] = (),
+    total: Sequence[str] | None = None,
+) -> list[str]:
+    """The lines of a table: the head, a rule, the rows, and under another rule what they add up to.
+
+    Args:
+        head: names of the columns.
+        rows: cells, as many as ``head`` has.
+        right: columns that are set flush right.
+        total: a last row.
+    """
+    everything = [head, *rows, *([] if total is None else [total])]
+    widths = [max(len(row[i]) for row in everything) for i in range(len(head))]
+    rule = ["-" * width for width in widths]
+    sums = [] if total is None else [rule, total]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [head, rule, *rows, *sums]
+    ]
+
+
+def shape_text(shape: Sequence[int | str] | None) -> str:
+    """``(1000, 64)`` as ``1000 x 64``; None as a dash."""
+    return "-" if shape is None else " x ".join(map(str, shape))
+
+
+def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:
+    """Elements that a block loses when it goes: ``all``, or how many; a dash without a block."""
+    if block is None:
+        return "-"
+    whole = math.nan if any(isinstance(size, str) for size in block) else math.prod(int(size) for size in block)
+    return "all" if zeros is None or zeros == whole else str(zeros)
+
+
+def mib(count: int) -> str:
+    """Bytes as MiB, with three decimals and without the unit."""
+    return f"{count / 2**20:,.3f}"
+
+
+def parse_bytes(text: str) -> int:
+    """``512MiB``, ``1.5 GB`` or ``4096`` as bytes.
+
+    Raises:
+        ValueError: it is no such size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"Invalid size {text!r}: must be a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB.")
+    return int(float(match[1]) * _UNITS[match[2]])
