@@ -2,8 +2,8 @@
 
 The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it shards a module, so
 nothing communicates; the views come from the kernels. Both are read at each call, because
-``DistributedModelParallel.reshard`` replaces them. This is the only importer of torchrec and fbgemm;
-:mod:`dist_sparse.modules` and :mod:`dist_sparse.training.found` import it once torchrec is in use.
+``DistributedModelParallel.reshard`` replaces them. :mod:`dist_sparse.modules`,
+:mod:`dist_sparse.training.found` and :mod:`dist_sparse.state.floats` import this module once torchrec is in use.
 """
 
 from __future__ import annotations

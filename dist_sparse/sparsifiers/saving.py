@@ -37,6 +37,7 @@ def state_dict(sparsifier: BaseDataSparsifier) -> dict[str, Any]:
     if tables:
         saved["sharded"] = {
             name: {
+                "shape": tables.shape(name),
                 "block": tuple(tables.block(name)),
                 "pieces": [{"rect": tuple(mask.rect), "bits": mask.bits.clone()} for mask in tables.masks(name)],
             }
@@ -51,6 +52,8 @@ def load_state_dict(sparsifier: BaseDataSparsifier, saved: Mapping[str, Any], st
     error: Exception | None = None
     facts: dict[str, Any] = {}
     try:
+        if missing := [key for key in ("state", "data_groups", "_container") if key not in saved]:
+            raise ValueError(f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}.")
         if saved["state"] and sparsifier._enforcer is not None:
             raise ValueError(
                 f"The state holds copies of the plain data {sorted(saved['state'])}, which would take the place of the "
@@ -137,6 +140,10 @@ def _tables_from(
         )
     masks: dict[str, list[BlockMask]] = {}
     for name, entry in saved.items():
+        if (shape := entry.get("shape")) is None or tuple(shape) != located[name].shape:
+            raise ValueError(
+                f"Table {name!r} has the shape {located[name].shape}; the masks in the state are of the shape {shape}."
+            )
         try:
             block = _block(entry["block"])
             pieces = [BlockMask(Rect(*piece["rect"]), block, piece["bits"]) for piece in entry["pieces"]]

@@ -126,6 +126,10 @@ class ShardedTables:
         """What one bit of the table's masks stands for; known on ranks without a shard too."""
         return self._blocks[name]
 
+    def shape(self, name: str) -> tuple[int, int]:
+        """The table's global (rows, columns), as registered."""
+        return self._shapes[name]
+
     def commit(self, data: ShardedData, masks: list[BlockMask], block: Block) -> None:
         """Replaces the masks of this rank's shards by masks of the rectangles that it holds in ``data``."""
         assert all(mask.block == block for mask in masks)

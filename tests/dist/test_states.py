@@ -84,6 +84,9 @@ def a_state_without_a_table(world: int) -> None:
     refused(lambda s: s.pop("sharded"), r"no masks of the registered tables")
     refused(lambda s: s["sharded"].update(other=s["sharded"]["item"]), r"\['other'\].*not registered.*add_model")
     last = world - 1  # table-wise, there
+    refused(lambda s: s["sharded"]["word"].update(shape=(30, 12)), r"'word' has the shape \(29, 12\);.*\(30, 12\)")
+    refused(lambda s: s["sharded"]["word"].pop("shape"), r"'word' has the shape \(29, 12\);.*None", rank=last)
+    refused(lambda s: s.pop("data_groups"), r"not the state of a sparsifier: it lacks \['data_groups'\]", rank=last)
     refused(lambda s: s["sharded"]["word"]["pieces"].clear(), r"Table 'word'.*do not cover", rank=last)
     refused(
         lambda s: s["sharded"]["word"]["pieces"][0].update(bits=torch.zeros(3)),
