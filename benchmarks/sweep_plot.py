@@ -46,7 +46,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         for axes in panels.flat:
             _levels(axes, rows)
         figure.suptitle(
-            f"A DLRM on MovieLens-100K: what the level of sparsity costs and saves ({dense['ranks']} ranks)",
+            f"A DLRM on MovieLens-100K: what the level of sparsity costs and saves (seed {dense['seed']} only)",
             fontsize=13,
         )
         figure.savefig(file)
@@ -90,7 +90,7 @@ def _times(axes: Axes, rows: Sequence[Row], dense: Row) -> None:
     axes.axhline(dense["forward_ms"], color=_GREY, lw=1.1, ls=_DASHES, zorder=0)
     _names(axes, rows, lambda cell: cell["step_ms"], level=0.98, better_is_up=True)
     axes.set_ylim(bottom=0)
-    title = f"Milliseconds: step(); grey: forward of {dense['forward_examples']:,}"
+    title = f"Milliseconds, {dense['ranks']} ranks: step(); grey: forward of {dense['forward_examples']:,}"
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
 
 

@@ -40,7 +40,8 @@ def report(rows: Sequence[Row]) -> str:
         "archive (deflate); masks are packed bits, not in it, and the weights alone say what is 0. step: from all "
         "kept to the level, shortest of several (training: the shortest of the later half of the due steps). forward: "
         f"{dense['forward_examples']:,} examples, shortest of several; FBGEMM looks removed rows up like any other, so "
-        "it does not depend on the level. Times are of the slowest rank. All cells are in the CSV."
+        "it does not depend on the level. Times are of the slowest rank. All cells are in the CSV. One seed: another "
+        "moves the AUC lost at a high level by up to 0.01, so post and training are to be compared over several."
     )
     base = (
         f"Dense: AUC {dense['auc']:.4f}, NE {dense['ne']:.4f}, accuracy {dense['accuracy']:.4f}, log loss "

@@ -71,10 +71,12 @@ def agent(parent: int, loopback: bool, words: list[str]) -> int:
         if loopback:
             _replace(torch.distributed, "TCPStore", _loopback_store)
         from torch.distributed import run
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
         from torch.distributed.launcher import api
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     codes: list[int | None] = []
+    _meet_anew(DynamicRendezvousHandler)
     _replace(api, "LocalElasticAgent", functools.partial(_noting_agent, codes))
     try:
         run.main(words)
@@ -108,6 +110,20 @@ def _noting_agent(codes: list[int | None], base: Any) -> type:
             codes[:] = [handler.proc.poll() for handler in handlers.values()]
 
     return Agent
+
+
+def _meet_anew(handler: Any) -> None:
+    """Gives ranks a new store after a restart. Torch 2.13 leaves them the old one, with addresses of dead ranks in it.
+
+    Gloo then connects to those, now and then, and the restart fails.
+    """
+    meet = handler.next_rendezvous
+
+    def next_rendezvous(self: Any) -> Any:
+        self._bootstrap_store_info = None
+        return meet(self)
+
+    handler.next_rendezvous = next_rendezvous
 
 
 def _loopback_store(base: Any) -> type:

@@ -13,7 +13,7 @@ from pathlib import Path
 from . import kubeflow, sbatch
 from .runner import run
 from .spec import LaunchSpec, Rendezvous, Resources
-from .torchrun import additions, argv
+from .torchrun import additions, argv, plain_variables
 
 __all__ = ["main"]
 
@@ -58,8 +58,9 @@ def _do(options: argparse.Namespace) -> int:
     if options.command in ("local", "torchrun"):
         if not options.print:
             return run(spec, colour=options.color)
-        variables = [f"{key}={shlex.quote(value)}" for key, value in additions(spec, os.environ).items()]
-        print(*variables, shlex.join(argv(spec)))
+        variables = plain_variables(spec) | additions(spec, os.environ)
+        assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
+        print(*assignments, shlex.join(argv(spec)))
         return 0
     if options.command == "sbatch":
         text = sbatch.render(spec, port=options.rdzv_port)

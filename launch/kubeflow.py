@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from .spec import LaunchSpec
-from .torchrun import argv, new_id, target, threads
+from .torchrun import argv, new_id, plain_variables, target, threads
 
 __all__ = ["manifest", "render"]
 
@@ -61,6 +61,10 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
         raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
     if not _DNS_LABEL.fullmatch(spec.name):
         raise ValueError(f"Invalid name={spec.name!r}: must begin with a letter and not end with - for Kubernetes.")
+    if spec.max_restarts and spec.max_nodes > 1:
+        # torch's static rendezvous gives restarted ranks the store of the ranks before them; see `plain_variables`.
+        rule = "torchrun can't restart ranks on several nodes here; let the runtime's failurePolicy restart the job"
+        raise ValueError(f"Invalid max_restarts={spec.max_restarts}: {rule}.")
     for name, value in (("runtime", runtime), ("namespace", namespace)):
         if value is not None and not _OBJECT_NAME.fullmatch(value):
             raise ValueError(f"Invalid {name}={value!r}: must be the name of an object in Kubernetes.")
@@ -99,7 +103,7 @@ def _meeting(spec: LaunchSpec) -> list[str]:
 
 
 def _variables(spec: LaunchSpec) -> dict[str, str]:
-    variables = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    variables = {"PYTHONHASHSEED": "0"} | plain_variables(spec)
     count = None if spec.resources.cpu is None else threads(spec, spec.resources.cpu)
     if count is not None:
         variables["OMP_NUM_THREADS"] = str(count)

@@ -161,6 +161,8 @@ class _Job:
 
     def _status(self) -> int:
         assert self._torchrun is not None
+        if self._stopped_by == signal.SIGPIPE:
+            return 128 + signal.SIGPIPE
         status = self._torchrun.returncode
         if self._stopped_by is not None and status in (0, -signal.SIGKILL):
             # torchrun has not seen the signal, or had to be killed: the job ended by what stopped it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 
 from .spec import LaunchSpec
-from .torchrun import argv, new_id, threads
+from .torchrun import argv, new_id, plain_variables, threads
 
 __all__ = ["render"]
 
@@ -53,9 +53,8 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
     exports = {
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": _threads(spec),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace),
     }
-    exports |= {key: shlex.quote(value) for key, value in spec.env.items()}
+    exports |= {key: shlex.quote(value) for key, value in (plain_variables(spec) | dict(spec.env)).items()}
     if spec.resources.cpu is not None:
         exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)  # srun does not take it over from sbatch
     return "".join(

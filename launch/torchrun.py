@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from .spec import LaunchSpec
 
-__all__ = ["LOOPBACK", "additions", "argv", "environment", "new_id", "target", "threads"]
+__all__ = ["LOOPBACK", "additions", "argv", "environment", "new_id", "plain_variables", "target", "threads"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -100,6 +100,16 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     if spec.max_nodes == 1 and "GLOO_SOCKET_IFNAME" not in inherited and os.path.isdir("/sys/class/net/lo"):
         added["GLOO_SOCKET_IFNAME"] = "lo"
     return added | dict(spec.env)
+
+
+def plain_variables(spec: LaunchSpec) -> dict[str, str]:
+    """The variables that torchrun needs where it runs by itself, without this launcher around it.
+
+    After a restart, torch 2.13's ranks get the store of the ranks before them, with the addresses of those in it, and
+    gloo now and then connects to dead ranks. With the variable, rank 0 makes a new store each time.
+    """
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    return variables | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if spec.max_restarts else {})
 
 
 def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
