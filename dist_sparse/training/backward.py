@@ -85,7 +85,8 @@ class Backward:
         model: as the user has it, wrapped or not.
         claims: the first is of whoever is stepped now.
         fused: whether some weights of the model move inside every backward.
-        gathered: whether FSDP's hooks make gradients of the model.
+        gathered: whether hooks in a backward through everything make some of its gradients (see
+            :func:`~dist_sparse.training.owned.gathers`).
         replicating: what averages the model's gradients over ranks, if anything does.
 
     Raises:
@@ -120,7 +121,10 @@ class Backward:
                 f"Several OptimSchedulers share a model whose fused tables move inside every backward, {rule}"
             )
         if gathered:
-            raise ValueError(f"Several OptimSchedulers share a model with FSDP modules, {rule}")
+            raise ValueError(
+                "Several OptimSchedulers share a model with FSDP modules or sharded tables, whose gradients come of a "
+                f"backward through everything, {rule}"
+            )
         if any(module.static_graph for module in self._ddp):
             raise ValueError(f"Several OptimSchedulers share a DDP module with static_graph=True, {rule}")
 

@@ -85,12 +85,11 @@ def replicating(model: nn.Module) -> list[Any]:
 
 
 def gathers(model: nn.Module) -> bool:
-    """Whether FSDP puts whole parameters in the place of shards in the forward, so that gradients reach the shards
-    only by its hooks in a backward through everything."""
-    return any(
-        hasattr(module, "set_requires_gradient_sync") or hasattr(module, "_fsdp_wrapped_module")
-        for module in model.modules()
-    )
+    """Whether the forward of some parameters reads other tensors than them, so that gradients reach them only by hooks
+    in a backward through everything: FSDP puts whole parameters in the place of shards, and in TorchRec's kernels all
+    tables are one tensor."""
+    marks = ("set_requires_gradient_sync", "_fsdp_wrapped_module", "module_sharding_plan")
+    return any(getattr(module, mark, None) for module in model.modules() for mark in marks)
 
 
 def owned_by(model: nn.Module, names: Sequence[str] | None) -> Owned:
