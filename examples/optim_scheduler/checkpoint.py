@@ -6,7 +6,6 @@ All of the state is replicated (DDP), so rank 0 writes it alone, and every rank 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,15 @@ __all__ = ["load", "save"]
 def save(path: Path, state: Mapping[str, Any]) -> None:
     """Writes a new file beside ``path`` and moves it there: whoever dies on the way leaves the last checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    new = path.with_name(f".{path.name}.new")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with new.open("wb") as file:
             torch.save(dict(state), file)
             file.flush()
-            os.fsync(file.fileno())  # else a power failure may leave the new name with nothing behind it
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+            os.fsync(file.fileno())  # else a power failure may leave the name with nothing behind it
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
