@@ -1,6 +1,7 @@
 """How do figures become a table that a person reads in a terminal?
 
-Plain lines without a frame, cells padded to the width of their column; bytes as MiB, and back.
+Plain lines without a frame, cells padded to the width of their column; bytes as MiB. And back: what a person types as
+a size, a block or a level.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-__all__ = ["block_text", "mib", "parse_bytes", "shape_text", "table_lines"]
+from dist_sparse.shards import ROW
+
+__all__ = ["block_text", "mib", "parse_block", "parse_bytes", "parse_count", "parse_level", "shape_text", "table_lines"]
 
 _UNITS: Final = {
     "": 1,
@@ -75,3 +78,41 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"Invalid size {text!r}: must be a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB.")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_block(text: str) -> tuple[int, int | str]:
+    """``1x4``, or ``1xROW``, as a sparse block shape.
+
+    Raises:
+        ValueError: it is no such shape.
+    """
+    match = re.fullmatch(rf"([1-9]\d*) *x *([1-9]\d*|{ROW})", text.strip())
+    if match is None:
+        raise ValueError(f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, or 1x{ROW} for whole rows.")
+    return int(match[1]), match[2] if match[2] == ROW else int(match[2])
+
+
+def parse_count(text: str) -> int:
+    """``20`` as a number of things.
+
+    Raises:
+        ValueError: it is no int >= 1.
+    """
+    if re.fullmatch(r"0*[1-9]\d*", text.strip()) is None:
+        raise ValueError(f"Invalid number {text!r}: must be an int >= 1.")
+    return int(text)
+
+
+def parse_level(text: str) -> float:
+    """``0.8`` as a sparsity level.
+
+    Raises:
+        ValueError: it is no number in [0, 1].
+    """
+    try:
+        level = float(text)
+    except ValueError:
+        level = math.nan
+    if not 0 <= level <= 1:
+        raise ValueError(f"Invalid level {text!r}: must be a number in [0, 1].")
+    return level

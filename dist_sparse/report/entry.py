@@ -9,23 +9,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["model_and_batches", "named_function"]
+__all__ = ["EntryError", "model_and_batches"]
 
 
-def named_function(entry: str) -> Callable[[], Any]:
+class EntryError(ValueError):
+    """There is no such function, or it returns something else; the message is for the user."""
+
+
+def model_and_batches(entry: str) -> tuple[Any, Any]:
+    """What the function that ``entry`` names returns, called without arguments: ``(model, batches)``.
+
+    Raises:
+        EntryError: there is no such file, module or function, or it returns something else. What the user's code raises
+            comes out as it is.
+    """
+    made = _function(entry)()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise EntryError(f"Invalid {entry=}: returned {type(made).__name__}; must return (model, batches).")
+    return made
+
+
+def _function(entry: str) -> Callable[[], Any]:
     """Imports what ``entry`` names. As Python does it for a script or a module, the file's folder, or the current one,
     comes first on ``sys.path``.
 
     Raises:
-        ValueError: there is no such file, module or function. What the module itself raises comes out as it is.
+        EntryError: there is no such file, module or function. What the module itself raises comes out as it is.
     """
     where, separator, name = entry.rpartition(":")
     if not separator or not where or not name:
-        raise ValueError(f"Invalid {entry=}: must be package.module:function or file.py:function.")
+        raise EntryError(f"Invalid {entry=}: must be package.module:function or file.py:function.")
     if where.endswith(".py"):
         file = Path(where)
         if not file.is_file():
-            raise ValueError(f"Invalid {entry=}: there is no file {where}.")
+            raise EntryError(f"Invalid {entry=}: there is no file {where}.")
         sys.path.insert(0, str(file.resolve().parent))
         found = runpy.run_path(where, run_name=file.stem).get(name)
     else:
@@ -35,21 +52,9 @@ def named_function(entry: str) -> Callable[[], Any]:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{where}.".startswith(f"{error.name}."):
                 raise
-            raise ValueError(f"Invalid {entry=}: there is no module {error.name!r} here.") from error
+            raise EntryError(f"Invalid {entry=}: there is no module {error.name!r} here.") from error
         found = getattr(module, name, None)
     if not callable(found):
-        raise ValueError(f"Invalid {entry=}: {where} has no function {name!r}.")
+        raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
     function: Callable[[], Any] = found
     return function
-
-
-def model_and_batches(entry: str) -> tuple[Any, Any]:
-    """Calls the function that ``entry`` names, without arguments: what it returns, ``(model, batches)``.
-
-    Raises:
-        ValueError: there is no such function, or it returns something else. What it raises comes out as it is.
-    """
-    made = named_function(entry)()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"Invalid {entry=}: returned {type(made).__name__}; must return (model, batches).")
-    return made
