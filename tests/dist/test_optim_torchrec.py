@@ -1,0 +1,351 @@
+"""Does OptimScheduler train a DistributedModelParallel as one process trains the plain model?
+
+With fused tables, which only take the learning rate, and with dense kernels, whose gradients lie in pieces over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from dist_sparse import CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr, OptimScheduler
+from tests.dist.cells import Cell, Net, batch, build, cells, gathered, plain, set_weights, weights
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import check_outcomes, quiet
+from tests.dist.test_optim_scheduler import refuses
+from tests.training.optim_loop import Clock, Log, Steady
+
+pytestmark = pytest.mark.dist
+
+WORLD, STEPS, LR = 2, 6, 0.02
+OVER, BOTH = ("weight", "bias"), ["sparse", "over"]
+
+
+def losses_of(model: nn.Module, cell: Cell, seed: int) -> dict[str, Tensor]:
+    y = model(batch(cell, seed))
+    return {"loss": y.square().mean(), "other": (y - 1).abs().mean()}
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """All weights, the same names for a sharded and for a plain model. Collective if it is sharded."""
+    state = model.state_dict()
+    over = {f"over.{name}": state[next(key for key in state if key.endswith(f"over.{name}"))] for name in OVER}
+    if isinstance(model, Net):
+        tables = {name: bag.weight.detach() for name, bag in model.sparse.tables.embedding_bags.items()}
+    else:
+        tables = gathered(model)
+    return {name: value.clone() for name, value in {**tables, **over}.items()}
+
+
+def dense(name: str) -> Cell:
+    return replace(cells(WORLD)[name], fused=False)
+
+
+def trained(model: nn.Module, cell: Cell, schedulers: list[Any], context: bool = True, first: int = 1) -> None:
+    """Three steps an epoch."""
+    for step_num in range(first, STEPS + 1):
+        epoch = 1 + (step_num - 1) // 3
+        seed = WORLD * step_num + dist.get_rank()
+        if context:
+            with schedulers[0].forward_context(step_num, epoch):
+                losses = losses_of(model, cell, seed)
+        else:
+            losses = losses_of(model, cell, seed)
+        for scheduler in schedulers:
+            scheduler.step(losses, None, "a", step_num, epoch)
+
+
+def reference(
+    cell: Cell,
+    parts: list[dict[str, Any]],
+    rate: Callable[[int, int], float] = lambda real_step, epoch: LR,
+) -> dict[str, Tensor]:
+    """One process with the batches of all ranks. ``parts``: modules, loss, accum, clip."""
+    torch.manual_seed(0)
+    model = plain(cell)
+    groups = [[p for name in part["modules"] for p in model.get_submodule(name).parameters()] for part in parts]
+    sums: list[list[Tensor]] = [[torch.zeros_like(p) for p in group] for group in groups]
+    for step_num in range(1, STEPS + 1):
+        seen = [losses_of(model, cell, WORLD * step_num + rank) for rank in range(WORLD)]
+        for part, group, kept in zip(parts, groups, sums, strict=True):
+            loss = sum(losses[part.get("loss", "loss")] for losses in seen) / (WORLD * part.get("accum", 1))
+            grads = torch.autograd.grad(loss, group, retain_graph=True, allow_unused=True)
+            kept[:] = [k if g is None else k + g for k, g in zip(kept, grads, strict=True)]
+        for part, group, kept in zip(parts, groups, sums, strict=True):
+            if step_num % part.get("accum", 1) == 0:
+                norm = float(torch.stack([k.norm(part.get("p", 2.0)) for k in kept]).norm(part.get("p", 2.0)))
+                factor = min(1.0, part.get("clip", math.inf) / (norm + 1e-6))
+                lr = rate((step_num - 1) // part.get("accum", 1) + 1, 1 + (step_num - 1) // 3)
+                with torch.no_grad():
+                    for parameter, grad in zip(group, kept, strict=True):
+                        parameter -= lr * factor * grad
+                kept[:] = [torch.zeros_like(k) for k in kept]
+    return held(model)
+
+
+def check_close(got: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-5), (name, (got[name] - value).abs().max())
+        assert not torch.equal(value, start[name]), f"{name} was not trained"
+
+
+def check_dense(case: tuple[str, dict[str, Any], list[dict[str, Any]], bool]) -> None:
+    """The norm is global, each piece counted once; loss scales stay alike, on a rank without a table too."""
+    name, conf, parts, together = case
+    cell = dense(name)
+    model = build(cell)
+    start = held(model)
+    schedulers = [
+        Steady(
+            "SGD",
+            {"lr": LR},
+            model,
+            distributed=True,
+            updated_modules=None if together else part["modules"],
+            grad_clip=part.get("clip"),
+            accum_grad=part.get("accum", 1),
+            grad_norm_type=part.get("p", 2.0),
+            scale=128.0,
+            **{"use_amp": False, **conf},
+        )
+        for part in parts
+    ]
+    trained(model, cell, schedulers, context=not conf.get("use_amp"))
+    check_close(held(model), reference(cell, parts), start)
+    for scheduler in schedulers:
+        if (scaler := scheduler.scaler) is not None:
+            assert (scaler.get_scale(), scaler._get_growth_tracker()) == (128.0, STEPS // scheduler.accum_grad)
+
+
+def check_dense_losses(name: str) -> None:
+    """Gradients of sharded tables can't be taken one loss at a time, with a static graph of DDP's or without."""
+    cell = dense(name)
+    torch.manual_seed(0)
+    net, sharder = Net(cell), EmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        net.sparse.tables, dict(cell.plan), sharder=sharder, local_size=WORLD, world_size=WORLD, device_type="cpu"
+    )
+    model = DistributedModelParallel(
+        net,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"sparse.tables": plan}),
+        sharders=[sharder],
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+    )
+    set_weights(model, weights(cell))
+    conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": None}
+    tables = Steady("SGD", {"lr": LR}, model, updated_modules="sparse", **conf)
+    over = Steady("SGD", {"lr": LR}, model, updated_modules="over", optim_loss="other", **conf)
+    before = held(model)
+    for scheduler in (over, tables):
+        losses = losses_of(model, cell, dist.get_rank())
+        refuses("must be one and the same tensor", partial(scheduler.step, losses, None, "a", 1, 1))
+    assert all(torch.equal(value, before[key]) for key, value in held(model).items())
+    over.optim_loss = None
+    trained(model, cell, [tables, over], context=False)
+    check_close(held(model), reference(cell, [{"modules": BOTH}]), before)
+
+
+def check_dense_not_finite(name: str) -> None:
+    """A NaN in one rank's piece, and there alone: no rank updates anything, and all go on alike."""
+    cell = dense(name)
+    model, log = build(cell), Log()
+    scheduler = Steady("SGD", {"lr": LR}, model, distributed=True, scale=128.0)
+    assert scheduler.scaler is not None
+    piece = next((p for p in scheduler._owned.parameters if id(p) in scheduler._owned.pieces and p.numel()), None)
+    before = held(model)
+
+    def spoil(clock: str) -> None:
+        if clock == "loss_backward_time" and dist.get_rank() == 1:
+            assert piece is not None and piece.grad is not None
+            piece.grad.view(-1)[0] = math.nan
+
+    scheduler.step(losses_of(model, cell, 9), Clock(spoil), "a", 1, 1, log)
+    after = held(model)
+    assert all(torch.equal(after[key], value) for key, value in before.items()) and len(log.lines) == 1
+    assert scheduler.scaler.get_scale() == 64.0
+    trained(model, cell, [scheduler], context=False)
+    assert all(bool(value.isfinite().all()) for value in held(model).values())
+    assert not torch.equal(held(model)["over.weight"], before["over.weight"])
+    scales = [torch.zeros(1) for _ in range(WORLD)]
+    dist.all_gather(scales, torch.tensor([scheduler.scaler.get_scale()]))
+    assert torch.equal(*scales)
+
+
+def noam(model: nn.Module, **conf: Any) -> Noamlr:
+    return Noamlr("SGD", {"lr": 2 * LR}, model, distributed=True, use_amp=False, warmup_steps=3, **conf)
+
+
+def noam_rate(real_step: int, epoch: int) -> float:
+    return 2 * LR * 3**0.5 * min(real_step**-0.5, real_step * 3**-1.5)
+
+
+def check_fused(case: tuple[str, bool]) -> None:
+    """The learning rate of each step is that with which its backward moves the tables."""
+    name, context = case
+    cell = cells(WORLD)[name]
+    model = build(cell, torch.optim.SGD, {"lr": 7.0})
+    start = held(model)
+    trained(model, cell, [noam(model, grad_clip=None)], context)
+    check_close(held(model), reference(cell, [{"modules": BOTH}], noam_rate), start)
+
+
+def check_fused_epochs(_: None) -> None:
+    """A learning rate that changes with the epoch needs forward_context() to be told which one it is."""
+    cell = cells(WORLD)["mixed"]
+    model = build(cell, torch.optim.SGD, {"lr": 7.0})
+    start = held(model)
+    conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": None, "decay_factor": 0.25}
+    trained(model, cell, [ExponentDecayLr("SGD", {"lr": 2 * LR}, model, ft_factor=0.5, **conf)])
+    wanted = reference(cell, [{"modules": BOTH}], lambda real_step, epoch: LR * 0.25 ** (epoch - 1))
+    check_close(held(model), wanted, start)
+
+
+def check_fused_pair(turned: bool) -> None:
+    """One in charge of the tables, another of the rest, which clips."""
+    cell = cells(WORLD)["row_wise"]
+    model = build(cell, torch.optim.SGD, {"lr": 7.0})
+    start = held(model)
+    pair = [noam(model, updated_modules="sparse", grad_clip=None), noam(model, updated_modules="over", grad_clip=0.1)]
+    trained(model, cell, pair[::-1] if turned else pair, context=turned)
+    parts: list[dict[str, Any]] = [{"modules": ["sparse"]}, {"modules": ["over"], "clip": 0.1}]
+    check_close(held(model), reference(cell, parts, noam_rate), start)
+    assert pair[0].optimizer.param_groups[0]["params"] == []
+
+
+def check_fused_refused(_: None) -> None:
+    cell = cells(WORLD)["mixed"]
+    model = build(cell, torch.optim.SGD, {"lr": 0.5})
+    before = held(model)
+    make = partial(Steady, "SGD", {"lr": 0.1}, model, distributed=True)
+    for said, conf in [
+        ("amp_dtype=torch.bfloat16", {}),
+        ("can't be accumulated", {"use_amp": False, "accum_grad": 2}),
+        ("gradient_clipping", {"use_amp": False}),
+        ("gradient_clipping", {"use_amp": False, "updated_modules": "sparse"}),
+        ("name the collections, ['sparse.tables']", {"updated_modules": "sparse.tables.embedding_bags.user"}),
+    ]:
+        refuses(said, partial(make, **conf))
+    tables = make(use_amp=False, grad_clip=None, updated_modules="sparse", step_per_update=2)
+    over = make(use_amp=False, updated_modules="over")
+    losses = losses_of(model, cell, 1)
+    refuses("is not due at step_num=1", partial(over.step, losses, None, "a", 1, 1))
+    tables.step_per_update, tables.optim_loss = 1, "other"
+    refuses("must be one and the same tensor", partial(over.step, losses, None, "a", 1, 1))
+    after = held(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    tables.optim_loss = None
+    for scheduler in (over, tables):
+        scheduler.step(losses, None, "a", 1, 1)
+    assert not any(torch.equal(held(model)[name], value) for name, value in before.items())
+
+
+def check_bfloat16(_: None) -> None:
+    cell = cells(WORLD)["row_wise"]
+    model = build(cell, torch.optim.SGD, {"lr": 0.1})
+    before = held(model)
+    scheduler = Steady("SGD", {"lr": 0.1}, model, distributed=True, grad_clip=None, amp_dtype=torch.bfloat16)
+    assert scheduler.scaler is None
+    trained(model, cell, [scheduler])
+    assert not any(torch.equal(held(model)[name], value) for name, value in before.items())
+
+
+def sparse(model: nn.Module, **conf: Any) -> tuple[OptimScheduler, MaskEnforcer]:
+    sparsifier = DataNormSparsifier(sparse_block_shape=(1, 4), norm="L2")
+    sparsifier.add_model(model, include=["user", "item", "word"])
+    curve = CubicDataScheduler(sparsifier, "sparsity_level", final=0.5, begin=1, end=4, every=1)
+    scheduler = noam(model, data_sparsifier=sparsifier, data_scheduler=curve, **conf)
+    optimizers = [scheduler.optimizer, model.fused_optimizer] if scheduler._owned.fused else [scheduler.optimizer]
+    return scheduler, MaskEnforcer(sparsifier).attach(*optimizers)
+
+
+def check_sparsity(case: tuple[str, bool]) -> None:
+    """Masks move with the real steps; what is removed stays so; a state brings it all back."""
+    name, fused = case
+    cell = cells(WORLD)[name] if fused else dense(name)
+    conf: dict[str, Any] = {"grad_clip": None if fused else 0.5}
+    model, twin = (build(cell, torch.optim.SGD, {"lr": 0.1}) for _ in range(2))
+    for parameter in (p for each in (model, twin) for key, p in each.named_parameters() if key.startswith("over.")):
+        parameter.requires_grad_(False)  # tables alone move, and that is enough of an update
+    scheduler, enforcer = sparse(model, **conf)
+    trained(model, cell, [scheduler], context=False)
+    enforcer.settle()
+    for key in ("user", "item", "word"):
+        assert float((held(model)[key] == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
+    assert scheduler.data_scheduler is not None and scheduler.data_scheduler.last_epoch == STEPS
+    set_weights(twin, gathered(model))
+    other, _ = sparse(twin, **conf)
+    state = scheduler.state_dict()
+    broken = {k: v for k, v in state.items() if k != "optimizer" or dist.get_rank() == 0}
+    lr = other.get_lr()
+    refuses("rank 1: ValueError: The state lacks ['optimizer']", partial(other.load_state_dict, broken))
+    assert other.get_lr() == lr and other.data_scheduler.last_epoch == 0  # type: ignore[union-attr]
+    other.load_state_dict(state)
+    for each, its in ((model, scheduler), (twin, other)):
+        losses = losses_of(each, cell, 50 + dist.get_rank())
+        its.step(losses, None, "a", STEPS + 1, 3)
+    one, two = held(model), held(twin)
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert scheduler.data_sparsifier.fingerprint() == other.data_sparsifier.fingerprint()  # type: ignore[union-attr]
+
+
+def dense_cases() -> dict[str, Any]:
+    cases: dict[str, Any] = {}
+    clip = {"modules": BOTH, "clip": 0.1}
+    apart = [{"modules": ["sparse"], "clip": 0.1}, {"modules": ["over"], "clip": 0.05}]
+    for name in ("table_wise_one_rank", "row_wise", "column_wise_uneven", "two_shards", "mixed", "data_parallel"):
+        cases[f"{name}, clip"] = (name, {}, [clip], True)
+        cases[f"{name}, AMP, accum"] = (name, {"use_amp": True}, [{**clip, "accum": 3}], True)
+    for p in (1.0, math.inf):
+        cases[f"table_wise_one_rank, norm {p}"] = ("table_wise_one_rank", {}, [{**clip, "p": p}], True)
+    cases["row_wise, no clip"] = ("row_wise", {}, [{"modules": BOTH}], True)
+    for name in ("table_wise_one_rank", "mixed"):
+        cases[f"{name}, two"] = (name, {}, [{**part, "accum": 2} for part in apart], False)
+    return cases
+
+
+CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
+    **{f"dense: {name}": (check_dense, case) for name, case in dense_cases().items()},
+    "dense losses": (check_dense_losses, "row_wise"),
+    "dense, NaN": (check_dense_not_finite, "row_wise"),
+    "dense, NaN, one rank": (check_dense_not_finite, "table_wise_one_rank"),
+    **{f"fused: {name}": (check_fused, (name, True)) for name in ("row_wise", "two_shards")},
+    **{f"fused: {name}, no context": (check_fused, (name, False)) for name in ("mixed", "table_wise_one_rank")},
+    "fused, epochs": (check_fused_epochs, None),
+    "fused, pair": (check_fused_pair, False),
+    "fused, pair, turned": (check_fused_pair, True),
+    "fused, refused": (check_fused_refused, None),
+    "fused, bfloat16": (check_bfloat16, None),
+    "sparsity, fused": (check_sparsity, ("row_wise", True)),
+    "sparsity, dense": (check_sparsity, ("table_wise_one_rank", False)),
+}
+
+
+def everything() -> dict[str, str | None]:
+    quiet()
+    return run_cases(CASES, lambda case: case[0](case[1]))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str | None]]:
+    return run_ranks(WORLD, everything, group_timeout=20)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torchrec(outcomes: list[dict[str, str | None]], name: str) -> None:
+    check_outcomes(outcomes, name)
