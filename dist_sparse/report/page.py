@@ -1,0 +1,210 @@
+"""What does the report of a run look like, and where is it written?
+
+One HTML file that needs nothing else: no network, no script to be read, no font, no image. A policy in the page itself
+forbids all of it but its own style and its one script, and everything from the log is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dist_sparse.report.charts import LineChart, charts
+from dist_sparse.report.drawing import drawn
+from dist_sparse.report.numbers import numbers, status, target_text, time_text
+from dist_sparse.report.plots import png_files
+from dist_sparse.report.run import Run, read_run
+from dist_sparse.report.scores import ScoreChart
+from dist_sparse.report.style import SCRIPT, STYLE
+from dist_sparse.report.words import amount, count, percent, size
+
+__all__ = ["page", "write_report"]
+
+_REPORT = "report.html"
+
+
+def write_report(folder: str | Path, out: str | Path | None = None, *, pngs: bool = True) -> Path:
+    """Writes the report of the run in ``folder``.
+
+    Args:
+        folder: that a :class:`~dist_sparse.RunLog` wrote.
+        out: the HTML file; ``report.html`` in the folder by default. What is there is replaced.
+        pngs: also writes each chart as ``<name of out>-<chart>.png`` beside it; needs matplotlib.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: there is no such run, or it cannot be read; names the file. ImportError: matplotlib is not
+            installed. Then nothing has been written.
+    """
+    run = read_run(folder)
+    out = Path(folder) / _REPORT if out is None else Path(out)
+    files = {out: page(run).encode()}
+    if pngs:
+        files |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(charts(run)).items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        file.write_bytes(content)
+    return out
+
+
+def page(run: Run) -> str:
+    """The HTML of a run."""
+    found, figures = numbers(run), charts(run)
+    over_steps = [drawn(c) for c in figures if isinstance(c, LineChart) and c.key not in ("churn", "dead_rows")]
+    masks = [drawn(c) for c in figures if c.key in ("churn", "dead_rows")]
+    scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]
+    name = run.folder.resolve().name
+    ranks = f"{count(run.world)} rank{'s' * (run.world != 1)}"
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    state = f'<p class="{"soft" if run.finished else "warn"}">{escape(status(run))}</p>'
+    body = [
+        f'<header><p class="soft">dist_sparse, report of a run</p><h1>{escape(name)}</h1>',
+        f'<p class="soft">Started {escape(run.started)} on {ranks}. {escape(versions)}.</p>',
+        f"{state}{_heads(run, found)}</header><main>",
+        _section("Over steps", over_steps),
+        _section("Tables", [drawn(c) for c in figures if c.key == "bytes"]),
+        _section("What due steps change", masks),
+        _section("Scores and thresholds", scores),
+        _section("Time", [drawn(c) for c in figures if c.key == "time"]),
+        _runs_table(run),
+        _all_tables(found["tables"]),
+        _config(run),
+        "</main><footer><p>Written by dist_sparse. Bytes kept count the weights that are left: the tables in memory "
+        "stay as large as they were.</p></footer>",
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}: report of dist_sparse</title><style>{STYLE}</style></head>\n<body>"
+        + "\n".join(body)
+        + f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _policy() -> str:
+    own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _heads(run: Run, found: dict[str, Any]) -> str:
+    """The numbers to see first; ``data-value`` has each in full, for whoever reads the page by program."""
+    heads: list[str] = []
+
+    def add(key: str, name: str, value: float | None, text: str, more: str) -> None:
+        held = "" if value is None else repr(value)
+        heads.append(
+            f'<div class="head"><dt>{escape(name)}</dt><dd><div class="big" id="head-{key}" data-value="{held}">'
+            f'{escape(text)}</div><div class="more">{escape(more)}</div></dd></div>'
+        )
+
+    if found["sparsity"] is not None:
+        add("sparsity", "Sparsity", found["sparsity"], percent(found["sparsity"]), target_text(found))
+    if found["bytes_dense"]:
+        kept = found["bytes_kept"] / found["bytes_dense"]
+        more = f"of {size(found['bytes_dense'])} dense ({percent(kept)}), in {count(len(run.tables))} registered tables"
+        add("bytes", "Bytes kept", found["bytes_kept"], size(found["bytes_kept"]), more)
+    for key, name in (("auc", "AUC"), ("ne", "NE"), ("loss", "Loss")):
+        tested = f"test_{key}"
+        noted = tested if tested in found["last"] else key
+        if noted in found["last"]:
+            others = [
+                f"{other} {amount(o['last'][noted])}" for other, o in found["compared"].items() if noted in o["last"]
+            ]
+            value = found["last"][noted]
+            add(key, f"{name}, test" if noted == tested else f"{name}, last", value, amount(value), "; ".join(others))
+    if found["due_steps"]:
+        share = found["seconds"]["share"]
+        text = percent(share) if share is not None else percent(run.spent.masks / max(run.spent.total, 1e-9))
+        add("time", "Time for sparsity" if share is not None else "Time for masks", share, text, time_text(run, found))
+    return f'<dl class="heads">{"".join(heads)}</dl>' if heads else ""
+
+
+def _section(title: str, figures: Sequence[str]) -> str:
+    return f'<h2>{title}</h2><div class="grid">{"".join(figures)}</div>' if figures else ""
+
+
+def _runs_table(run: Run) -> str:
+    """The last value of every series, of the run and of those it is compared with."""
+    runs = {"this run": run, **run.compared}
+    names = list(dict.fromkeys(name for one in runs.values() for name in one.values))
+    if not names:
+        return ""
+    rows = [[(label, label), *(_cell(one.last(name)) for name in names)] for label, one in runs.items()]
+    return "<h2>Last values</h2>" + _table("Last values", ["run", *names], rows, sortable=False)
+
+
+def _all_tables(tables: Sequence[dict[str, Any]]) -> str:
+    if not tables:
+        return ""
+    heads = [
+        "table",
+        "shape",
+        "sharding",
+        "block",
+        "target",
+        "sparsity",
+        "blocks",
+        "removed",
+        "bytes kept",
+        "bytes dense",
+    ]
+    heads += ["mask bytes", "threshold", "dead rows"]
+    rows = []
+    for t in sorted(tables, key=lambda t: (-(t["bytes_dense"] or t["blocks"]), t["name"])):
+        block = t["sparse_block_shape"]
+        rows.append(
+            [
+                (t["name"], t["name"]),
+                ("-", "") if t["shape"] is None else (f"{t['shape'][0]:,} x {t['shape'][1]:,}", str(t["shape"][0])),
+                (t["sharding"] or "-", t["sharding"] or ""),
+                ("-", "") if block is None else (f"{block[0]} x {block[1]}",) * 2,
+                (percent(t["target"]), _value(t["target"])),
+                (percent(t["sparsity"]), _value(t["sparsity"])),
+                *(_cell(t[name]) for name in ("blocks", "removed_blocks", "bytes_kept", "bytes_dense", "bytes_masks")),
+                _cell(t["threshold"]),
+                _cell(t["dead_rows"]),
+            ]
+        )
+    return f"<h2>All {count(len(rows))} tables</h2>" + _table("All tables", heads, rows, sortable=True)
+
+
+def _cell(value: float | None) -> tuple[str, str]:
+    if value is None:
+        return "-", ""
+    return (count(value) if isinstance(value, int) else amount(value)), _value(value)
+
+
+def _value(value: float | None) -> str:
+    return "" if value is None else repr(value)
+
+
+def _table(label: str, heads: Iterable[str], rows: Iterable[Sequence[tuple[str, str]]], *, sortable: bool) -> str:
+    """``rows`` of (what is shown, what it is sorted by)."""
+    key = ' data-key="1"' if sortable else ""
+    top = "".join(f'<th scope="col"{key}>{escape(head)}</th>' for head in heads)
+    lines = "".join(
+        "<tr>" + "".join(f'<td data-value="{escape(value)}">{escape(text)}</td>' for text, value in row) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="card scroll" tabindex="0" role="region" aria-label="{label}"><table><thead><tr>{top}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _config(run: Run) -> str:
+    if not run.config:
+        return ""
+    said = escape(json.dumps(run.config, indent=2, ensure_ascii=False))
+    region = 'class="card scroll" tabindex="0" role="region" aria-label="Configuration"'
+    return f"<h2>Configuration</h2><div {region}><pre>{said}</pre></div>"

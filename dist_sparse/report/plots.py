@@ -1,0 +1,117 @@
+"""How does a chart become a PNG, for slides and papers? The one importer of matplotlib, when it is called."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dist_sparse.report.charts import BarChart, Chart, LineChart
+from dist_sparse.report.scores import ScoreChart
+from dist_sparse.report.words import amount, percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["figure", "png_files"]
+
+_DPI = 150
+_MAIN, _GONE = "#1d5fc4", "#b3500a"
+_OTHERS = ("#b3500a", "#18794e", "#8a3fb5", "#b02a52")
+_LOOKS: dict[str, dict[str, Any]] = {
+    "main": {"color": _MAIN, "linewidth": 2.2, "zorder": 5},
+    "target": {"color": "#5a6472", "linewidth": 1.8, "linestyle": ":", "zorder": 4},
+    "other": {"linewidth": 1.8, "zorder": 3},
+    "raw": {"color": _MAIN, "linewidth": 0.8, "alpha": 0.4, "zorder": 2},
+    "table": {"color": "#8a97a8", "linewidth": 0.8, "alpha": 0.75, "zorder": 1},
+}
+
+
+def png_files(charts: Sequence[Chart]) -> dict[str, bytes]:
+    """Each chart as the bytes of a PNG, by its key, 1050 pixels wide.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    files = {}
+    for chart in charts:
+        held = io.BytesIO()
+        figure(chart).savefig(held, format="png", dpi=_DPI)
+        files[chart.key] = held.getvalue()
+    return files
+
+
+def figure(chart: Chart) -> Figure:
+    """A figure of its own, 7 inches wide, that no window shows and no state of pyplot holds.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('PNGs need matplotlib: pip install "dist_sparse[report]".') from error
+    rows = len(chart.bars) if isinstance(chart, BarChart) else 0
+    made = Figure(figsize=(7, max(2.6, 1.2 + 0.27 * rows) if rows else 3.6), layout="constrained")
+    axes = made.add_subplot()
+    # Names from a log may have a $ in them, which would begin a formula.
+    axes.set_title(chart.title, loc="left", fontweight="bold", parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    if isinstance(chart, LineChart):
+        _lines(axes, chart)
+    elif isinstance(chart, ScoreChart):
+        _scores(axes, chart)
+    else:
+        _bars(axes, chart)
+    return made
+
+
+def _lines(axes: Any, chart: LineChart) -> None:
+    others = 0
+    for line in chart.lines:
+        look = dict(_LOOKS[line.role])
+        if line.role == "other":
+            look["color"] = _OTHERS[others % len(_OTHERS)]
+            others += 1
+        shown = [(x, float("nan") if y is None else y) for x, y in line.points]
+        xs, ys = zip(*shown, strict=True)
+        label = line.name if line.role in ("main", "target", "other") else "_"
+        axes.plot(xs, ys, drawstyle="steps-post" if line.steps else "default", label=label, **look)
+    axes.set_xlabel("step")
+    axes.grid(axis="y", color="#e6eaf0")
+    if chart.share:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+        axes.set_ylim(bottom=0)
+    _legend(axes)
+
+
+def _scores(axes: Any, chart: ScoreChart) -> None:
+    for piece in chart.bins:
+        gone = piece.low <= chart.threshold
+        axes.bar(piece.low, piece.density, width=piece.high - piece.low, align="edge", color=_GONE if gone else _MAIN)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"score ({percent(chart.zeros)} of the blocks scored 0 and are not drawn)")
+    axes.set_ylabel("blocks per octave")
+    if chart.threshold > 0:
+        axes.axvline(chart.threshold, color="black", linestyle="--", label=f"threshold {amount(chart.threshold)}")
+    _legend(axes)
+
+
+def _bars(axes: Any, chart: BarChart) -> None:
+    places = range(len(chart.bars))
+    axes.barh(places, [1.0] * len(chart.bars), color="#e3e8ef")
+    axes.barh(places, [share for _, share, _ in chart.bars], color=_MAIN)
+    axes.set_yticks(
+        places, [name if len(name) <= 24 else f"{name[:23]}…" for name, _, _ in chart.bars], parse_math=False
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    for place, (_, _, text) in enumerate(chart.bars):
+        axes.text(1.02, place, text, va="center", fontsize=8, transform=axes.get_yaxis_transform())
+
+
+def _legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[1]:
+        for text in axes.legend(frameon=False, fontsize=8).get_texts():
+            text.set_parse_math(False)
