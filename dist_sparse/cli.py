@@ -29,6 +29,7 @@ _EXAMPLES = f"""examples:
   dist-sparse doctor                                  can this machine train?
   dist-sparse launch --help                           start a training script on several processes
   dist-sparse inspect runs/latest                     the tables and the config of a run
+  dist-sparse report runs/latest                      charts of a run, as one HTML file
   dist-sparse plan model.py:trained --keep 512MiB     what would have to go from this model?
 
 {_STATUS}
@@ -38,6 +39,16 @@ _INSPECT = f"""example:
   dist-sparse inspect runs/latest
 
 RUN is a folder that RunLog wrote. A run that has crashed or is still going is shown as far as it went.
+
+{_STATUS}
+"""
+
+_REPORT = f"""examples:
+  dist-sparse report runs/latest
+  dist-sparse report runs/latest --out report.html --no-png
+
+RUN is a folder that RunLog wrote; runs in folders inside it are what it is compared with. The page needs no network. A
+run that has crashed or is still going is shown as far as it went. PNGs need matplotlib.
 
 {_STATUS}
 """
@@ -77,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    for add in (_add_launch, _add_inspect, _add_plan, _add_doctor):
+    for add in (_add_launch, _add_inspect, _add_report, _add_plan, _add_doctor):
         add(commands)
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
@@ -120,6 +131,28 @@ def _add_inspect(commands: Commands) -> None:
 
     parser = _subcommand(commands, "inspect", "shows the tables and the config of a run", _INSPECT)
     parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    _add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_report(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        from dist_sparse.report.numbers import numbers, summary
+        from dist_sparse.report.page import write_report
+        from dist_sparse.report.run import read_run
+
+        try:
+            found = read_run(options.folder)
+            written = write_report(found, options.out, pngs=not options.no_png)
+        except (ValueError, OSError, ImportError) as error:
+            return _failed("report", error)
+        print(json.dumps(numbers(found), indent=2) if options.json else f"{summary(found)}\nreport    {written}")
+        return 0
+
+    parser = _subcommand(commands, "report", "writes charts of a run as one HTML file, and PNGs beside it", _REPORT)
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    parser.add_argument("--out", metavar="FILE", help="the HTML file; default: RUN/report.html")
+    parser.add_argument("--no-png", action="store_true", help="no PNGs; then matplotlib is not needed")
     _add_json(parser)
     parser.set_defaults(run=run)
 

@@ -28,11 +28,11 @@ __all__ = ["page", "write_report"]
 _REPORT = "report.html"
 
 
-def write_report(folder: str | Path, out: str | Path | None = None, *, pngs: bool = True) -> Path:
-    """Writes the report of the run in ``folder``.
+def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: bool = True) -> Path:
+    """Writes the report of a run.
 
     Args:
-        folder: that a :class:`~dist_sparse.RunLog` wrote.
+        run: the folder that a :class:`~dist_sparse.RunLog` wrote, or what was read from it.
         out: the HTML file; ``report.html`` in the folder by default. What is there is replaced.
         pngs: also writes each chart as ``<name of out>-<chart>.png`` beside it; needs matplotlib.
 
@@ -43,8 +43,8 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, pngs: boo
         ValueError: there is no such run, or it cannot be read; names the file. ImportError: matplotlib is not
             installed. Then nothing has been written.
     """
-    run = read_run(folder)
-    out = Path(folder) / _REPORT if out is None else Path(out)
+    run = run if isinstance(run, Run) else read_run(run)
+    out = run.folder / _REPORT if out is None else Path(out)
     files = {out: page(run).encode()}
     if pngs:
         files |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(charts(run)).items()}
