@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+from dist_sparse.report.page import write_report
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset
 from dlrm.model import DIM, sharding_of
@@ -72,13 +73,16 @@ def main(options: argparse.Namespace) -> None:
         say(f"{result.name}: done after {time.perf_counter() - started:.0f} s")
         return result
 
-    dense = finished(run("dense", dataset, settings))
-    sparse = finished(run("sparsified", dataset, settings, sparsity))
-    small = finished(run("small dense", shrunk(dataset, sparse), settings))
+    # The report compares a run with those in folders inside its own.
+    dense = finished(run("dense", dataset, settings, options.run / "dense"))
+    sparse = finished(run("sparsified", dataset, settings, options.run, sparsity))
+    small = finished(run("small dense", shrunk(dataset, sparse), settings, options.run / "small_dense"))
     block = ",".join(map(str, options.block))
     say(f"\nTables of the sparsified run (block {block}, {options.norm})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
     say(f"\n{overhead(sparse)}")
+    if rank == 0:
+        say(f"\nReport: {write_report(options.run)}")
 
 
 def shrunk(dataset: Dataset, sparse: Result) -> Dataset:

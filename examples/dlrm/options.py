@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from dist_sparse import ROW
+from dist_sparse.report.run_log import RUN
 from dlrm.model import DIM, SHARDINGS
 
 __all__ = ["parse", "started_world"]
@@ -74,6 +76,13 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         help="instead of MovieLens-100K: an interactions .npz with train_user, train_item, test_user, test_item, "
         "num_users, num_items; for large ones raise --batch-size, too",
     )
+    add(
+        "--run",
+        type=Path,
+        default=Path("runs", time.strftime("dlrm-%Y%m%d-%H%M%S")),
+        metavar="DIR",
+        help="folder for the logs of the three runs and the report; must hold none yet (default: runs/dlrm-<time>)",
+    )
     options = parser.parse_args(argv)
 
     started = started_world()
@@ -93,6 +102,9 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         )
     if options.data is not None and not options.data.is_file():
         parser.error(f"argument --data: no such file: {options.data}")
+    for held in (options.run, options.run / "dense", options.run / "small_dense"):
+        if (held / RUN).exists():
+            parser.error(f"argument --run: {held} holds the log of a run: choose another folder")
     return options
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from tqdm import tqdm
 from dist_sparse import CubicDataScheduler, DataNormSparsifier, MaskEnforcer
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import ShardedModel, build
+from dlrm.notes import Notes
 
 __all__ = ["MIN_ROWS", "Result", "Settings", "Sparsity", "TableRow", "run"]
 
@@ -175,15 +177,19 @@ class Sparsification:
         return rows
 
 
-def run(name: str, dataset: Dataset, settings: Settings, sparsity: Sparsity | None = None) -> Result:
-    """Trains a model from the seed and tests it. Collective: every rank must call it; all get the same but the time."""
+def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity: Sparsity | None = None) -> Result:
+    """Trains a model from the seed, tests it and notes both in ``folder``. Collective: every rank must call it; all get
+    the same but the time."""
     sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world)
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
     sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
     pipeline: Pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
 
+    config = {"run": name, "data": dataset.name, **asdict(settings), "sparsity": sparsity and asdict(sparsity)}
+    sparsified = () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
+    notes = Notes(folder, config, *sparsified)
     sharded.model.train()
-    ms_per_step = _train(name, pipeline, _epochs(dataset, settings), steps, settings.rank, sparsification)
+    ms_per_step = _train(name, pipeline, _epochs(dataset, settings), steps, settings.rank, sparsification, notes)
     spent = (0.0, 0.0)
     if sparsification is not None:
         spent = (sparsification.enforcer.seconds, sparsification.masks_seconds)
@@ -193,6 +199,7 @@ def run(name: str, dataset: Dataset, settings: Settings, sparsity: Sparsity | No
     tables = [] if sparsification is None else sparsification.tables(sharded)
     removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
+    notes.close(test_auc=auc, test_ne=ne, table_bytes=table_bytes, ms_per_step=ms_per_step)
     return Result(
         name=name,
         auc=auc,
@@ -226,6 +233,7 @@ def _train(
     steps: int,
     rank: int,
     sparsification: Sparsification | None,
+    notes: Notes | None = None,
 ) -> float:
     """Trains; returns the mean milliseconds of a step, masks included and the first few steps left out."""
     # disable=None: tqdm itself stays quiet when its output is not a terminal.
@@ -239,6 +247,8 @@ def _train(
         loss, logits, labels = pipeline.progress(examples)
         if sparsification is not None:
             sparsification.step()
+        if notes is not None:
+            notes.step(loss, logits, labels)
         if not bar.disable:
             recent.append((logits, labels))
             if step % _BAR_EVERY == 0:
