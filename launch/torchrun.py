@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from string import Template
 
 from .spec import LaunchSpec
 
@@ -52,14 +53,22 @@ def argv(
         *(rendezvous or _rendezvous(spec)),
         *("--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1", "--start-method", "spawn"),
         *("--event-log-handler", "null", "--role", "default", "--redirects", "0", "--tee", "0"),
-        # Without `--`, torchrun takes words of the script for abbreviations of its own options.
-        *(["--no-python", "--", *ranks] if ranks is not None else _separated(spec)),
+        *_of_ranks(spec, ranks),
     ]
 
 
-def _separated(spec: LaunchSpec) -> list[str]:
-    words = target(spec)
+def _of_ranks(spec: LaunchSpec, ranks: list[str] | None) -> list[str]:
+    # Without `--`, torchrun takes words of the script for abbreviations of its own options.
+    if ranks is not None:
+        return ["--no-python", "--", ranks[0], *map(_literal, ranks[1:])]
+    words = list(map(_literal, target(spec)))
     return ["--", *words] if spec.module is None else ["-m", "--", *words[1:]]
+
+
+def _literal(word: str) -> str:
+    # torchrun fills in ${local_rank} in all words of the ranks, and makes one $ of two.
+    changed = Template(word).safe_substitute(local_rank="") != word
+    return word.replace("$", "$$") if changed else word
 
 
 def _rendezvous(spec: LaunchSpec) -> list[str]:

@@ -11,7 +11,23 @@ import pytest
 
 from .jobs import finish, job, script
 
-NASTY = ["a b", "$(touch pwned)", '"', "'", "--no", "--", "-h", "$HOME", "two\nlines", "*", "\\", "ü", ""]
+NASTY = [
+    "a b",
+    "$(touch pwned)",
+    '"',
+    "'",
+    "--no",
+    "--",
+    "-h",
+    "$HOME",
+    "two\nlines",
+    "*",
+    "\\",
+    "ü",
+    "",
+    "$$",
+    "${local_rank}",
+]
 
 TALK = """
 import json
@@ -42,6 +58,7 @@ dist.barrier()
 say(f"result{rank}", json.dumps([attempt, int(total), sys.argv[1:], dict(os.environ), listening]))
 print("to stdout", flush=True)
 print("to stderr", file=sys.stderr)
+os._exit(0)  # gloo's own teardown aborts now and then
 """
 
 
@@ -93,6 +110,8 @@ dist.init_process_group("gloo")
 names = [None, None]
 dist.all_gather_object(names, os.environ["NODE"])
 print(dist.get_world_size(), sorted(names), os.environ["LOCAL_WORLD_SIZE"])
+dist.barrier()
+os._exit(0)
 """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

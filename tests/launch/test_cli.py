@@ -1,0 +1,125 @@
+"""Does the command line become the right spec, and is a wrong one refused before anything runs?"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+
+from .jobs import ROOT
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, str], list[str]]:
+    """The variables and the words of the command that `--print` shows, read as a shell would."""
+    assert main(list(words)) == 0
+    found = shlex.split(capsys.readouterr().out)
+    variables = [word for word in found[: found.index("-m") - 1] if "=" in word]
+    return dict(word.split("=", 1) for word in variables), found[len(variables) :]
+
+
+def value(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+@pytest.mark.parametrize("command", [[], ["local"]], ids=["without", "with"])
+def test_local_is_the_command_when_none_is_given(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    variables, words = printed(capsys, *command, "--print", "--nproc", "2", "a.py", "--", "--epochs", "1", "it's")
+    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert words[words.index("--") :] == ["--", "a.py", "--epochs", "1", "it's"]
+    assert value(words, "--rdzv-endpoint") == "127.0.0.1:0"
+    assert value(words, "--rdzv-id").startswith("a-")
+    assert variables["PYTHONHASHSEED"] == os.environ.get("PYTHONHASHSEED", "0") or "PYTHONHASHSEED" in os.environ
+
+
+def test_args_may_follow_without_a_separator(capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = printed(capsys, "--print", "a.py", "--nproc", "7", "--", "-h")
+    assert value(words, "--nproc-per-node") == "1"
+    assert words[words.index("--") :] == ["--", "a.py", "--nproc", "7", "--", "-h"]
+
+
+def test_options_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--nproc", "gpu", "--max-restarts", "2", "--grace", "5", "--env", "A=b=c d", "--name", "x"]
+    variables, words = printed(capsys, "--print", *options, "--python", "/py 3", "-m", "pkg.mod")
+    assert words[0] == "/py 3"
+    assert (value(words, "--nproc-per-node"), value(words, "--max-restarts")) == ("gpu", "2")
+    assert words[-3:] == ["-m", "--", "pkg.mod"]
+    assert (variables["A"], variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == ("b=c d", "5")
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+@pytest.mark.parametrize(("host", "endpoint"), [("node7", "node7:1234"), ("", "localhost:1234")])
+def test_the_endpoint_may_come_from_a_variable(
+    host: str, endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEAD", host)
+    options = ["--rdzv-host-env", "HEAD", "--rdzv-port", "1234", "--rdzv-id", "x", "--local-addr", "10.0.0.1"]
+    _, words = printed(capsys, "torchrun", "--print", "--nnodes", "1:2", *options, "a.py")
+    assert (value(words, "--rdzv-endpoint"), value(words, "--local-addr")) == (endpoint, "10.0.0.1")
+    assert (value(words, "--nnodes"), value(words, "--rdzv-id")) == ("1:2", "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: SCRIPT"),
+        (["--nproc", "0", "a.py"], "Invalid nproc_per_node=0"),
+        (["--nproc", "-1", "a.py"], "--nproc"),
+        (["--env", "A", "a.py"], "must be KEY=VALUE"),
+        (["--env", "a=1", "a.py"], "Invalid env='a'"),
+        (["--name", "A", "a.py"], "Invalid name='A'"),
+        (["--nnodes", "2", "a.py"], "--nnodes"),
+        (["torchrun", "--nnodes", "2", "a.py"], "Invalid rendezvous.endpoint=None"),
+        (["torchrun", "--nnodes", "2", "--rdzv-endpoint", "a:1", "a.py"], "Invalid rendezvous.id=None"),
+        (["sbatch", "--rdzv-port", "0", "a.py"], "Invalid port=0"),
+        (["sbatch", "--time", "2h", "a.py"], "Invalid walltime='2h'"),
+        (["kubeflow", "--nnodes", "1:2", "a.py"], "a fixed number of nodes"),
+    ],
+    ids=str,
+)
+def test_wrong_words_are_2_and_start_nothing(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    assert leaving.value.code == 2
+    found = capsys.readouterr()
+    assert message in found.err and not found.out
+
+
+@pytest.mark.parametrize("command", [[], ["local"], ["torchrun"], ["sbatch"], ["kubeflow"]], ids=str)
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([*command, "--help"], prog="dist-sparse launch")
+    assert leaving.value.code == 0
+    found = capsys.readouterr().out
+    assert "dist-sparse launch --nproc 2 examples/dlrm/main.py -- --epochs 1" in found
+    assert "OMP_NUM_THREADS" in found
+
+
+def test_names_come_from_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, name in (
+        (["My_Script.py"], "my-script"),
+        (["-m", "a.b.Train_2"], "train-2"),
+        (["__.py"], "train"),
+        (["x" * 70 + ".py"], "x" * 53),
+    ):
+        _, found = printed(capsys, "--print", *words)
+        assert value(found, "--rdzv-id").rpartition("-")[0] == name
+
+
+def test_files_are_written_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sbatch", "--output", str(tmp_path / "job.sh"), "a.py"]) == 0
+    assert not capsys.readouterr().out
+    assert (tmp_path / "job.sh").read_text().startswith("#!/usr/bin/env bash\n")
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    code = "import launch.cli, launch.child, sys; print(sorted({'torch', 'torchx', 'yaml', 'dist_sparse'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

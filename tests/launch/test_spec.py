@@ -1,0 +1,155 @@
+"""Is everything that can't be run refused when a spec is made, and does torchrun get exactly what the spec says?"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from torch.distributed.run import parse_args
+
+from launch.spec import LaunchSpec, Rendezvous, Resources
+from launch.torchrun import additions, argv, environment, threads
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"script": None}, "script=None, module=None: must be exactly one"),
+    ({"module": "m"}, "must be exactly one"),
+    ({"script": "-x.py"}, "script='-x.py'"),
+    ({"script": ""}, "script=''"),
+    ({"script": "a\nb.py"}, "without NUL and newlines"),
+    ({"script": None, "module": "a-b"}, "a dotted Python name"),
+    ({"args": ("a\0b",)}, "without NUL"),
+    ({"args": (1,)}, "args: 1"),
+    ({"name": "Train"}, "name='Train': must be 1 to 53 of a-z, 0-9 and -"),
+    ({"name": "x" * 54}, "1 to 53"),
+    ({"name": "x\n"}, "name="),
+    ({"nnodes": "0"}, "nnodes='0'"),
+    ({"nnodes": "3:2"}, "MIN must not be greater than MAX"),
+    ({"nnodes": 2}, "nnodes=2"),
+    ({"nproc_per_node": 0}, "nproc_per_node=0: must be a whole number, at least 1 or one of"),
+    ({"nproc_per_node": True}, "nproc_per_node=True"),
+    ({"nproc_per_node": "tpu"}, "nproc_per_node='tpu'"),
+    ({"env": {"key": "x"}}, "env='key'"),
+    ({"env": {"A B": "x"}}, "env='A B'"),
+    ({"env": {"PET_NNODES": "2"}}, "torchrun's own options"),
+    ({"env": {"A": "x\ny"}}, r"env['A']='x\ny'"),
+    ({"env": {"A": "x\0"}}, "without NUL"),
+    ({"max_restarts": -1}, "max_restarts=-1"),
+    ({"grace": 1.5}, "grace=1.5"),
+    ({"python": "-c"}, "python='-c'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(change) for change, _ in REFUSED])
+def test_bad_values_are_refused_with_their_rule(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LaunchSpec(**{"script": "train.py", **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"endpoint": "node1"},
+        {"endpoint": "node1:99999"},
+        {"endpoint": "a b:1"},
+        {"endpoint": "$(x):1"},
+        {"id": "a b"},
+        {"id": ""},
+        {"local_addr": "-x"},
+    ],
+    ids=str,
+)
+def test_bad_rendezvous(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(ValueError, match=f"^Invalid rendezvous.{name}="):
+        Rendezvous(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cpu": 0},
+        {"gpu": -1},
+        {"memory_gib": 0},
+        {"memory_gib": 1.5},
+        {"walltime": "2 hours"},
+        {"walltime": "00:61:00"},
+        {"partition": "a\n#SBATCH --x"},
+        {"account": "$x"},
+        {"image": "a b"},
+    ],
+    ids=str,
+)
+def test_bad_resources(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(ValueError, match=f"^Invalid {name}="):
+        Resources(**change)
+
+
+def test_a_spec_is_frozen_with_all_it_holds() -> None:
+    env = {"A": "1"}
+    spec = LaunchSpec(script="train.py", args=["x"], env=env)  # type: ignore[arg-type]
+    env["A"] = "2"
+    assert spec.env == {"A": "1"} and spec.args == ("x",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        spec.env["A"] = "3"  # type: ignore[index]
+
+
+def test_torchrun_understands_one_node() -> None:
+    args = ("--no", "--", "-h", "--nnodes", "9", "a b")
+    words = argv(LaunchSpec(script="train.py", args=args, nproc_per_node="gpu", max_restarts=2, python="py"))
+    assert words[:3] == ["py", "-m", "torch.distributed.run"]
+    options = parse_args(words[3:])
+    assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("1", "gpu", 2)
+    assert (options.rdzv_backend, options.rdzv_endpoint, options.local_addr) == ("c10d", "127.0.0.1:0", "127.0.0.1")
+    assert (options.standalone, options.module, options.no_python) == (False, False, False)
+    assert (options.training_script, options.training_script_args) == ("train.py", list(args))
+
+
+def test_torchrun_understands_several_nodes_and_a_module() -> None:
+    meeting = Rendezvous(endpoint="[fe80::1]:29400", id="x1", local_addr="10.0.0.2")
+    words = argv(LaunchSpec(module="a.b", args=("--n", "1"), nnodes="2:4", nproc_per_node=8, rendezvous=meeting))
+    options = parse_args(words[3:])
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_id) == ("2:4", "8", "x1")
+    assert (options.rdzv_endpoint, options.local_addr) == ("[fe80::1]:29400", "10.0.0.2")
+    assert (options.module, options.training_script, options.training_script_args) == (True, "a.b", ["--n", "1"])
+
+
+def test_ids_are_random_and_never_the_same() -> None:
+    spec = LaunchSpec(script="train.py", name="n")
+    first, second = (words[words.index("--rdzv-id") + 1] for words in (argv(spec), argv(spec)))
+    assert first != second and re.fullmatch("n-[0-9a-f]{32}", first)
+
+
+@pytest.mark.parametrize(
+    ("meeting", "message"),
+    [
+        (Rendezvous(id="x"), "rendezvous.endpoint=None: must be given"),
+        (Rendezvous(endpoint="a:1"), "rendezvous.id=None: must be given"),
+        (Rendezvous(endpoint="a:0", id="x"), "need a port that all know"),
+    ],
+)
+def test_several_nodes_must_know_where_to_meet(meeting: Rendezvous, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        argv(LaunchSpec(script="train.py", nnodes="2", rendezvous=meeting))
+
+
+def test_variables_that_are_set_stay() -> None:
+    spec = LaunchSpec(script="train.py", nproc_per_node=2, env={"A": "spec"})
+    inherited = {"OMP_NUM_THREADS": "7", "PYTHONHASHSEED": "3", "A": "outside", "B": "b", "PET_X": "1"}
+    variables, dropped = environment(spec, inherited)
+    assert (variables["OMP_NUM_THREADS"], variables["PYTHONHASHSEED"]) == ("7", "3")
+    assert (variables["A"], variables["B"], dropped) == ("spec", "b", ["PET_X"])
+    assert "PET_X" not in variables
+    # Ranks with random hashes could not talk to each other.
+    assert additions(spec, {"PYTHONHASHSEED": "random"})["PYTHONHASHSEED"] == "0"
+
+
+def test_threads_share_the_cores() -> None:
+    spec = LaunchSpec(script="train.py", nproc_per_node=3)
+    assert [threads(spec, cores) for cores in (1, 3, 8)] == [1, 1, 2]
+    assert threads(LaunchSpec(script="train.py", nproc_per_node="gpu"), 8) is None
+    assert "GLOO_SOCKET_IFNAME" not in additions(LaunchSpec(script="train.py", nnodes="2"), {})
