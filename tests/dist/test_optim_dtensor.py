@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dist_sparse.training.gradients import clip_gradients, gradient_norm
 from tests.dist.harness import run_cases, run_ranks
@@ -113,6 +113,19 @@ def check_norm(norm_type: float) -> None:
     assert gradient_norm(alone, pieces, norm_type)[1], "the other rank has one"
 
 
+def check_placements(_: None) -> None:
+    """On one rank of two; and sums that nobody has added up yet, which have no norm."""
+    here = DeviceMesh("cpu", [0])
+    parameter = nn.Parameter(distribute_tensor(torch.tensor([3.0, 4.0]), here, [Replicate()]))
+    parameter.grad = distribute_tensor(torch.tensor([3.0, 4.0]), here, [Replicate()])
+    norm, any_gradient = gradient_norm([parameter], frozenset([id(parameter)]), 2.0)
+    assert float(norm) == 5 and any_gradient
+    both = init_device_mesh("cpu", (WORLD,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(2), both, [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.ones(2), both, [Partial()])
+    refuses("only those of Shard and Replicate", partial(gradient_norm, [parameter], frozenset([id(parameter)]), 2.0))
+
+
 def leaf(grad: Tensor) -> Tensor:
     parameter = nn.Parameter(torch.zeros_like(grad))
     parameter.grad = grad.clone()
@@ -128,6 +141,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     },
     **{f"not finite, AMP {amp}": (check_not_finite, amp) for amp in (True, False)},
     "refused": (check_refused, None),
+    "placements": (check_placements, None),
     **{f"norm {p}": (check_norm, p) for p in (1.0, 2.0, math.inf)},
 }
 

@@ -213,13 +213,28 @@ def test_the_dead_are_forgotten() -> None:
     assert list(Peers(model)) == [first, second]
     del second
     gc.collect()
-    assert dead() is None and list(Peers(model)) == [first]
+    assert dead() is None and list(Peers(model)) == [first] and len(Peers(model)._known) == 1
     lone = Two()
     assert same(train(model, [first], 3), train(lone, [over(lone, "encoder")], 3))
     model_ref = weakref.ref(model)
     del model, first
     gc.collect()
     assert model_ref() is None
+
+
+@pytest.mark.parametrize("names", [[None], [None, "decoder"]])
+def test_what_is_outside_of_the_model_is_left_to_torch(names: list[Any]) -> None:
+    """A loss with weights of its own, say, which somebody else steps."""
+    model, weight = Two(), nn.Parameter(torch.tensor(2.0))
+    schedulers = [over(model, name) for name in names]
+    loss = model(batch(1))["loss"]
+    for scheduler in schedulers:
+        scheduler.step({"loss": loss}, None, "a", 1, 1)
+    assert weight.grad is None
+    losses = {"loss": weight * model(batch(2))["loss"]}
+    for scheduler in schedulers:
+        scheduler.step(losses, None, "a", 2, 1)
+    assert weight.grad is not None and weight.grad.item() == pytest.approx(losses["loss"].item() / 2)
 
 
 def test_models_do_not_mix() -> None:
