@@ -81,7 +81,7 @@ def charts(run: Run) -> list[Chart]:
         found += _changes(run)
     if (time := _time(run)) is not None:
         found.append(time)
-    return found
+    return [chart for chart in found if not isinstance(chart, LineChart) or chart.lines]
 
 
 def shown_tables(run: Run) -> list[str]:

@@ -55,7 +55,7 @@ def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
     """Round numbers from ``10**left`` to ``10**right``: powers of ten, and 2 and 5 times those where there is room."""
     powers = range(math.floor(left), math.ceil(right) + 1)
     for times in ((1, 2, 5), (1, 3), (1,)):
-        found = [n * 10.0**p for p in powers for n in times if left - 1e-9 <= math.log10(n) + p <= right + 1e-9]
+        found = [float(f"{n}e{p}") for p in powers for n in times if left - 1e-9 <= math.log10(n) + p <= right + 1e-9]
         if len(found) <= most:
             return found
     return found[:: -(-len(found) // most)]

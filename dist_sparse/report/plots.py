@@ -78,6 +78,7 @@ def _lines(axes: Any, chart: LineChart) -> None:
         label = line.name if line.role in ("main", "target", "other") else "_"
         axes.plot(xs, ys, drawstyle="steps-post" if line.steps else "default", label=label, **look)
     axes.set_xlabel("step")
+    axes.set_xlim(left=0, right=max(chart.end, 1))
     axes.grid(axis="y", color="#e6eaf0")
     if chart.share:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
@@ -102,7 +103,7 @@ def _bars(axes: Any, chart: BarChart) -> None:
     axes.barh(places, [1.0] * len(chart.bars), color="#e3e8ef")
     axes.barh(places, [share for _, share, _ in chart.bars], color=_MAIN)
     axes.set_yticks(
-        places, [name if len(name) <= 24 else f"{name[:23]}…" for name, _, _ in chart.bars], parse_math=False
+        places, [name if len(name) <= 32 else f"{name[:31]}…" for name, _, _ in chart.bars], parse_math=False
     )
     axes.invert_yaxis()
     axes.set_xlim(0, 1)

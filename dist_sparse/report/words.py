@@ -11,7 +11,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def amount(value: float) -> str:
-    """Four significant digits, of whole numbers all: ``0.6990``, ``-1.234e-07``, ``1,385,728``."""
+    """Four significant digits, of whole numbers all: ``0.6990``, ``-1.235e-07``, ``1,385,728``."""
     if float(value).is_integer() and abs(value) < 1e15:
         return count(int(value))
     return f"{value:#.4g}".removesuffix(".") if 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"

@@ -1,0 +1,137 @@
+"""How do tests look at a page? With a real Chromium, spoken to over a pipe, so that no package is needed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Browser", "chromium", "opened"]
+
+_FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
+    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+_SECONDS = 60
+
+# Chromium reads commands from file descriptor 3 and writes to 4; whatever these were is moved out of the way first.
+_STARTER = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(word), fcntl.F_DUPFD, 10) for word in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def chromium() -> str | None:
+    """Where Chromium is, if it is there."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+class Browser:
+    """One page of a browser. ``requested``: all addresses that it has asked for."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self._read, self._write = read, write
+        self._number, self._buffer, self._session = 0, b"", ""
+        self.requested: list[str] = []
+        target = self._do("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Network", "Runtime"):
+            self._do(f"{domain}.enable")
+
+    def open(self, file: Path, width: int, *, dark: bool = False, script: bool = True) -> None:
+        """Loads the page in a window so many CSS pixels wide; returns when it is laid out."""
+        self.requested.clear()
+        self._do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._do("Emulation.setEmulatedMedia", features=[scheme])
+        self._do("Emulation.setScriptExecutionDisabled", value=not script)
+        self._do("Page.navigate", url=file.resolve().as_uri())
+        until = time.monotonic() + _SECONDS
+        while self.value("document.readyState + location.protocol") != "completefile:":
+            assert time.monotonic() < until, "the page did not load"
+            time.sleep(0.02)
+
+    def value(self, expression: str) -> Any:
+        """What an expression of JavaScript comes to in the page, as JSON."""
+        came = self._do("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in came, came["exceptionDetails"]
+        return came["result"].get("value")
+
+    def point(self, x: float, y: float, *, click: bool = False) -> None:
+        """Moves the pointer there, in CSS pixels of the window, and clicks."""
+        for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
+            self._do("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def screenshot(self, file: Path, height: int | None = None) -> None:
+        """A PNG of the whole page, or of its upper part; for those who want to look themselves."""
+        size = self.value("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": min(size[1], height or size[1]), "scale": 1}
+        came = self._do("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(came["data"]))
+
+    def close(self) -> None:
+        """Ends the browser and all processes of its own."""
+        self._session = ""
+        self._do("Browser.close")
+
+    def _do(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            came = self._next()
+            if came.get("method") == "Network.requestWillBeSent":
+                self.requested.append(came["params"]["request"]["url"])
+            if came.get("id") == self._number:
+                assert "error" not in came, (method, came["error"])
+                result: dict[str, Any] = came["result"]
+                return result
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            piece = os.read(self._read, 1 << 20)
+            assert piece, "Chromium has gone"
+            self._buffer += piece
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        came: dict[str, Any] = json.loads(message)
+        return came
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Browser]:
+    """A Chromium of its own, with an empty profile in ``folder``."""
+    program = chromium()
+    assert program is not None
+    (to_read, write), (read, to_write) = os.pipe(), os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STARTER, str(to_read), str(to_write), program, *_FLAGS, f"--user-data-dir={folder}"],
+        pass_fds=(to_read, to_write),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    os.close(to_read)
+    os.close(to_write)
+    try:
+        browser = Browser(read, write)
+        yield browser
+        browser.close()
+        process.wait(_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)

@@ -1,0 +1,150 @@
+"""Can the report be read in a real browser: on a telephone and on a desk, light and dark, with scripts and without?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dist_sparse.report.numbers import numbers
+from dist_sparse.report.page import write_report
+from dist_sparse.report.run import read_run
+from dist_sparse.report.run_log import LINES
+from tests.report.browser import Browser, chromium, opened
+from tests.report.folders import HOSTILE, write_many
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        chromium() is None, reason="NO CHROMIUM: the report was not looked at in a browser (apt-get install chromium)"
+    ),
+]
+
+CONTRASTS = """
+(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (c) => {
+    const [r, g, b] = c.map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    const c = rgb(getComputedStyle(node).backgroundColor);
+    return c.length === 4 && c[3] === 0 ? (node.parentElement ? behind(node.parentElement) : [255, 255, 255]) : c;
+  };
+  const low = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const says = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    const style = getComputedStyle(node);
+    if (!says || style.visibility === "hidden" || node.tagName === "SCRIPT") continue;
+    const pair = [light(rgb(style.color).slice(0, 3)), light(behind(node).slice(0, 3))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < 4.5) low.push([node.className, node.textContent.slice(0, 30), ratio]);
+  }
+  return low;
+})()
+"""
+
+OUTSIDE = """
+[...document.querySelectorAll("body *")].filter((node) => {
+  const box = node.getBoundingClientRect();
+  return box.width && !node.closest(".scroll > *") && (box.right > innerWidth + 1 || box.left < -1);
+}).map((node) => node.outerHTML.slice(0, 90))
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with opened(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 40 tables, one with a name that means harm, another with a long one."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    write_many(folder, tables=40, due=5, steps=300)
+    write_many(folder / "dense", tables=1, due=0, steps=300, ends=False)
+    text = (folder / LINES).read_text().replace('"table_39"', json.dumps(HOSTILE))
+    (folder / LINES).write_text(text.replace('"table_38"', json.dumps("a_long_name_" * 20)))
+    return write_report(folder, pngs=False)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280, 1600])
+def test_it_can_be_read(browser: Browser, report: Path, width: int, dark: bool) -> None:
+    browser.open(report, width, dark=dark)
+    found = numbers(read_run(report.parent))
+    assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0 %"
+    assert float(browser.value("document.getElementById('head-bytes').dataset.value")) == found["bytes_kept"]
+    box = browser.value(
+        "(({x, width, height}) => [x, width, height])(document.querySelector('.plot').getBoundingClientRect())"
+    )
+    assert box[0] >= 0 and box[0] + box[1] <= width and box[1] > 250 and box[2] > 150
+    assert browser.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), "page scrolls"
+    assert browser.value(OUTSIDE) == []
+    assert browser.value(CONTRASTS) == []
+    brightness = sum(
+        json.loads(
+            browser.value("getComputedStyle(document.body).backgroundColor").replace("rgb(", "[").replace(")", "]")
+        )
+    )
+    assert (brightness < 150) == dark
+    assert browser.requested == [report.resolve().as_uri()], "the page asks for something"
+    assert browser.value("window.hacked") is None
+
+
+def test_lines_are_where_their_numbers_are(browser: Browser, report: Path) -> None:
+    """The sparsity of all blocks at the end, read off the chart's own axis."""
+    browser.open(report, 1280)
+    marks = browser.value(
+        "[...document.querySelectorAll('#sparsity .y span')].map((mark) => {"
+        "const box = mark.getBoundingClientRect();"
+        "return [parseFloat(mark.innerText) / 100, box.top + box.height / 2]})"
+    )
+    drawn = browser.value(
+        "(() => {const path = document.querySelector('#sparsity path.main');"
+        "const point = path.getPointAtLength(path.getTotalLength()), at = path.getScreenCTM();"
+        "return at.d * point.y + at.f})()"
+    )
+    (low, bottom), (high, top) = marks[0], marks[-1]
+    assert low + (high - low) * (bottom - drawn) / (bottom - top) == pytest.approx(0.5, abs=0.01)
+
+
+def test_without_scripts_all_is_there(browser: Browser, report: Path) -> None:
+    browser.open(report, 1280, script=False)
+    assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0 %"
+    assert browser.value("document.querySelectorAll('th button').length") == 0
+    assert browser.value("document.querySelectorAll('table:has([data-key]) tbody tr').length") == 40
+
+
+def test_tables_sort(browser: Browser, report: Path) -> None:
+    browser.open(report, 1280)
+    head = (
+        "[...document.querySelectorAll('th[data-key] button')].find((button) => button.innerText.trim() === 'blocks')"
+    )
+    rows = "[...document.querySelectorAll('table:has([data-key]) tbody tr')].map((row) => +row.cells[6].dataset.value)"
+    assert browser.value(rows) == [1000 + i for i in reversed(range(40))]
+    for sort, expected in (("descending", range(39, -1, -1)), ("ascending", range(40))):
+        browser.value(f"{head}.scrollIntoView({{block: 'center'}})")
+        box = browser.value(f"(({{x, y}}) => [x, y])({head}.getBoundingClientRect())")
+        browser.point(box[0] + 3, box[1] + 3, click=True)
+        assert browser.value(f"{head}.parentNode.ariaSort") == sort
+        assert browser.value(rows) == [1000 + i for i in expected]
+
+
+def test_a_pointer_shows_numbers(browser: Browser, report: Path) -> None:
+    browser.open(report, 1280, script=False)
+    tips = (
+        "[...document.querySelectorAll('#sparsity .tip span')]"
+        ".filter((tip) => tip.checkVisibility()).map((tip) => tip.innerText)"
+    )
+    assert browser.value(tips) == []
+    browser.value("document.querySelector('#sparsity').scrollIntoView()")
+    box = browser.value(
+        "(({right, y}) => [right, y])(document.querySelector('#sparsity .area').getBoundingClientRect())"
+    )
+    browser.point(box[0] - 5, box[1] + 60)
+    [said] = browser.value(tips)
+    assert said.splitlines()[:3] == ["step 299", "all blocks: 50.0 %", "target: 50.0 %"]

@@ -1,0 +1,225 @@
+"""Does the page say what the run did, need nothing else, and stay a page whatever is in the log?"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dist_sparse import RunLog
+from dist_sparse.cli import main
+from dist_sparse.report.charts import BarChart, LineChart, charts
+from dist_sparse.report.drawing import log_ticks, ticks
+from dist_sparse.report.page import page, write_report
+from dist_sparse.report.plots import figure
+from dist_sparse.report.run import read_run
+from dist_sparse.report.run_log import LINES, RUN
+from dist_sparse.report.scores import ScoreChart
+from dist_sparse.report.words import amount, duration, percent, size
+from tests.report.folders import HOSTILE, edit, write_many
+from tests.report.test_run_log import train
+
+VOID = {"meta", "img", "br", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """What is in a page; fails where elements are not nested."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    def heading(self, key: str) -> str | None:
+        return next(attrs["data-value"] for _, attrs in self.tags if attrs.get("id") == f"head-{key}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    train(tmp_path / "run", config={"lr": 0.1})
+    with RunLog(tmp_path / "run" / "dense") as log:
+        for step in range(9):
+            log.step(step, loss=9.0 - step)
+    return tmp_path / "run"
+
+
+def test_the_page_says_what_the_run_did(folder: Path) -> None:
+    run = read_run(folder)
+    shown = Page(page(run))
+    assert shown.heading("sparsity") == "0.5" and shown.heading("bytes") == "160"
+    assert shown.heading("loss") == repr(run.last("loss"))
+    titles = {attrs.get("id") for tag, attrs in shown.tags if tag == "figure"}
+    assert titles == {"sparsity", "value_loss", "value_auc", "bytes", "churn", "dead_rows", "scores_1", "time"}
+    text = " ".join(shown.words)
+    for said in ("50.0 %", "160 B", "dense", "The run ended at step 8.", '"lr": 0.1', "20 x 4"):
+        assert said in text
+
+
+def test_the_page_needs_nothing_else(folder: Path) -> None:
+    text = page(read_run(folder))
+    assert not re.search(r"https?:|@import|url\(", text)
+    for tag, attrs in Page(text).tags:
+        assert not {"src", "href", "srcset", "onclick", "onerror", "onload"} & set(attrs), (tag, attrs)
+        assert tag not in ("img", "link", "iframe", "object", "embed", "base")
+
+
+def test_what_charts_hold(folder: Path) -> None:
+    found = {chart.key: chart for chart in charts(read_run(folder))}
+    sparsity, loss, scores = found["sparsity"], found["value_loss"], found["scores_1"]
+    assert isinstance(sparsity, LineChart) and isinstance(loss, LineChart) and isinstance(scores, ScoreChart)
+    assert [line.role for line in sparsity.lines] == ["main", "target", "table"]
+    assert sparsity.lines[0].points[-1] == sparsity.lines[1].points[-1] == (8, 0.5)
+    assert {line.name for line in loss.lines} == {"this run", "dense"}
+    [change] = read_run(folder).due[-1].record.tables
+    assert scores.threshold > 0 and 0 <= scores.zeros < 1
+    assert sum(piece.blocks for piece in scores.bins) + round(scores.zeros * change.blocks) == change.blocks
+    assert all(piece.low < piece.high for piece in scores.bins)
+    time = found["time"]
+    assert isinstance(time, BarChart) and sum(share for _, share, _ in time.bars) == pytest.approx(1)
+
+
+def test_names_from_the_log_are_text(folder: Path) -> None:
+    def rename(line: dict[str, object]) -> dict[str, object]:
+        text = json.dumps(line)
+        name = read_run(folder).tables[0].name
+        return dict(
+            json.loads(text.replace(json.dumps(name), json.dumps(HOSTILE)).replace('"auc"', json.dumps(HOSTILE)))
+        )
+
+    lines = [rename(json.loads(line)) for line in (folder / LINES).read_text().splitlines()]
+    (folder / LINES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    about = json.loads((folder / RUN).read_text())
+    about |= {"started": HOSTILE, "versions": {HOSTILE: HOSTILE}, "config": {HOSTILE: [HOSTILE]}}
+    (folder / RUN).write_text(json.dumps(about))
+    (folder / "dense").rename(folder / "<b>dense")
+    text = page(read_run(folder))
+    shown = Page(text)
+    assert text.count("<script>") == 1 and "<img" not in text and "<b>dense" not in text
+    assert HOSTILE in "".join(shown.words) and not any("onerror" in attrs for _, attrs in shown.tags)
+    assert all(re.fullmatch(r"[\w-]+", attrs["id"] or "") for _, attrs in shown.tags if "id" in attrs)
+    assert write_report(folder).exists()
+    assert all(re.fullmatch(r"report-[\w-]+\.png", file.name) for file in folder.glob("*.png"))
+
+
+def test_a_run_that_has_not_ended_is_shown_as_far_as_it_went(folder: Path) -> None:
+    lines = (folder / LINES).read_text().splitlines(keepends=True)
+    for kept in range(len(lines)):
+        (folder / LINES).write_text("".join(lines[:kept]))
+        text = page(read_run(folder))
+        assert 'class="warn"' in text and Page(text)
+    assert "Blocks kept" in text and "failed, or is still going" in text
+
+
+def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for step in range(5):
+            log.step(step, loss=float("nan") if step == 2 else 1.0 * step, flat=3, lost=float("inf"))
+    text = page(read_run(tmp_path))
+    assert "Not finite at 1 of these steps, first at step 2." in text and 'id="value_flat"' in text
+    figures = {chart.key: chart for chart in charts(read_run(tmp_path))}
+    assert [y for _, y in figures["value_loss"].lines[0].points] == [0, 1, None, 3, 4]  # type: ignore[union-attr]
+    assert "value_lost" not in figures, "nothing could be drawn"
+    assert figure(figures["value_loss"])
+
+
+def test_many_tables_and_many_steps(tmp_path: Path) -> None:
+    write_many(tmp_path / "run", tables=1000, due=3, steps=20_000)
+    text = page(read_run(tmp_path / "run"))
+    shown = Page(text)
+    assert len(text) < 1_500_000
+    found = charts(read_run(tmp_path / "run"))
+    for chart in found:
+        if isinstance(chart, LineChart):
+            assert len(chart.lines) <= 33 and all(len(line.points) <= 400 for line in chart.lines), chart.key
+    bars = next(chart for chart in found if chart.key == "bytes")
+    assert isinstance(bars, BarChart) and len(bars.bars) == 30 and bars.bars[0][0] == "table_999"
+    assert "The first 30 of 1,000" in bars.note
+    assert sum(tag == "tr" for tag, _ in shown.tags) == 2 + 1 + 1000
+
+
+def test_thinned_lines_keep_their_peaks(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for step in range(5000):
+            log.step(step, loss=100.0 if step == 3333 else 1.0)
+    loss = next(chart for chart in charts(read_run(tmp_path)) if chart.key == "value_loss")
+    assert isinstance(loss, LineChart)
+    raw = next(line for line in loss.lines if line.role == "raw")
+    assert (3333, 100.0) in raw.points and raw.points[-1][0] == 4999 and len(raw.points) <= 400
+
+
+def test_files(folder: Path, tmp_path: Path) -> None:
+    out = write_report(folder, tmp_path / "elsewhere" / "r.html")
+    assert out.read_text() == page(read_run(folder))
+    pngs = sorted(tmp_path.glob("elsewhere/*.png"))
+    assert {file.name for file in pngs} == {f"r-{chart.key}.png" for chart in charts(read_run(folder))}
+    assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5_000 for file in pngs)
+    assert write_report(folder, pngs=False) == folder / "report.html"
+    assert not list(folder.glob("*.png"))
+
+
+def test_without_matplotlib_nothing_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", str(folder)]) == 1
+    assert 'pip install "dist_sparse[report]"' in capsys.readouterr().err
+    assert not list(folder.glob("report*"))
+    assert main(["report", str(folder), "--no-png"]) == 0
+    assert (folder / "report.html").exists()
+
+
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--no-png"]) == 0
+    said = capsys.readouterr().out
+    assert "50.0 % of 20 blocks" in said and str(folder / "report.html") in said
+    assert main(["report", str(folder), "--no-png", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
+    assert main(["report", str(folder / "none")]) == 1
+    assert capsys.readouterr().err.startswith("dist-sparse report: ")
+    edit(folder, lambda line: line | {"kind": "other"})
+    before = (folder / "report.html").read_text()
+    assert main(["report", str(folder)]) == 1
+    assert (folder / "report.html").read_text() == before
+
+
+def test_ticks() -> None:
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert ticks(0, 0.84, 4) == [0, 0.25, 0.5, 0.75]
+    assert ticks(3, 3) == [3]
+    assert ticks(-1e-9, 1e-9, 4) == [-1e-9, -5e-10, 0, 5e-10, 1e-9]
+    assert log_ticks(-2, 0) == [0.01, 0.03, 0.1, 0.3, 1]
+    assert log_ticks(-0.9, 0) == [0.2, 0.5, 1]
+    assert len(log_ticks(-30, 8)) <= 6
+
+
+def test_words() -> None:
+    assert [amount(v) for v in (0.699, 1385728.0, -1.2346e-7, 0.0, 47.6953)] == [
+        *("0.6990", "1,385,728", "-1.235e-07", "0", "47.70")
+    ]
+    assert [percent(v) for v in (0.8, 0, 1, 0.99999, 0.0001, None)] == [
+        *("80.0 %", "0.0 %", "100.0 %", "99.9990 %", "0.01 %", "-")
+    ]
+    assert [size(v) for v in (160, 1_367_552, 6.4e12)] == ["160 B", "1.37 MB", "6.4 TB"]
+    assert [duration(v) for v in (0.85, 12.34, 245, 12_000)] == ["850 ms", "12.3 s", "4 min 05 s", "3 h 20 min"]
