@@ -21,6 +21,9 @@ __all__ = ["Hits", "TableIds", "hits", "read_ids"]
 _PENDING = 1 << 20
 """Ids that wait before they are counted."""
 
+_FLAGS = 1 << 20
+"""Flags of a mask that are unpacked at a time: 8 MiB."""
+
 _ROWS = 1 << 20
 """Rows whose kept elements are summed over ranks at a time: 4 MiB."""
 
@@ -136,10 +139,17 @@ def _hits(data: ShardedData, masks: list[BlockMask], ids: Tensor, counts: Tensor
 
 def _kept_by_row(mask: BlockMask) -> Tensor:
     """How many elements each row of a shard keeps, int32 ``(rect.rows,)`` on the CPU."""
-    kept = torch.empty(mask.rect.rows, dtype=torch.int32)
-    for rows, flags in mask.element_chunks():
-        kept[rows] = flags.sum(1, dtype=torch.int32).cpu()
-    return kept
+    rect, grid, (height, width) = mask.rect, mask.grid, mask.block
+    device = mask.bits.device
+    columns = torch.arange(grid.col, grid.col + grid.cols + 1, device=device) * width
+    widths = columns.clamp(rect.col, rect.col_end).diff().double()
+    rows = (torch.arange(grid.row, grid.row + grid.rows + 1) * height).clamp(rect.row, rect.row_end).diff()
+    step = max(8, _FLAGS // max(1, grid.cols) // 8 * 8)
+    kept = torch.empty(grid.rows, dtype=torch.int32)
+    for first in range(0, grid.rows, step):
+        last = min(first + step, grid.rows)
+        kept[first:last] = mask.flags(first, last).double() @ widths
+    return kept if height == 1 else kept.repeat_interleave(rows)
 
 
 def _stretch(mine: Sequence[tuple[Rect, Tensor]], start: int, stop: int) -> Tensor:
