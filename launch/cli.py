@@ -129,6 +129,7 @@ def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Arg
     for command, what in _COMMANDS.items():
         own = commands.add_parser(
             command,
+            prog=f"{prog} {command}",
             help=what,
             description=f"{what[0].upper()}{what[1:]}.",
             epilog=f"{_ENVIRONMENT}\nexamples:\n{_EXAMPLES.format(prog=prog)}",

@@ -46,7 +46,7 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
     if spec.max_nodes > 1:
         own_id = shlex.quote(new_id(spec))
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head_node:{port}"']
-        meeting += ["--rdzv-id", f'{own_id}-"$SLURM_JOB_ID"', "--rdzv-conf", "timeout=600", "--node-rank", "0"]
+        meeting += ["--rdzv-id", f'{own_id}-"$SLURM_JOB_ID"', "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
     words = argv(spec, rendezvous=meeting)
     shell = meeting or []
     quoted = [word if word in shell else shlex.quote(word) for word in words]

@@ -84,7 +84,7 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
         if str(endpoint).endswith(":0"):
             raise ValueError(f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all know.")
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]
-    words += ["--rdzv-conf", "timeout=600", "--node-rank", "0"]
+    words += ["--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
     return words if local_addr is None else [*words, "--local-addr", local_addr]
 
 

@@ -93,9 +93,11 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+def wait_for(
+    happened: Callable[[], bool], process: subprocess.Popen[str] | None = None, *, seconds: float = TIMEOUT
+) -> None:
     """Waits until it has happened; fails if `process` ends before, or after a time."""
-    until = time.monotonic() + TIMEOUT
+    until = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < until, "it did not happen in time"
         if process is not None and process.poll() is not None and not happened():

@@ -68,7 +68,15 @@ TWO = LaunchSpec(
     python="python",
 )
 SPECS = {"one": ONE, "two": TWO}
-MEETING = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--node-rank", "--local-addr", "--master-addr")
+MEETING = (
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--node-rank",
+    "--local-addr",
+    "--master-addr",
+)
 TALK = """
 import json
 import torch
@@ -103,7 +111,7 @@ def without_meeting(words: list[str]) -> list[str]:
         if rest[0] == "--":
             return kept + rest
         word = rest.pop(0)
-        if word in (*MEETING, "--master-port"):
+        if word in MEETING:
             rest.pop(0)
         else:
             kept.append(word)

@@ -27,6 +27,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_ne
 say(f"ready{rank}")
 time.sleep(60)
 """
+LIMIT = 30.0  # seconds; ranks of these tests end by themselves only after twice as many
 PLAIN = "say(f'ready{rank}')\ntime.sleep(60)\n"
 
 
@@ -86,7 +87,17 @@ def test_nothing_survives_a_killed_launcher(tmp_path: Path) -> None:
     with job(tmp_path, words(tmp_path, STUBBORN.replace("start_new_session=True", ""))) as running:
         running.wait_until("ready0", "ready1")
         running.process.kill()
-        wait_for(lambda: not alive(running.mark))
+        wait_for(lambda: not alive(running.mark), seconds=LIMIT)
+
+
+def test_ranks_do_not_survive_launcher_and_torchrun(tmp_path: Path) -> None:
+    """With nobody left to kill them, the kernel does."""
+    with job(tmp_path, words(tmp_path, PLAIN)) as running:
+        running.wait_until("ready0", "ready1")
+        torchrun = torchrun_of(running)
+        running.process.kill()
+        os.kill(torchrun, signal.SIGKILL)
+        wait_for(lambda: not alive(running.mark), seconds=LIMIT)
 
 
 def test_nothing_survives_a_killed_torchrun(tmp_path: Path) -> None:
