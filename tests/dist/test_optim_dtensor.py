@@ -113,6 +113,20 @@ def check_norm(norm_type: float) -> None:
     assert gradient_norm(alone, pieces, norm_type)[1], "the other rank has one"
 
 
+def check_no_gradient(_: None) -> None:
+    """On any rank: an update of nothing, though the optimizer would make something even of zeros."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))])
+    scheduler = Steady("SGD", {"lr": 0.5, "weight_decay": 0.1}, model, grad_clip=None, scale=128.0)
+    other = nn.Parameter(torch.ones(()))
+    for step_num in (1, 2):
+        scheduler.step({"loss": other * 2}, None, "a", step_num, 1)
+        assert bool((model[0].full_tensor() == 1).all())
+    scheduler.step({"loss": model[0].full_tensor().sum()}, None, "a", 3, 1)
+    assert torch.allclose(model[0].full_tensor(), torch.tensor(1 - 0.5 * 1.1))
+    assert scheduler.scaler is not None and scheduler.scaler.get_scale() == 128.0
+
+
 def check_placements(_: None) -> None:
     """On one rank of two; and sums that nobody has added up yet, which have no norm."""
     here = DeviceMesh("cpu", [0])
@@ -142,6 +156,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     **{f"not finite, AMP {amp}": (check_not_finite, amp) for amp in (True, False)},
     "refused": (check_refused, None),
     "placements": (check_placements, None),
+    "no gradient": (check_no_gradient, None),
     **{f"norm {p}": (check_norm, p) for p in (1.0, 2.0, math.inf)},
 }
 

@@ -100,7 +100,8 @@ def check_close(got: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[s
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-5), (name, (got[name] - value).abs().max())
-        assert not torch.equal(value, start[name]), f"{name} was not trained"
+    untrained = [name for name, value in wanted.items() if torch.equal(value, start[name])]
+    assert untrained in ([], [f"over.{name}" for name in OVER])
 
 
 def check_dense(case: tuple[str, dict[str, Any], list[dict[str, Any]], bool]) -> None:
@@ -216,6 +217,34 @@ def check_fused_epochs(_: None) -> None:
     check_close(held(model), wanted, start)
 
 
+class Listed(Steady):
+    """A learning rate for each real step that there will be, and for no other."""
+
+    def update_lr(self, real_step: int, epoch_num: int) -> float:
+        return [LR, 2 * LR, LR / 2, 3 * LR, LR / 4, LR][real_step - 1]
+
+
+def check_fused_resumed(_: None) -> None:
+    """The tables' next learning rate is part of the state; nothing is made of a step that never comes."""
+    cell = cells(WORLD)["row_wise"]
+    conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": None}
+    model, twin = (build(cell, torch.optim.SGD, {"lr": 7.0}) for _ in range(2))
+    start = held(model)
+    halves = [Listed("SGD", {"lr": LR}, each, **conf) for each in (model, twin)]
+    for step_num in (1, 2, 3):
+        halves[0].step(losses_of(model, cell, WORLD * step_num + dist.get_rank()), None, "a", step_num, 1)
+    twin.load_state_dict(model.state_dict())
+    halves[1].load_state_dict(halves[0].state_dict())
+    trained(twin, cell, halves[1:], context=False, first=4)
+    rate = partial(Listed.update_lr, halves[1])
+    check_close(held(twin), reference(cell, [{"modules": BOTH}], rate), start)
+    try:
+        halves[1].step(losses_of(twin, cell, 1), None, "a", STEPS + 1, 3)
+    except IndexError:
+        return
+    raise AssertionError("a step without a learning rate")
+
+
 def check_fused_pair(turned: bool) -> None:
     """One in charge of the tables, another of the rest, which clips."""
     cell = cells(WORLD)["row_wise"]
@@ -313,6 +342,7 @@ def dense_cases() -> dict[str, Any]:
         cases[f"{name}, AMP, accum"] = (name, {"use_amp": True}, [{**clip, "accum": 3}], True)
     for p in (1.0, math.inf):
         cases[f"table_wise_one_rank, norm {p}"] = ("table_wise_one_rank", {}, [{**clip, "p": p}], True)
+    cases["no gradient on rank 0"] = ("table_wise_one_rank", {"use_amp": True}, apart[:1], False)
     cases["row_wise, no clip"] = ("row_wise", {}, [{"modules": BOTH}], True)
     for name in ("table_wise_one_rank", "mixed"):
         cases[f"{name}, two"] = (name, {}, [{**part, "accum": 2} for part in apart], False)
@@ -327,6 +357,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     **{f"fused: {name}": (check_fused, (name, True)) for name in ("row_wise", "two_shards")},
     **{f"fused: {name}, no context": (check_fused, (name, False)) for name in ("mixed", "table_wise_one_rank")},
     "fused, epochs": (check_fused_epochs, None),
+    "fused, resumed": (check_fused_resumed, None),
     "fused, pair": (check_fused_pair, False),
     "fused, pair, turned": (check_fused_pair, True),
     "fused, refused": (check_fused_refused, None),
