@@ -68,15 +68,8 @@ TWO = LaunchSpec(
     python="python",
 )
 SPECS = {"one": ONE, "two": TWO}
-MEETING = (
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--node-rank",
-    "--local-addr",
-    "--master-addr",
-)
+MEETING = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank", "--local-addr")
+MEETING += ("--master-addr", "--master-port")
 TALK = """
 import json
 import torch
