@@ -114,16 +114,21 @@ def installed() -> dict[str, str]:
     return found
 
 
-def examine(versions: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> Diagnosis:
+def examine(
+    versions: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    cuda: bool | None = None,
+) -> Diagnosis:
     """Looks at everything; takes as long as TorchRec needs to load, two minutes at most for each of two probes.
 
     Args:
         versions: as :func:`installed` gives them, which is the default.
         environment: variables to look at instead of the process's own; the probes run in it too.
+        cuda: whether torch sees a GPU; asked by default.
     """
     versions = installed() if versions is None else versions
     environment = os.environ if environment is None else environment
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() if cuda is None else cuda
     return Diagnosis(
         findings=(
             *_python_and_torch(versions),
@@ -199,7 +204,7 @@ def _devices(versions: Mapping[str, str], environment: Mapping[str, str], cuda: 
         what="cuda",
         status="ok" if cuda else "wrong" if driver else "missing",
         needed=False,
-        says=f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+        says=f"{torch.cuda.device_count()} GPU(s), CUDA {torch.version.cuda}"
         if cuda
         else f"torch {torch.__version__} sees no GPU, though there is a driver"
         if driver

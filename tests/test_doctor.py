@@ -1,0 +1,143 @@
+"""Does the doctor find what is wrong, and give the command that mends it? The probes are real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from dist_sparse import doctor
+from dist_sparse.doctor import Diagnosis, Finding, examine, installed
+
+GOOD = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
+
+
+@pytest.fixture
+def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded: for tests of what is found before."""
+    monkeypatch.setattr(doctor, "_fails", lambda code, environment: None)
+
+
+def found(versions: dict[str, str] | None = None, **environment: str) -> dict[str, Finding]:
+    return {
+        each.what: each for each in examine(GOOD if versions is None else versions, environment, cuda=False).findings
+    }
+
+
+def test_this_machine() -> None:
+    """Where the tests run, everything that is needed is there, and the probes say so of the real thing."""
+    pytest.importorskip("torchrec")
+    answer = examine()
+    status = {each.what: each.status for each in answer.findings}
+    assert answer.can_train, str(answer)
+    assert status["versions fit"] == status["a lookup"] == status["gloo"] == "ok"
+    assert all((each.mend is None) or each.status != "ok" for each in answer.findings)
+    assert str(answer).endswith("All that is needed to train is here.")
+    said = json.loads(json.dumps(answer.to_json()))
+    assert said["can_train"] and {each["what"] for each in said["findings"]} == set(status)
+    assert {"torch", "torchrec"} <= set(installed())
+
+
+def test_gloo_without_an_address() -> None:
+    """A real process group, on an interface that is not there."""
+    versions = {"torch": "2.13.0"}
+    answer = examine(versions, {**os.environ, "GLOO_SOCKET_IFNAME": "none0"}, cuda=False)
+    gloo = next(each for each in answer.findings if each.what == "gloo")
+    assert gloo.status == "wrong" and "none0" in gloo.says and gloo.mend == "export GLOO_SOCKET_IFNAME=lo"
+    assert not answer.can_train
+    assert "This can't train: torchrec, fbgemm, gloo." in str(answer)
+
+
+@pytest.mark.usefixtures("no_probes")
+@pytest.mark.parametrize(
+    ("versions", "what", "status", "says", "mend"),
+    [
+        ({"torch": "2.13.0"}, "torchrec", "missing", "not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"'),
+        ({"torch": "2.12.1"}, "fbgemm", "missing", "not installed", '"fbgemm-gpu-cpu==1.7.*" "torchrec==1.7.*"'),
+        ({"torch": "2.10.0"}, "torch", "wrong", "2.10.0 is older than torch>=2.11", 'install "torch>=2.11"'),
+        ({**GOOD, "torch": "2.14.0"}, "versions fit", "wrong", "torchrec 1.8.0 needs 2.13.*", '"torch==2.13.*"'),
+        ({**GOOD, "fbgemm-gpu-cpu": "1.7.0"}, "versions fit", "wrong", "fbgemm-gpu is wrong", "fbgemm-gpu-cpu==1.8.*"),
+        (
+            {**GOOD, "fbgemm-gpu": "1.8.0"},
+            "fbgemm",
+            "wrong",
+            "both installed",
+            "uninstall -y fbgemm-gpu fbgemm-gpu-cpu && ",
+        ),
+        ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is older than", '"tensorboard>=2.16"'),
+        (GOOD, "matplotlib", "missing", "not installed; for pictures", '-m pip install "matplotlib>=3.8"'),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_packages(versions: dict[str, str], what: str, status: str, says: str, mend: str) -> None:
+    each = found(versions)[what]
+    assert each.status == status and says in each.says, each
+    assert each.mend is not None and mend in each.mend, each
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_good_mix_needs_nothing_more() -> None:
+    answer = examine(GOOD, {}, cuda=False)
+    assert answer.can_train
+    assert {each.what for each in answer.findings if each.needed} >= {"python", "torch", "torchrec", "fbgemm"}
+    newer = found({"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"})["versions fit"]
+    assert newer.status == "ok" and "knows those of 1.7, 1.8" in newer.says
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_gpu_asks_for_more() -> None:
+    each = {each.what: each for each in examine(GOOD, {}, cuda=True).findings}
+    assert each["fbgemm"].status == "wrong" and "no CUDA kernels" in each["fbgemm"].says
+    assert each["fbgemm"].mend is not None
+    assert each["fbgemm"].mend.endswith('pip install "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
+    assert each["nccl"].needed and each["triton"].needed and not each["gloo"].needed
+    alone = {each.what: each for each in examine({**GOOD, "fbgemm-gpu": "1.8.0"}, {}, cuda=False).findings}
+    assert not alone["nccl"].needed and not alone["triton"].needed and alone["gloo"].needed
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_variables() -> None:
+    folder = os.path.dirname(sys.executable)
+    few = found(PATH="")
+    assert few["torchrun"].status == "missing" and few["torchrun"].mend == f"export PATH={folder}:$PATH"
+    assert (few["PYTHONHASHSEED"].status, few["PYTHONHASHSEED"].mend) == ("missing", "export PYTHONHASHSEED=0")
+    assert few["PET_ variables"].status == "ok"
+    full = found(PATH=folder, PYTHONHASHSEED="0", PET_NNODES="2", PET_STANDALONE="1")
+    assert full["torchrun"].status == full["PYTHONHASHSEED"].status == "ok"
+    assert full["PET_ variables"].status == "wrong"
+    assert full["PET_ variables"].mend == "unset PET_NNODES PET_STANDALONE"
+    assert found(PYTHONHASHSEED="random")["PYTHONHASHSEED"].status == "wrong"
+
+
+def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._fails("pass", os.environ) is None
+    assert doctor._fails("import dist_sparse.versions", {}) is None, "finds the package without a PYTHONPATH"
+    assert doctor._fails("import os; os.abort()", os.environ) == "the interpreter was killed by SIGABRT"
+    assert doctor._fails("raise ImportError('undefined symbol')", os.environ) == "ImportError: undefined symbol"
+    assert doctor._fails("raise SystemExit(3)", os.environ) == "ended with status 3"
+    monkeypatch.setattr(doctor, "_SECONDS", 1.0)
+    assert doctor._fails("import time; time.sleep(60)", os.environ) == "did not end within 1 s"
+
+
+def test_what_does_not_load_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with operators that were built for another torch: here a lookup that kills its process."""
+    monkeypatch.setattr(doctor, "_LOOKUP", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    monkeypatch.setattr(doctor, "_GLOO", "pass")
+    lookup = found()["a lookup"]
+    assert lookup.status == "wrong" and "SIGSEGV" in lookup.says
+    assert lookup.mend is not None and "--force-reinstall --no-deps" in lookup.mend
+
+
+def test_only_what_is_needed_decides() -> None:
+    def diagnosis(**fields: Any) -> Diagnosis:
+        return Diagnosis(findings=(Finding(what="x", says="", **fields),))
+
+    assert diagnosis(status="ok", needed=True).can_train
+    assert diagnosis(status="wrong", needed=False).can_train
+    assert not diagnosis(status="wrong", needed=True).can_train
+    assert not diagnosis(status="missing", needed=True).can_train
+    text = str(diagnosis(status="missing", needed=True, mend="install x --index-url URL"))
+    assert "  x: install x --index-url URL" in text and "URL is that of PyTorch's package index" in text
