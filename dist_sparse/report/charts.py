@@ -56,7 +56,7 @@ class LineChart:
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
     """Horizontal bars: name, its part in [0, 1] of the full width, and what is written beside it. ``whole``: the parts
-    make up one bar."""
+    make up one bar, the last is what is left."""
 
     key: str
     title: str

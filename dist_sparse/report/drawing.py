@@ -94,7 +94,8 @@ def _lines(chart: LineChart) -> str:
 
 
 def _scores(chart: ScoreChart) -> str:
-    zero = f'<div class="zeros"><i style="height:{100 * chart.zeros:.2f}%"></i></div>'
+    gone = "gone" if chart.threshold > 0 else "both"
+    zero = f'<div class="zeros"><i class="{gone}" style="height:{100 * chart.zeros:.2f}%"></i></div>'
     if not chart.bins:
         return f'<p class="none">All scores are 0.</p>{zero}'
     logs = [math.log10(edge) for piece in chart.bins for edge in (piece.low, piece.high)]
@@ -122,19 +123,19 @@ def _scores(chart: ScoreChart) -> str:
     below = [(100 * (math.log10(x) - left) / (right - left), f"{x:g}") for x in log_ticks(left, right)]
     marks = [(100 * (1 - y / tallest), _short(y)) for y in ticks(0, tallest, 3)]
     frame = _frame(f"{chart.title}: {chart.note}", shapes, marks, below, "score; area = blocks", tips + at)
-    legend = '<ul class="legend scores"><li class="gone">removed</li><li class="kept">kept</li></ul>'
+    kinds = (("gone", "removed"), ("kept", "kept"), ("both", "both"))
+    legend = f'<ul class="legend">{"".join(f"<li class={kind!r}>{name}</li>" for kind, name in kinds)}</ul>'
     share = percent(chart.zeros)
     return f'{legend}<div class="beside"><div class="zero"><span>{share}</span>{zero}<span>0</span></div>{frame}</div>'
 
 
 def _bars(chart: BarChart) -> str:
     if chart.whole:
-        parts = "".join(
-            f'<i class="part{i}" style="width:{100 * share:.3f}%"></i>' for i, (_, share, _) in enumerate(chart.bars)
-        )
+        kinds = [*(f"part{i}" for i in range(len(chart.bars) - 1)), "rest"]
+        named = list(zip(kinds, chart.bars, strict=True))
+        parts = "".join(f'<i class="{kind}" style="width:{100 * share:.3f}%"></i>' for kind, (_, share, _) in named)
         legend = "".join(
-            f'<li class="part{i}"><b>{escape(name)}</b> {escape(text)}</li>'
-            for i, (name, _, text) in enumerate(chart.bars)
+            f'<li class="{kind}"><b>{escape(name)}</b> {escape(text)}</li>' for kind, (name, _, text) in named
         )
         return f'<div class="stack" aria-hidden="true">{parts}</div><ul class="legend parts">{legend}</ul>'
     rows = "".join(
@@ -224,11 +225,9 @@ def _last(line: Line) -> float | None:
 
 
 def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    if share:
-        low = 0.0
-    if high <= low:
-        high = low + (abs(low) or 1.0) * 0.1
+    low, high = (0.0 if share else min(values)), max(values)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # nothing but what sums leave behind
+        low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
     room = 0.05 * (high - low)
     return (low if low == 0 else low - room), high + room
 

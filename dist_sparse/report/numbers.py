@@ -17,11 +17,11 @@ __all__ = ["numbers", "standing", "status", "summary"]
 
 
 def numbers(run: Run) -> dict[str, Any]:
-    """The numbers of a run, JSON-able: ``folder``, ``finished``, ``last_step``; ``sparsity``, ``target`` (shares of all
-    blocks), ``blocks``, ``removed_blocks``; ``bytes_dense``, ``bytes_kept``, ``bytes_masks`` of the registered tables;
-    ``last``, the last value of each series; ``seconds`` (``total``, ``masks``, ``enforcement``, ``share``: the last two
-    over the first); ``due_steps``, ``collectives``, ``bytes_sent`` of rank 0; ``tables``; ``compared``, the ``last`` of
-    each.
+    """The numbers of a run, JSON-able: ``folder``, ``finished``, ``sessions``, ``world``, ``last_step``; ``sparsity``,
+    ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``; ``bytes_dense``, ``bytes_kept``, ``bytes_masks``
+    of the registered tables; ``last``, the last value of each series; ``seconds`` (``total``, ``masks``,
+    ``enforcement``, ``share``: these two over the first); ``due_steps``, ``collectives``, ``bytes_sent`` of rank 0;
+    ``tables``; ``compared``, the ``last`` of each.
     """
     tables = standing(run)
     blocks, removed = sum(t["blocks"] for t in tables), sum(t["removed_blocks"] for t in tables)
@@ -32,6 +32,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "folder": str(run.folder),
         "finished": run.finished,
         "sessions": run.sessions,
+        "world": run.world,
         "last_step": run.last_step,
         "sparsity": removed / blocks if blocks else None,
         "target": _target(tables),

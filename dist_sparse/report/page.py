@@ -62,11 +62,11 @@ def page(run: Run) -> str:
     scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]
     name = run.folder.resolve().name
     ranks = f"{count(run.world)} rank{'s' * (run.world != 1)}"
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    versions = "".join(f", {name} {version}" for name, version in run.versions.items())
     state = f'<p class="{"soft" if run.finished else "warn"}">{escape(status(run))}</p>'
     body = [
         f'<header><p class="soft">dist_sparse, report of a run</p><h1>{escape(name)}</h1>',
-        f'<p class="soft">Started {escape(run.started)} on {ranks}. {escape(versions)}.</p>',
+        f'<p class="soft">Started {escape(run.started)} on {ranks}{escape(versions)}.</p>',
         f"{state}{_heads(run, found)}</header><main>",
         _section("Over steps", over_steps),
         _section("Tables", [drawn(c) for c in figures if c.key == "bytes"]),

@@ -55,7 +55,7 @@ def figure(chart: Chart) -> Figure:
     made = Figure(figsize=(7, max(2.6, 1.2 + 0.27 * rows) if rows else 3.6), layout="constrained")
     axes = made.add_subplot()
     # Names from a log may have a $ in them, which would begin a formula.
-    axes.set_title(chart.title, loc="left", fontweight="bold", parse_math=False)
+    axes.set_title(_short(chart.title, 60), loc="left", fontweight="bold", parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     if isinstance(chart, LineChart):
         _lines(axes, chart)
@@ -75,7 +75,7 @@ def _lines(axes: Any, chart: LineChart) -> None:
             others += 1
         shown = [(x, float("nan") if y is None else y) for x, y in line.points]
         xs, ys = zip(*shown, strict=True)
-        label = line.name if line.role in ("main", "target", "other") else "_"
+        label = _short(line.name, 32) if line.role in ("main", "target", "other") else "_"
         axes.plot(xs, ys, drawstyle="steps-post" if line.steps else "default", label=label, **look)
     axes.set_xlabel("step")
     axes.set_xlim(left=0, right=max(chart.end, 1))
@@ -102,14 +102,16 @@ def _bars(axes: Any, chart: BarChart) -> None:
     places = range(len(chart.bars))
     axes.barh(places, [1.0] * len(chart.bars), color="#e3e8ef")
     axes.barh(places, [share for _, share, _ in chart.bars], color=_MAIN)
-    axes.set_yticks(
-        places, [name if len(name) <= 32 else f"{name[:31]}…" for name, _, _ in chart.bars], parse_math=False
-    )
+    axes.set_yticks(places, [_short(name, 32) for name, _, _ in chart.bars], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     for place, (_, _, text) in enumerate(chart.bars):
         axes.text(1.02, place, text, va="center", fontsize=8, transform=axes.get_yaxis_transform())
+
+
+def _short(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _legend(axes: Any) -> None:

@@ -34,9 +34,10 @@ dl.heads{padding:0}.grid{display:grid;grid-template-columns:repeat(auto-fit,minm
 .legend li::before{content:"";display:inline-block;width:1.1rem;border-top:3px solid var(--c,var(--main));
 margin-right:.4rem;vertical-align:.25em}
 .legend .target::before{border-top-style:dashed;--c:var(--target)}
-.legend .gone::before,.legend .kept::before,.parts li::before{width:.8rem;height:.8rem;border:0;
+.legend .gone::before,.legend .kept::before,.legend .both::before,
+.parts li::before{width:.8rem;height:.8rem;border:0;
 background:var(--c,var(--main));vertical-align:-.05em;border-radius:2px}
-.other0{--c:var(--o0)}.other1{--c:var(--o1)}.other2{--c:var(--o2)}.other3{--c:var(--o3)}.gone{--c:var(--gone)}
+.other0{--c:var(--o0)}.other1{--c:var(--o1)}.other2{--c:var(--o2)}.other3{--c:var(--o3)}.gone{--c:var(--gone)}.both{--c:var(--both)}
 .plot{display:grid;grid-template-columns:auto 1fr;margin-top:auto;padding-right:.6rem;font-size:.78rem;
 color:var(--soft);font-variant-numeric:tabular-nums}
 .y{position:relative;margin-right:.45rem}.y b{visibility:hidden;font-weight:400;white-space:nowrap}
@@ -63,20 +64,21 @@ pointer-events:none}
 height:16.3rem}
 .zero>span{height:1.4rem;white-space:nowrap}.zeros{height:13.5rem;width:1.3rem;position:relative;background:var(--track);
 border-radius:3px 3px 0 0;border-bottom:1px solid var(--soft)}
-.zeros i{position:absolute;left:0;right:0;bottom:0;background:var(--gone)}
+.zeros i{position:absolute;left:0;right:0;bottom:0;background:var(--c)}
 .bars{list-style:none;margin:0;padding:0;font-size:.88rem}
 .bars li{display:grid;grid-template-columns:minmax(6rem,14rem) 1fr 14rem;gap:.1rem .8rem;
 align-items:center;padding:.16rem 0}
 .bar{background:var(--track);height:.95rem;border-radius:3px;overflow:hidden}.bar i{display:block;height:100%;
 background:var(--main)}.bars .text{font-variant-numeric:tabular-nums;color:var(--soft)}
 .stack{display:flex;height:1.7rem;border-radius:5px;overflow:hidden;gap:2px;margin:.2rem 0 .8rem}
-.stack i{background:var(--c)}.part0{--c:var(--gone)}.part1{--c:var(--main)}.part2{--c:var(--rest)}
+.stack i{background:var(--c)}.part0{--c:var(--gone)}.part1{--c:var(--main)}.rest{--c:var(--rest)}
 .scroll{overflow:auto;max-height:38rem;padding:0}table{border-collapse:collapse;width:100%;font-size:.85rem;
 font-variant-numeric:tabular-nums}
 th,td{padding:.45rem .65rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 th:first-child,td:first-child,.text{text-align:left}th{position:sticky;top:0;background:var(--card);color:var(--soft);
 font-weight:600}
-td:first-child{max-width:22rem;overflow:hidden;text-overflow:ellipsis}
+td:first-child{max-width:22rem;min-width:8rem;white-space:normal}
+.bars .name{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden}
 th button{all:unset;cursor:pointer}th button:focus-visible,.scroll:focus-visible{outline:2px solid var(--main);
 outline-offset:2px}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
@@ -84,6 +86,7 @@ pre{margin:0;padding:1rem;font:13px/1.5 ui-monospace,Consolas,monospace;white-sp
 @media(max-width:40rem){.bars li{grid-template-columns:1fr;padding:.4rem 0}main,header,footer{padding-left:.8rem;
 padding-right:.8rem}.head,.card{padding:.85rem .8rem}.heads{grid-template-columns:1fr 1fr}
 .head .big{font-size:1.4rem}.scroll{padding:0}.tip span{max-width:11rem}}
+@media(max-width:26rem){.head .big{font-size:1.2rem}}
 @media print{:root{--bg:#fff}body{font-size:11px}.card,.head{break-inside:avoid}.scroll{max-height:none;
 overflow:visible}.tip{display:none}*{print-color-adjust:exact}}
 """

@@ -74,15 +74,15 @@ def main(options: argparse.Namespace) -> None:
         return result
 
     # The report compares a run with those in folders inside its own.
-    dense = finished(run("dense", dataset, settings, options.run / "dense"))
-    sparse = finished(run("sparsified", dataset, settings, options.run, sparsity))
-    small = finished(run("small dense", shrunk(dataset, sparse), settings, options.run / "small_dense"))
+    dense = finished(run("dense", dataset, settings, options.run_dir / "dense"))
+    sparse = finished(run("sparsified", dataset, settings, options.run_dir, sparsity))
+    small = finished(run("small dense", shrunk(dataset, sparse), settings, options.run_dir / "small_dense"))
     block = ",".join(map(str, options.block))
     say(f"\nTables of the sparsified run (block {block}, {options.norm})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
     say(f"\n{overhead(sparse)}")
     if rank == 0:
-        say(f"\nReport: {write_report(options.run)}")
+        say(f"\nReport: {write_report(options.run_dir)}")
 
 
 def shrunk(dataset: Dataset, sparse: Result) -> Dataset:

@@ -77,7 +77,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "num_users, num_items; for large ones raise --batch-size, too",
     )
     add(
-        "--run",
+        "--run-dir",  # torchrun would take --run for an abbreviation of an option of its own
         type=Path,
         default=Path("runs", time.strftime("dlrm-%Y%m%d-%H%M%S")),
         metavar="DIR",
@@ -102,9 +102,9 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         )
     if options.data is not None and not options.data.is_file():
         parser.error(f"argument --data: no such file: {options.data}")
-    for held in (options.run, options.run / "dense", options.run / "small_dense"):
+    for held in (options.run_dir, options.run_dir / "dense", options.run_dir / "small_dense"):
         if (held / RUN).exists():
-            parser.error(f"argument --run: {held} holds the log of a run: choose another folder")
+            parser.error(f"argument --run-dir: {held} holds the log of a run: choose another folder")
     return options
 
 

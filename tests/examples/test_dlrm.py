@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ import torch
 
 pytest.importorskip("torchrec")
 
+from dist_sparse.report.numbers import numbers
+from dist_sparse.report.run import read_run
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset, SparseFeature, batches, steps_per_pass
 from dlrm.model import DIM, sharding_of
@@ -282,6 +285,14 @@ class TestOptions:
             parse(None, ["--nproc", "4"])
         assert "torchrun has already started 2" in capsys.readouterr().err
 
+    def test_a_folder_with_a_run_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert parse(None, ["--run-dir", str(tmp_path)]).run_dir == tmp_path
+        (tmp_path / "dense").mkdir()
+        (tmp_path / "dense" / "run.json").touch()
+        with pytest.raises(SystemExit):
+            parse(None, ["--run-dir", str(tmp_path)])
+        assert f"--run-dir: {tmp_path / 'dense'} holds the log of a run" in capsys.readouterr().err
+
     def test_blocks(self) -> None:
         assert parse(None, ["--block", "1,ROW"]).block == (1, "ROW")
         assert parse(None, ["--block", "10,4"]).block == (10, 4)
@@ -304,7 +315,8 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, str(MAIN), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # where the job makes runs/
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False, cwd=folder)
 
 
 def printed(*arguments: object) -> Printed:
@@ -355,9 +367,22 @@ class TestRuns:
         assert first.runs == again.runs
 
     @pytest.mark.parametrize(("sharding", "block", "width"), [("mixed", "1,ROW", DIM), ("column_wise", "1,4", 4)])
-    def test_two_processes(self, npz: Path, sharding: str, block: str, width: int) -> None:
-        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--sparsity", 0.5)
+    def test_two_processes(self, npz: Path, tmp_path: Path, sharding: str, block: str, width: int) -> None:
+        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--sparsity", 0.5, "--run-dir", tmp_path / "run")
         result = printed("--nproc", 2, *options, "--sharding", sharding, "--block", block)
+        noted = numbers(read_run(tmp_path / "run"))
+        for run, last in {
+            "sparsified": noted["last"],
+            **{n: of["last"] for n, of in noted["compared"].items()},
+        }.items():
+            shown = result.runs[run.replace("_", " ")]
+            assert f"{last['test_auc']:.4f}" == shown["AUC"] and f"{last['test_ne']:.4f}" == shown["NE"]
+            assert {"loss", "table_bytes", "ms_per_step"} <= set(last)
+        assert noted["finished"] and noted["world"] == 2 and set(noted["compared"]) == {"dense", "small_dense"}
+        assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
+        text = (tmp_path / "run" / "report.html").read_text()
+        assert f'data-value="{noted["last"]["test_auc"]!r}">{result.runs["sparsified"]["AUC"]}<' in text
+        assert (tmp_path / "run" / "report-sparsity.png").exists()
         check(result, 0.5, 1, width)
         assert {table["sharding"] for table in result.tables.values()} >= (
             {"row_wise", "column_wise", "table_wise"} if sharding == "mixed" else {sharding}
