@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import kubeflow, sbatch
+from .command import additions, argv, plain_variables
 from .runner import run
 from .spec import LaunchSpec, Rendezvous, Resources
-from .torchrun import additions, argv, plain_variables
 
 __all__ = ["main"]
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from .channels import Channels
 from .child import JOB, SOCKET
+from .command import argv, environment, target
 from .output import Display, Source, wants_colour
 from .spec import LaunchSpec
-from .torchrun import argv, environment, target
 
 __all__ = ["run"]
 

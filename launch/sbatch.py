@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shlex
 
+from .command import argv, new_id, plain_variables, threads
 from .spec import LaunchSpec
-from .torchrun import argv, new_id, plain_variables, threads
 
 __all__ = ["render"]
 

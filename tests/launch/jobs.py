@@ -75,9 +75,9 @@ def job(folder: Path, words: Sequence[str], *, command: Sequence[str] = LAUNCH, 
         process.communicate()
 
 
-def finish(running: Job) -> tuple[int, str, str]:
+def finish(running: Job, *, seconds: float = TIMEOUT) -> tuple[int, str, str]:
     """Waits for the end: exit status, output, errors. Nothing of the job must be left then."""
-    out, err = running.process.communicate(timeout=TIMEOUT)
+    out, err = running.process.communicate(timeout=seconds)
     assert alive(running.mark) == [], "processes of the job outlive the launcher"
     return running.process.returncode, out, err
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from launch import kubeflow, sbatch
+from launch.command import argv
 from launch.spec import LaunchSpec, Rendezvous, Resources
-from launch.torchrun import argv
 
 from .jobs import finish, job, script
 

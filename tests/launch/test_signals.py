@@ -67,7 +67,7 @@ def test_ranks_that_ignore_signals_are_killed_with_their_children(tmp_path: Path
         running.wait_until("ready0", "ready1")
         assert len(alive(running.mark)) == 6  # launcher, torchrun, two ranks, two children of theirs
         running.process.send_signal(signal.SIGTERM)
-        assert finish(running)[0] == 143
+        assert finish(running, seconds=LIMIT)[0] == 143
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         while "launch: SIGINT" not in stderr.readline():
             pass
         running.process.send_signal(signal.SIGINT)
-        assert finish(running)[0] == 130
+        assert finish(running, seconds=LIMIT)[0] == 130
 
 
 def test_nothing_survives_a_killed_launcher(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.run import parse_args
 
+from launch.command import additions, argv, environment, threads
 from launch.spec import LaunchSpec, Rendezvous, Resources
-from launch.torchrun import additions, argv, environment, threads
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"script": None}, "script=None, module=None: must be exactly one"),
