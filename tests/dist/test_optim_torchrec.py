@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
@@ -127,6 +128,11 @@ def check_dense(case: tuple[str, dict[str, Any], list[dict[str, Any]], bool]) ->
     ]
     trained(model, cell, schedulers, context=not conf.get("use_amp"))
     check_close(held(model), reference(cell, parts), start)
+    if schedulers[0].accum_grad > 1:
+        parts_of = (part for module in model.modules() for part in (module, *getattr(module, "_lookups", ())))
+        averaging = [part for part in parts_of if isinstance(part, DistributedDataParallel)]
+        with schedulers[0].forward_context(STEPS + 1):
+            assert not any(part.require_backward_grad_sync for part in averaging)
     for scheduler in schedulers:
         if (scaler := scheduler.scaler) is not None:
             assert (scaler.get_scale(), scaler._get_growth_tracker()) == (128.0, STEPS // scheduler.accum_grad)
@@ -303,11 +309,11 @@ def sparse(model: nn.Module, **conf: Any) -> tuple[OptimScheduler, MaskEnforcer]
     return scheduler, MaskEnforcer(sparsifier).attach(*optimizers)
 
 
-def check_sparsity(case: tuple[str, bool]) -> None:
+def check_sparsity(case: tuple[str, bool, str | None]) -> None:
     """Masks move with the real steps; what is removed stays so; a state brings it all back."""
-    name, fused = case
+    name, fused, modules = case
     cell = cells(WORLD)[name] if fused else dense(name)
-    conf: dict[str, Any] = {"grad_clip": None if fused else 0.5}
+    conf: dict[str, Any] = {"grad_clip": None if fused else 0.5, "updated_modules": modules}
     model, twin = (build(cell, torch.optim.SGD, {"lr": 0.1}) for _ in range(2))
     for parameter in (p for each in (model, twin) for key, p in each.named_parameters() if key.startswith("over.")):
         parameter.requires_grad_(False)  # tables alone move, and that is enough of an update
@@ -362,8 +368,9 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     "fused, pair, turned": (check_fused_pair, True),
     "fused, refused": (check_fused_refused, None),
     "fused, bfloat16": (check_bfloat16, None),
-    "sparsity, fused": (check_sparsity, ("row_wise", True)),
-    "sparsity, dense": (check_sparsity, ("table_wise_one_rank", False)),
+    "sparsity, fused": (check_sparsity, ("row_wise", True, None)),
+    "sparsity, fused, tables alone": (check_sparsity, ("row_wise", True, "sparse")),
+    "sparsity, dense": (check_sparsity, ("table_wise_one_rank", False, None)),
 }
 
 
