@@ -59,8 +59,9 @@ def rank() -> None:
 def agent(parent: int, loopback: bool, words: list[str]) -> int:
     """Runs torchrun with these words in this process; returns the exit code of the job.
 
-    That is the code of the first rank that failed, 128 + n where it died of signal n. A job that was sent a signal has
-    the code that its ranks ended with, if they all ended with the same one that is not 0, and 128 + n otherwise.
+    That is the code of the first rank that failed, 128 + n where it died of signal n. A job that was sent signal n has
+    the code that its ranks chose, if they all ended with the same one, and 128 + n otherwise. 0 and 1 are not chosen: 1
+    is what any exception ends with.
     """
     die_with_parent(signal.SIGTERM, parent)
     try:
@@ -85,7 +86,7 @@ def agent(parent: int, loopback: bool, words: list[str]) -> int:
         return _status(error.get_first_failure()[1].exitcode)
     except SignalException as error:
         same = codes[0] if len(set(codes)) == 1 else None
-        return same if same is not None and same > 0 else 128 + error.sigval
+        return same if same is not None and same > 1 else 128 + error.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0

@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,8 +47,12 @@ def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
         colour: "auto", "always" or "never": whether the ranks' labels are coloured.
 
     Raises:
-        ValueError: `spec` is for several nodes and says not where they meet.
+        ValueError: `spec` says not where several nodes meet; there is no such script or interpreter here.
     """
+    if spec.script is not None and not Path(spec.script).is_file():
+        raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
+    if shutil.which(spec.python) is None:
+        raise ValueError(f"Invalid python={spec.python!r}: there is no such program.")
     words, dropped = _words(spec), [f"{key}={os.environ[key]}" for key in environment(spec, os.environ)[1]]
     if dropped:
         print(f"launch: not passed on, torchrun would take options from it: {', '.join(dropped)}", file=sys.stderr)

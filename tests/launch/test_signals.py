@@ -42,12 +42,16 @@ def torchrun_of(running: Job) -> int:
     return int(child)
 
 
-def test_sigterm_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Path) -> None:
-    with job(tmp_path, words(tmp_path, POLITE, grace="30")) as running:
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (1, 143)])
+def test_sigterm_reaches_the_ranks_and_the_code_they_choose_comes_back(
+    tmp_path: Path, code: int, expected: int
+) -> None:
+    """1 is not chosen: it is what any exception ends with."""
+    with job(tmp_path, words(tmp_path, POLITE.replace("75", str(code)), grace="30")) as running:
         running.wait_until("ready0", "ready1")
         running.process.send_signal(signal.SIGTERM)
         status, _, err = finish(running)
-    assert status == 75
+    assert status == expected
     assert running.said("stopped0") and running.said("stopped1")
     assert "launch: SIGTERM: the ranks have 30 s to end." in err
 
