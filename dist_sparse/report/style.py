@@ -11,7 +11,7 @@ __all__ = ["SCRIPT", "STYLE"]
 STYLE = """
 :root{color-scheme:light dark;--bg:#f4f6f9;--card:#fff;--ink:#18202b;--soft:#515c6b;--line:#dde2e9;--grid:#e6eaf0;
 --main:#1d5fc4;--target:#5a6472;--thin:#8a97a8;--o0:#b3500a;--o1:#18794e;--o2:#8a3fb5;--o3:#b02a52;
---gone:#b3500a;--both:#8a6a4a;--track:#e3e8ef;--rest:#a6b1bf;--warn:#8a4b00;--warnbg:#fff3dc}
+--gone:#b3500a;--both:#8a6a4a;--track:#e3e8ef;--rest:#8491a2;--warn:#8a4b00;--warnbg:#fff3dc}
 @media(prefers-color-scheme:dark){:root{--bg:#0e131a;--card:#171e28;--ink:#e8edf4;--soft:#a7b3c2;--line:#2b3543;
 --grid:#263040;--main:#6fa8ff;--target:#aab5c3;--thin:#66758a;--o0:#f0a05a;--o1:#58c994;--o2:#cb9cff;--o3:#ff8fae;
 --gone:#f0a05a;--both:#c0a080;--track:#2a3442;--rest:#66758a;--warn:#ffcf87;--warnbg:#3a2c12}}
@@ -23,7 +23,8 @@ header{padding-top:1.75rem}footer{padding-bottom:2.5rem;color:var(--soft);font-s
 h1{font-size:1.6rem;line-height:1.2;margin:0 0 .35rem}h2{font-size:1.15rem;margin:2.25rem 0 .75rem}
 h3{font-size:1rem;margin:0}p{margin:.2rem 0}.soft,figcaption p,.none{color:var(--soft);font-size:.85rem}
 .warn{background:var(--warnbg);color:var(--warn);padding:.5rem .8rem;border-radius:.5rem;margin:.8rem 0}
-.heads{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,12rem),1fr));gap:.9rem;margin:1.25rem 0 0}
+.heads{display:grid;grid-template-columns:repeat(3,1fr);gap:.9rem;margin:1.25rem 0 0}
+@media(min-width:72rem){.heads{grid-template-columns:repeat(auto-fit,minmax(10.5rem,1fr))}}
 .head,.card{background:var(--card);border:1px solid var(--line);border-radius:.75rem;padding:1rem 1.1rem;min-width:0}
 .head dt{color:var(--soft);font-size:.85rem}.head dd{margin:0}
 .head .big{font-size:1.75rem;font-weight:650;line-height:1.25;font-variant-numeric:tabular-nums}
@@ -74,7 +75,7 @@ background:var(--main)}.bars .text{font-variant-numeric:tabular-nums;color:var(-
 .stack i{background:var(--c)}.part0{--c:var(--gone)}.part1{--c:var(--main)}.rest{--c:var(--rest)}
 .scroll{overflow:auto;max-height:38rem;padding:0}table{border-collapse:collapse;width:100%;font-size:.85rem;
 font-variant-numeric:tabular-nums}
-th,td{padding:.45rem .65rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
+th,td{padding:.45rem .55rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 th:first-child,td:first-child,.text{text-align:left}th{position:sticky;top:0;background:var(--card);color:var(--soft);
 font-weight:600}
 td:first-child{max-width:22rem;min-width:8rem;white-space:normal}
