@@ -370,8 +370,8 @@ def test_a_runner_that_leaves_out_empty_batches() -> None:
     """Several by name, the same losses for each; a step number without a step."""
     model = Two()
     runner = {
-        "enc": Noamlr("Adam", {"lr": 0.1}, model, updated_modules="encoder", warmup_steps=4),
         "dec": ExponentDecayLr("SGD", {"lr": 0.1}, model, updated_modules="decoder", optim_loss="other"),
+        "enc": Noamlr("Adam", {"lr": 0.1}, model, updated_modules="encoder", warmup_steps=4),
     }
     rates: dict[str, list[float]] = {name: [] for name in runner}
     for step_num in (1, 2, 4, 5):

@@ -138,8 +138,10 @@ def test_parameters_in_common_do_not_accumulate() -> None:
 
 @pytest.mark.parametrize("accum_grad", [1, 2])
 def test_a_dict_each(accum_grad: int) -> None:
-    """Both losses are called "loss", each of a forward of its own."""
+    """Both losses are called "loss", each of a forward of its own. Nobody is served after its turn."""
     got, wanted = Two(), Two()
+    served: list[Any] = []
+    got.encoder[0].weight.register_hook(served.append)
     schedulers = [over(got, "encoder", accum_grad=accum_grad), over(got, "decoder", accum_grad=accum_grad)]
     optimizers = [torch.optim.SGD(wanted.get_submodule(name).parameters(), LR) for name in ("encoder", "decoder")]
     for step_num in range(1, 5):
@@ -151,7 +153,7 @@ def test_a_dict_each(accum_grad: int) -> None:
                 nn.utils.clip_grad_norm_(mine, 0.05)
                 optimizer.step()
                 optimizer.zero_grad()
-    assert close(copied(got), copied(wanted))
+    assert close(copied(got), copied(wanted)) and len(served) == 4
 
 
 @pytest.mark.parametrize("names", [("loss", "loss"), ("loss", "other")])
