@@ -193,7 +193,16 @@ def test_nobody_moves_the_weights_of_somebody_else_in_passing(theirs: dict[str, 
     assert not same(before, train(model, [mine], 1))
 
 
-def test_no_modules_of_the_model_are_told_apart_by_what_they_are_wrapped_in() -> None:
+def test_who_takes_over_weights_that_move_in_the_backward_is_not_held_up() -> None:
+    """The one before is still there, and is stepped no more."""
+    model = moving()
+    before, after = (made(model, use_amp=False, grad_clip=None, optim_conf={"lr": lr}) for lr in (0.5, 0.125))
+    train(model, [before], 1)
+    train(model, [after], 4, first=2)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in after._owned.in_backward] == [0.125] * 2
+
+
+def test_what_a_model_is_wrapped_in_does_not_matter() -> None:
     model = Two()
     compiled = torch.compile(model, backend="eager")
     scheduler = Steady("SGD", {"lr": 0.1}, compiled, updated_modules="decoder", use_amp=False)
