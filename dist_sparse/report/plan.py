@@ -121,19 +121,19 @@ class Plan:
         asked = f"sparsity level {self.level!r}"
         if self.byte_budget is not None:
             asked += f", the lowest that keeps at most {mib(self.byte_budget)} MiB"
-        head = ["table", "shape", "dtype", "sharding", "blocks", "removed", "sparsity", "MiB", "kept MiB", "mask MiB"]
+        head = ["table", "shape", "sharding", "blocks", "removed", "sparsity", "MiB", "kept MiB", "mask MiB"]
         known = self.batches is not None
-        head += ["lookups", "dead rows", "removed weights"] if known else []
+        head += ["lookups", "dead rows", "dead weights"] if known else []
         rows = [_cells(table, known) for table in self.tables]
-        total = ["all", "", "", "", *_sums(self, known)]
+        total = ["all", "", "", *_sums(self, known)]
         lines = [f"{asked}, blocks {shape_text(self.block)}, {self.norm}; a dry run, nothing was changed", ""]
-        lines += table_lines(head, rows, right=range(4, len(head)), total=total)
+        lines += table_lines(head, rows, right=range(3, len(head)), total=total)
         saved = self.table_bytes - self.kept_bytes
         lines += ["", f"{mib(self.kept_bytes)} of {mib(self.table_bytes)} MiB of weights are kept, {mib(saved)} go."]
         if known:
             lines.append(
-                f"Over {self.batches} batches: the share of lookups whose row has nothing left, and of the weights "
-                "they read that are removed."
+                f"Of the lookups in {self.batches} batches, dead rows: those whose row would have nothing left; dead "
+                "weights: of what they read."
             )
         return "\n".join(lines)
 
@@ -261,7 +261,7 @@ def _named(found: Hits | None) -> dict[str, int]:
 
 def _cells(table: TablePlan, known: bool) -> list[str]:
     stats = table.stats
-    cells = [stats.name, shape_text(stats.shape), str(stats.dtype).removeprefix("torch."), stats.sharding]
+    cells = [stats.name, shape_text(stats.shape), stats.sharding]
     cells += [f"{stats.blocks:,}", f"{stats.removed_blocks:,}", f"{stats.sparsity:.4f}"]
     cells += [mib(stats.table_bytes), mib(stats.kept_bytes), mib(stats.mask_bytes)]
     return cells + ([f"{table.lookups:,}", _share(table.dead_share), _share(table.removed_share)] if known else [])

@@ -169,7 +169,7 @@ def test_for_people_and_for_programs() -> None:
     answer = plan(Two(), byte_budget=1000, batches=batches())
     text = str(answer)
     assert text.startswith(f"sparsity level {answer.level!r}, the lowest that keeps at most 0.001 MiB, blocks 1 x ROW")
-    assert "40 x 8" in text and "dead rows" in text and "Over 4 batches" in text
+    assert "40 x 8" in text and "dead rows" in text and "lookups in 4 batches" in text
     assert "dead rows" not in str(plan(Two(), level=0.5))
     said = json.loads(json.dumps(answer.to_json()))
     assert said["level"] == answer.level and said["block"] == [1, "ROW"] and said["batches"] == 4
