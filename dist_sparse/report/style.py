@@ -12,7 +12,8 @@ STYLE = """
 :root{color-scheme:light dark;--bg:#f4f6f9;--card:#fff;--ink:#18202b;--soft:#515c6b;--line:#dde2e9;--grid:#e6eaf0;
 --main:#1d5fc4;--target:#5a6472;--thin:#8a97a8;--o0:#b3500a;--o1:#18794e;--o2:#8a3fb5;--o3:#b02a52;
 --gone:#b3500a;--both:#8a6a4a;--track:#e3e8ef;--rest:#8491a2;--warn:#8a4b00;--warnbg:#fff3dc}
-@media(prefers-color-scheme:dark){:root{--bg:#0e131a;--card:#171e28;--ink:#e8edf4;--soft:#a7b3c2;--line:#2b3543;
+@media screen and (prefers-color-scheme:dark){
+:root{--bg:#0e131a;--card:#171e28;--ink:#e8edf4;--soft:#a7b3c2;--line:#2b3543;
 --grid:#263040;--main:#6fa8ff;--target:#aab5c3;--thin:#66758a;--o0:#f0a05a;--o1:#58c994;--o2:#cb9cff;--o3:#ff8fae;
 --gone:#f0a05a;--both:#c0a080;--track:#2a3442;--rest:#66758a;--warn:#ffcf87;--warnbg:#3a2c12}}
 *{box-sizing:border-box}
