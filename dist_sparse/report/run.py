@@ -160,7 +160,8 @@ class _Reader:
         elif kind == "end":
             seconds = line["seconds"]
             self._tell_session(_float(seconds["total"]))
-            self._tables = tuple(_stats(table) for table in line["tables"])
+            # A session without a sparsifier says nothing of tables.
+            self._tables = tuple(_stats(table) for table in line["tables"]) or self._tables
             self._enforcement += _float(seconds.get("enforcement", 0.0))
             self._enforced &= "enforcement" in seconds
             self._ended, self._ends = True, self._ends + 1

@@ -157,15 +157,16 @@ class RunLog:
 
     def close(self) -> None:
         """Writes what is left, and how the tables stand in the end. Collective, like ``table_stats()``."""
+        seconds, tables = {}, []
         if self._recorder is not None and self._sparsifier is not None:
             self._recorder.complete()
             self._write_masks(self._recorder.take())
-            stats = self._sparsifier.table_stats()
-            seconds = {"total": self._elapsed(), "masks": self._masks_seconds}
-            if self._enforcer is not None:
-                seconds["enforcement"] = self._enforcer.seconds
-            tables = [table_json(table) for table in stats]
-            self._write({"kind": "end", "step": self._last, "seconds": seconds, "tables": tables})
+            tables = [table_json(table) for table in self._sparsifier.table_stats()]
+            seconds["masks"] = self._masks_seconds
+        if self._enforcer is not None:
+            seconds["enforcement"] = self._enforcer.seconds
+        seconds["total"] = self._elapsed()
+        self._write({"kind": "end", "step": self._last, "seconds": seconds, "tables": tables})
         self._shut()
 
     def __enter__(self) -> RunLog:
@@ -248,7 +249,7 @@ def check_format(run: Any, file: Path) -> None:
 
 def _number(name: str, value: float | Tensor) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
+        return float(value.detach())
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     raise ValueError(f"Invalid {name}={value!r}: must be a number or a tensor of one.")

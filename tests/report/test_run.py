@@ -82,7 +82,7 @@ def test_steps_that_a_resumed_run_does_again_count_once(folder: Path) -> None:
     assert [step for step, _ in run.values["loss"]] == [0, 1, 2, 3, 4, 5, 6]
     assert run.last("loss") == 106.0
     assert [due.step for due in run.due] == [0, 3, 6]
-    assert not run.finished and run.spent.enforcement is None and run.tables
+    assert run.finished and run.spent.enforcement is None and run.tables
 
 
 def test_sums_over_sessions(tmp_path: Path) -> None:
