@@ -6,9 +6,11 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := .venv-docs
+SITE ?= site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench sweep
+.PHONY: help setup train test lint bench sweep docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,3 +55,13 @@ bench: $(READY)  ## a due step(), and enforcement at every step, against what on
 
 sweep: $(READY)  ## what each level of sparsity costs and saves on the main job: CSV, plot; 10 minutes
 	$(BIN)/python -m benchmarks.sweep $(ARGS)
+
+docs: $(DOCS)/.ready  ## the documentation as a site in site/; every link and anchor is checked
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --site-dir $(SITE)
+	@echo 'To read it: open $(SITE)/index.html; with its search: python3 -m http.server --bind 127.0.0.1 --directory $(SITE)'
+
+$(DOCS)/.ready: requirements/docs.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make docs PYTHON=..." >&2; exit 1; }
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/docs.txt
+	@touch $@

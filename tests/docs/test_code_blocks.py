@@ -2,7 +2,8 @@
 
 The Python blocks of a file run in order in one fresh process, as a reader would paste them. A ``text`` block right
 after a Python block is what it prints. A block that can't run here says so, visibly, in its first line:
-``# Not run in CI: <reason>``.
+``# Not run in CI: <reason>``. A ``diff`` block is a whole script with the lines to add: what it leads to runs as a
+Python block does, and what it starts from runs too, in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 import dist_sparse
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TIMEOUT = 120
 OPT_OUT = re.compile(r"# Not run in CI: \S.{9,}")
 FENCE = re.compile(r"^```(?P<kind>[^`\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -89,8 +90,15 @@ def run(name: str, blocks: list[Block], folder: Path) -> list[str]:
     return printed
 
 
+def side(block: Block, sign: str) -> Block:
+    """A ``diff`` block as Python: with ``"-"`` what it starts from, with ``"+"`` what it leads to."""
+    lines = [line[1:] for line in block.code.splitlines() if line[:1] in ("", " ", sign)]
+    return block._replace(kind="python", code="\n".join(lines) + "\n")
+
+
 def to_run(file: Path) -> list[Block]:
-    return [block for block in read(file) if block.kind == "python" and not block.opted_out]
+    blocks = [side(block, "+") if block.kind == "diff" else block for block in read(file)]
+    return [block for block in blocks if block.kind == "python" and not block.opted_out]
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if to_run(file)], ids=lambda file: file.name)
@@ -102,12 +110,22 @@ def test_python_blocks_run_and_print_what_the_document_says(file: Path, tmp_path
         assert printed == (block.output or ""), f"{file.name}, the Python block at line {block.line}"
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if any(block.kind == "diff" for block in read(file))])
+def test_diffs_start_from_scripts_that_run(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    for block in read(file):
+        if block.kind == "diff":
+            assert re.search(r"^\+", block.code, re.MULTILINE), f"line {block.line}: adds nothing"
+            assert not re.search(r"^[^-+ ]", block.code, re.MULTILINE), f"line {block.line}: a line without a sign"
+            run(file.name, [side(block, "-")], tmp_path)
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_block_says_what_it_is(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(read(file)), "a fence is not closed"
     for block in read(file):
-        assert block.kind in ("python", "text", "console"), f"line {block.line}: ```{block.kind}"
+        assert block.kind in ("python", "text", "console", "diff"), f"line {block.line}: ```{block.kind}"
         assert block.opted_out or not block.code.startswith("# Not run"), f"line {block.line}: {OPT_OUT.pattern}"
 
 
@@ -171,6 +189,10 @@ class TestThisTest:
         blocks = [block for block in blocks_of(text) if block.kind == "python"]
         assert [block.output for block in blocks] == [None, "1\n", None]
         assert run("doc.md", blocks, tmp_path) == ["", "1\n", ""]
+
+    def test_a_diff_has_two_sides(self) -> None:
+        block = blocks_of("```diff\n x = 1\n-x = 2\n+x = 3\n\n y = x\n```\n")[0]
+        assert [side(block, sign).code for sign in "-+"] == ["x = 1\nx = 2\n\ny = x\n", "x = 1\nx = 3\n\ny = x\n"]
 
     def test_opting_out_needs_a_reason(self) -> None:
         reasons = {"# Not run in CI: needs two GPUs": True, "# Not run in CI:": False, "x = 1": False}

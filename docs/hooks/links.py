@@ -1,0 +1,108 @@
+"""How do links that leave docs/ work in the site?
+
+The pages link to files elsewhere in the repository (figures of benchmarks, examples, tests), as a code host wants it.
+What is linked becomes part of the site, under ``repository/``: Markdown as a page, source as a page that shows it, the
+rest as it is; and so on with what those pages link to. A link that leads nowhere is left as it was, so that MkDocs
+reports it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from markdown import Extension, Markdown
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+__all__ = ["on_config", "on_files", "on_page_markdown"]
+
+_FOLDER = "repository"
+_SOURCE = {".py": "python", ".txt": "text", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".ipynb": "json"}
+_FENCE = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lets what belongs to a list item be indented by two spaces, as code hosts do; Python-Markdown wants four."""
+    config.markdown_extensions.append(_TwoSpaces())  # type: ignore[arg-type]
+    return config
+
+
+class _TwoSpaces(Extension):
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.tab_length = 2
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the files that pages link to outside of docs/."""
+    root = _root(config)
+    waiting = [file for file in files if file.is_documentation_page()]
+    while waiting:
+        page = waiting.pop()
+        here = posixpath.dirname(_in_repository(page.src_uri, config))
+
+        def add(target: str, here: str = here) -> str:
+            path = posixpath.normpath(posixpath.join(here, target.partition("#")[0]))
+            source = root / path
+            if not path.startswith(("docs/", "../")) and source.is_file():
+                uri = _in_site(path, config)
+                if files.get_file_from_path(uri) is None:
+                    file = _file(source, uri, config)
+                    files.append(file)
+                    waiting.extend([file] if source.suffix == ".md" else [])
+            return target
+
+        _each_link(page.content_string, add)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points the links of a page at where the files are in the site."""
+    uri = page.file.src_uri
+    if uri.startswith(f"{_FOLDER}/"):
+        page.meta["search"] = {"exclude": True}
+    here = posixpath.dirname(_in_repository(uri, config))
+
+    def moved(target: str) -> str:
+        name, sign, anchor = target.partition("#")
+        path = posixpath.normpath(posixpath.join(here, name))
+        if not name or not (_root(config) / path).is_file():
+            return target
+        return posixpath.relpath(_in_site(path, config), posixpath.dirname(uri) or ".") + sign + anchor
+
+    return _each_link(markdown, moved)
+
+
+def _file(source: Path, uri: str, config: MkDocsConfig) -> File:
+    if source.suffix in _SOURCE:
+        text = source.read_text(encoding="utf-8")
+        return File.generated(config, uri, content=f"# {source.name}\n\n````{_SOURCE[source.suffix]}\n{text}\n````\n")
+    return File.generated(config, uri, abs_src_path=str(source))
+
+
+def _each_link(text: str, change: Callable[[str], str]) -> str:
+    parts = _FENCE.split(text)
+    parts[::2] = [_LINK.sub(lambda link: change(link[1]) if "://" not in link[1] else link[1], p) for p in parts[::2]]
+    return "".join(parts)
+
+
+def _root(config: MkDocsConfig) -> Path:
+    return Path(config.docs_dir).parent
+
+
+def _in_repository(uri: str, config: MkDocsConfig) -> str:
+    """Where in the repository does a page of the site come from?"""
+    outside = uri.removeprefix(f"{_FOLDER}/")
+    return outside if outside != uri else f"{Path(config.docs_dir).name}/{uri}"
+
+
+def _in_site(path: str, config: MkDocsConfig) -> str:
+    """Where in the site is a file of the repository?"""
+    docs = f"{Path(config.docs_dir).name}/"
+    if path.startswith(docs):
+        return path.removeprefix(docs)
+    return f"{_FOLDER}/{path}" + (".md" if Path(path).suffix in _SOURCE else "")

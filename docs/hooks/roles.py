@@ -1,0 +1,41 @@
+"""How do the docstrings' ``:class:`~dist_sparse.X``` become links?
+
+The docstrings use the roles of reStructuredText, the site is Markdown. What has a place in the site becomes a link; the
+rest is shown as code.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+__all__ = ["Roles"]
+
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`(?P<short>~?)(?P<name>[\w.]+)`")
+
+
+class Roles(griffe.Extension):
+    """Rewrites the roles of every docstring that is read."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called for each object of the package, outermost last."""
+        if obj.docstring is not None:
+            obj.docstring.value = _ROLE.sub(lambda role: _link(obj, role), obj.docstring.value)
+
+
+def _link(obj: griffe.Object, role: re.Match[str]) -> str:
+    name = role["name"]
+    text = name.rpartition(".")[2] if role["short"] else name
+    return f'<autoref optional identifier="{_path(obj, name)}"><code>{text}</code></autoref>'
+
+
+def _path(obj: griffe.Object, name: str) -> str:
+    """The full name of what a docstring calls by the name that it has there."""
+    scope: griffe.Object | None = obj
+    while scope is not None:
+        if name.partition(".")[0] in scope.members and scope.members[name.partition(".")[0]] is not scope:
+            return f"{scope.path}.{name}"
+        scope = scope.parent
+    return name

@@ -1,0 +1,70 @@
+"""Does the notebook run from an empty kernel, and does it show what its text says?"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+
+FILE = Path(__file__).parents[2] / "examples" / "single_process.ipynb"
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The notebook with its outputs, from a kernel in an empty folder."""
+    notebook = nbformat.read(FILE, as_version=4)
+    place = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
+    client = nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=place)
+    return client.execute(env={**os.environ, "PYTHONPATH": str(FILE.parents[1])})
+
+
+def text(notebook: Any, stream: str = "stdout") -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(
+        output["text"] for output in outputs if output["output_type"] == "stream" and output["name"] == stream
+    )
+
+
+def test_is_committed_without_outputs() -> None:
+    notebook = nbformat.read(FILE, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+
+
+@pytest.mark.slow
+def test_draws_and_warns_of_nothing(executed: Any) -> None:
+    outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert text(executed, "stderr") == ""
+
+
+@pytest.mark.slow
+def test_removes_what_it_says(executed: Any) -> None:
+    tables = re.findall(r"^(\w+) +(\d+) +(\d+) +80\.00% +(\d+) +(\d+) +\d+$", text(executed), re.MULTILINE)
+    assert [name for name, *_ in tables] == ["user", "item", "pair"]
+    for _, rows, removed, whole, kept in tables:
+        assert int(removed) * 5 == int(rows) * 4
+        assert int(kept) * 5 == int(whole)
+    zeros = {"user": 38_400, "item": 25_600, "pair": 256_000}
+    for name, count in zeros.items():
+        assert f"{name}: all {count} removed weights are 0" in text(executed)
+
+
+@pytest.mark.slow
+def test_its_words_fit_its_figures(executed: Any) -> None:
+    kept, removed = (int(n) for n in re.findall(r"rows: +seen (\d+) times", text(executed)))
+    assert removed < kept
+    auc = {
+        name.strip(): float(value) for name, value in re.findall(r"^(.+?) AUC (0\.\d+)", text(executed), re.MULTILINE)
+    }
+    assert list(auc) == ["dense", "80 % of rows", "80 % of 1 x 4 blocks", "95 % of the pairs"]
+    assert 0.55 < auc["80 % of rows"] < auc["80 % of 1 x 4 blocks"] < 0.8
+    assert auc["80 % of rows"] < auc["dense"] < auc["95 % of the pairs"]
