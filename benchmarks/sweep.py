@@ -27,7 +27,7 @@ from benchmarks.sweep_report import report
 from dlrm import movielens
 from dlrm.batches import DataError
 from dlrm.model import sharding_of
-from dlrm.options import _block, _level, _positive, _seed
+from dlrm.options import as_block, as_level, as_positive, as_seed
 
 __all__ = ["main"]
 
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--levels", type=_level, nargs="+", metavar="LEVEL", help="of the post cells (default: torch.ao's twenty)")
+    add("--levels", type=as_level, nargs="+", metavar="LEVEL", help="of the post cells (default: torch.ao's twenty)")
     add(
         "--blocks",
         type=_block_name,
@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--training-levels",
-        type=_level,
+        type=as_level,
         nargs="*",
         metavar="LEVEL",
         help=f"of the training cells, each of which trains a model; none leaves them out (default: {TRAINING_LEVELS})",
@@ -151,9 +151,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R,C",
         help="of the training cells, by L2 (default: 1,4 1,ROW)",
     )
-    add("--train-examples", type=_positive, metavar="N", help="train on the first N only (default: all)")
-    add("--seed", type=_seed, default=0, metavar="N", help="of the weights and the order (default: %(default)s)")
-    add("--nproc", type=_positive, default=2, metavar="N", help="processes under torchrun (default: %(default)s)")
+    add("--train-examples", type=as_positive, metavar="N", help="train on the first N only (default: all)")
+    add("--seed", type=as_seed, default=0, metavar="N", help="of the weights and the order (default: %(default)s)")
+    add("--nproc", type=as_positive, default=2, metavar="N", help="processes under torchrun (default: %(default)s)")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     add("--resume", action="store_true", help="keep the cells that today's CSV has; without it they are measured anew")
     add(
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _block_name(text: str) -> str:
-    return "x".join(map(str, _block(text)))
+    return "x".join(map(str, as_block(text)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from dist_sparse import DataNormSparsifier
 from dlrm import movielens
 from dlrm.batches import Batch, Dataset, batches, steps_per_pass
 from dlrm.model import ShardedModel, build, sharding_of
-from dlrm.train import MIN_ROWS, Settings, Sparsification, Sparsity, _epochs, _train
+from dlrm.train import MIN_ROWS, Settings, Sparsification, Sparsity, epochs, train_steps
 
 EVERY = 20
 """Steps between two moves of the masks while training, the main job's default; fewer where the run is short."""
@@ -76,7 +76,7 @@ class Job:
         timed = None if sparsity is None else Timed(sharded, sparsity, self.steps)
         pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
         sharded.model.train()
-        ms = _train("", pipeline, _epochs(self.dataset, settings), self.steps, settings.rank, timed)
+        ms = train_steps("", pipeline, epochs(self.dataset, settings), self.steps, settings.rank, timed)
         pipeline.detach()  # so that the model takes batches again
         sharded.model.eval()
         return sharded, timed, most(ms)

@@ -2,7 +2,7 @@
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
-The same:        torchrun --nproc_per_node 2 --local-addr 127.0.0.1 examples/dlrm/main.py
+The same:        python -m launch --nproc 2 examples/dlrm/main.py
 """
 
 from __future__ import annotations
@@ -106,17 +106,13 @@ def _quiet() -> None:
 
 
 def relaunch(world: int, argv: Sequence[str]) -> None:
-    """Becomes torchrun with ``world`` processes of this script; does not return."""
+    """Becomes the launcher of ``world`` processes of this script; does not return."""
     only_nproc = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only_nproc.add_argument("--nproc")
-    # Wherever --nproc stands, torchrun takes it for an abbreviation of an option of its own.
     _, others = only_nproc.parse_known_args(argv)
-    # Port 0 lets two jobs run on one machine at a time; torchrun's fixed default does not.
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), *rendezvous]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("PYTHONHASHSEED", "0")  # TorchRec's resharding takes message tags from hash()
-    os.execv(sys.executable, [sys.executable, *torchrun, str(Path(__file__).resolve()), *others])
+    launcher = ["-m", "dist_sparse.launch", "--nproc", str(world)]
+    os.execv(sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), "--", *others])
 
 
 def _start_process_group() -> None:

@@ -12,7 +12,7 @@ from dist_sparse import ROW
 from dist_sparse.report.run_log import RUN
 from dlrm.model import DIM, SHARDINGS
 
-__all__ = ["parse", "started_world"]
+__all__ = ["as_block", "as_level", "as_positive", "as_seed", "parse", "started_world"]
 
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -23,7 +23,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     add = parser.add_argument
     add(
         "--nproc",
-        type=_positive,
+        type=as_positive,
         metavar="N",
         help="processes to start under torchrun (default: this one alone, or torchrun's own number)",
     )
@@ -35,7 +35,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     )
     add(
         "--block",
-        type=_block,
+        type=as_block,
         default=(1, ROW),
         metavar="R,C",
         help="block that is kept or removed: `1,ROW` (whole rows, the default) or e.g. `1,4`",
@@ -48,23 +48,29 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     )
     add(
         "--sparsity",
-        type=_level,
+        type=as_level,
         default=0.8,
         metavar="LEVEL",
         help="final part of the blocks to remove, in [0, 1] (default: %(default)s)",
     )
     add(
         "--every",
-        type=_positive,
+        type=as_positive,
         default=20,
         metavar="STEPS",
         help="steps between two moves of the masks (default: %(default)s)",
     )
-    add("--epochs", type=_positive, default=1, metavar="N", help="passes over the training data (default: %(default)s)")
-    add("--seed", type=_seed, default=0, metavar="N", help="of weights, order and negatives (default: %(default)s)")
+    add(
+        "--epochs",
+        type=as_positive,
+        default=1,
+        metavar="N",
+        help="passes over the training data (default: %(default)s)",
+    )
+    add("--seed", type=as_seed, default=0, metavar="N", help="of weights, order and negatives (default: %(default)s)")
     add(
         "--batch-size",
-        type=_positive,
+        type=as_positive,
         default=128,
         metavar="N",
         help="examples per step over all processes (default: %(default)s)",
@@ -113,11 +119,11 @@ def started_world() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
-def _positive(text: str) -> int:
+def as_positive(text: str) -> int:
     return _whole(text, 1)
 
 
-def _seed(text: str) -> int:
+def as_seed(text: str) -> int:
     return _whole(text, 0)
 
 
@@ -127,7 +133,7 @@ def _whole(text: str, least: int) -> int:
     return int(text)
 
 
-def _level(text: str) -> float:
+def as_level(text: str) -> float:
     try:
         level = float(text)
     except ValueError:
@@ -137,7 +143,7 @@ def _level(text: str) -> float:
     return level
 
 
-def _block(text: str) -> tuple[int, int | str]:
+def as_block(text: str) -> tuple[int, int | str]:
     height, _, width = text.partition(",")
     if (
         not height.isdecimal()

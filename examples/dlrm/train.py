@@ -27,7 +27,17 @@ from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import ShardedModel, build
 from dlrm.notes import Notes
 
-__all__ = ["MIN_ROWS", "Result", "Settings", "Sparsity", "TableRow", "run"]
+__all__ = [
+    "MIN_ROWS",
+    "Result",
+    "Settings",
+    "Sparsification",
+    "Sparsity",
+    "TableRow",
+    "epochs",
+    "run",
+    "train_steps",
+]
 
 MIN_ROWS = 256
 """Tables with fewer rows stay dense: there is next to nothing to save in them."""
@@ -189,7 +199,7 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     sparsified = () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
     notes = Notes(folder, config, *sparsified)
     sharded.model.train()
-    ms_per_step = _train(name, pipeline, _epochs(dataset, settings), steps, settings.rank, sparsification, notes)
+    ms_per_step = train_steps(name, pipeline, epochs(dataset, settings), steps, settings.rank, sparsification, notes)
     spent = (0.0, 0.0)
     if sparsification is not None:
         spent = (sparsification.enforcer.seconds, sparsification.masks_seconds)
@@ -213,7 +223,7 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     )
 
 
-def _epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
+def epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
     """All training batches of this rank: one stream, so that the pipeline does not run empty between epochs."""
     for epoch in range(settings.epochs):
         yield from batches(
@@ -226,7 +236,7 @@ def _epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
         )
 
 
-def _train(
+def train_steps(
     name: str,
     pipeline: Pipeline,
     examples: Iterator[Batch],

@@ -2,7 +2,7 @@
 sparsifies, and one for the layers, each with a learning rate, a norm and a schedule of its own.
 
 One process:     python examples/optim_scheduler/main.py
-Two processes:   torchrun --nproc_per_node 2 --local-addr 127.0.0.1 examples/optim_scheduler/main.py
+Two processes:   python -m launch --nproc 2 examples/optim_scheduler/main.py
 Interrupted:     ... --checkpoint runs/ranker.pt --stop-at 100
 and resumed:     ... --checkpoint runs/ranker.pt --resume
 
