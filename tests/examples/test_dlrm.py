@@ -323,7 +323,8 @@ def printed(*arguments: object) -> Printed:
     done = start(*arguments)
     assert done.returncode == 0, done.stderr
     found = {}
-    for section in done.stdout.split("\n\n"):
+    # The launcher puts the rank before each line.
+    for section in re.sub(r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE).split("\n\n"):
         head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
         if lines and set("".join(lines[0])) == {"-"}:
             found[head[0]] = {line[0]: dict(zip(head, line, strict=True)) for line in lines[1:]}
