@@ -63,5 +63,6 @@ docs: $(DOCS)/.ready  ## the documentation as a site in site/; every link and an
 $(DOCS)/.ready: requirements/docs.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make docs PYTHON=..." >&2; exit 1; }
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/docs.txt
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/docs.txt || { \
+	  echo 'make docs needs a package index, for what requirements/docs.txt lists.' >&2; exit 1; }
 	@touch $@

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from markdown import Extension, Markdown
+from markdown.blockprocessors import build_block_parser
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -28,13 +29,14 @@ _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lets what belongs to a list item be indented by two spaces, as code hosts do; Python-Markdown wants four."""
-    config.markdown_extensions.append(_TwoSpaces())  # type: ignore[arg-type]
+    config.markdown_extensions.insert(0, _TwoSpaces())  # type: ignore[arg-type]
     return config
 
 
 class _TwoSpaces(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.tab_length = 2
+        md.parser = build_block_parser(md)  # the parts of a parser note the length when they are made
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,0 +1,127 @@
+"""Does the documentation build as a site, with every public name, no wrong link, and nothing from elsewhere?"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import dist_sparse
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "site", "runs")
+IN_MODULES = {"groups": ["set_timeout", "traffic", "reset_traffic"], "training.lightning": None}
+"""Public names of modules; None is all of ``__all__``."""
+
+
+def documented() -> list[str]:
+    """What the pages of docs/api have a place for."""
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+
+
+def test_every_public_name_has_one_place() -> None:
+    names = [f"dist_sparse.{name}" for name in dist_sparse.__all__]
+    for module, some in IN_MODULES.items():
+        if module == "training.lightning":
+            pytest.importorskip("lightning")
+        path = f"dist_sparse.{module}"
+        names += [f"{path}.{name}" for name in some or importlib.import_module(path).__all__]
+    assert not set(names) - set(documented()), "not in docs/api"
+    assert len(documented()) == len(set(documented()))
+
+
+def built(folder: Path) -> subprocess.CompletedProcess[str]:
+    """``make docs`` on a copy of the repository, with the environment of this one."""
+    return subprocess.run(
+        ["make", "docs", f"DOCS={ROOT / '.venv-docs'}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, and in it the site."""
+    made = subprocess.run(
+        ["make", ".venv-docs/.ready"], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    if made.returncode and re.search(r"connection|name resolution|timed out", made.stderr, re.IGNORECASE):
+        pytest.skip(f"OFFLINE, the documentation is not built: {made.stderr.strip().splitlines()[-1]}")
+    assert made.returncode == 0, made.stderr
+    folder = tmp_path_factory.mktemp("site") / "repository"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    done = built(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.network
+class TestSite:
+    def test_fetches_nothing_from_elsewhere(self, copy: Path) -> None:
+        for page in (copy / "site").rglob("*.html"):
+            tags = re.findall(r"<(?:script|img|iframe|link)\b[^>]*>", page.read_text())
+            assert not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)], page
+        for sheet in (copy / "site").rglob("*.css"):
+            assert not re.search(r"url\([\"']?(?:https?:)?//", sheet.read_text()), sheet
+
+    def test_drawings_are_in_the_page(self, copy: Path) -> None:
+        page = (copy / "site" / "concepts.html").read_text()
+        assert len(re.findall(r'<figure class="ds-figure"><svg role="img" aria-label="[^"]{40,}', page)) == 2
+        assert "images/blocks.svg" not in page
+
+    def test_what_pages_link_to_outside_of_docs_is_there(self, copy: Path) -> None:
+        page = (copy / "site" / "log.html").read_text()
+        for target in ("benchmarks/results/2026-11-21-sweep.html", "benchmarks/results/2026-11-21-sweep.csv"):
+            assert f'href="repository/{target}"' in page
+            assert (copy / "site" / "repository" / target).is_file()
+        shown = (copy / "site" / "repository" / "examples" / "quickstart.py.html").read_text()
+        assert "init_process_group" in shown
+
+    def test_what_two_spaces_indent_belongs_to_the_list(self, copy: Path) -> None:
+        page = (copy / "site" / "log.html").read_text()
+        assert re.search(r"<li>(?:(?!</li>).)*<table>", page, re.DOTALL)
+
+    def test_no_list_or_table_is_left_as_text(self, copy: Path) -> None:
+        for page in (copy / "site").glob("*.html"):
+            outside_of_code = re.sub(r"<pre>.*?</pre>", "", page.read_text(), flags=re.DOTALL)
+            assert not re.findall(r"^(?:<p>)?(?:[-*] |\| ?[-\w]).*", outside_of_code, re.MULTILINE), page
+
+    def test_docstrings_link_to_each_other(self, copy: Path) -> None:
+        page = (copy / "site" / "api" / "sparsify.html").read_text()
+        assert re.search(r'href="training\.html#dist_sparse\.(?:\w+\.)*MaskEnforcer"', page)
+        for page_ in (copy / "site" / "api").glob("*.html"):
+            assert not re.search(r":(?:class|func|meth|mod|attr|data):", page_.read_text()), page_
+
+    def test_every_reference_has_an_anchor(self, copy: Path) -> None:
+        pages = "".join(page.read_text() for page in (copy / "site" / "api").glob("*.html"))
+        for name in documented():
+            assert f'id="{name}"' in pages
+
+    @pytest.mark.parametrize(
+        ("wrong", "named"),
+        [
+            ("[x](nowhere.md)", "nowhere.md"),
+            ("[x](concepts.md#nowhere)", "#nowhere"),
+            ("[x](../benchmarks/nowhere.md)", "../benchmarks/nowhere.md"),
+            ("::: dist_sparse.nowhere", "dist_sparse.nowhere"),
+        ],
+    )
+    def test_what_leads_nowhere_stops_the_build(self, copy: Path, wrong: str, named: str) -> None:
+        page = copy / "docs" / "notebooks.md"
+        text = page.read_text()
+        page.write_text(f"{text}\n{wrong}\n")
+        try:
+            done = built(copy)
+        finally:
+            page.write_text(text)
+        assert done.returncode != 0
+        assert named in done.stdout + done.stderr
