@@ -2,7 +2,7 @@
 
 Optimizers that share a forward cannot take turns at backward and step: the first step would write weights that the
 second backward still needs. So the first one that is stepped takes the gradients of all that are due; each of the
-others finds its own when its turn comes. A loss never leaves gradients on parameters of anybody else.
+others finds its own when its turn comes. In the model, a loss never leaves gradients on parameters of anybody else.
 
 1. All want the same loss: one backward. Under DDP, or with fused tables, through the whole model, since DDP waits for
    all gradients; else to the parameters in charge alone.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -134,7 +135,16 @@ class Backward:
         Returns:
             Those of the other owners, parameter by parameter, accumulated ones included; ``.grad`` is as it was.
         """
-        return self._at_once() if self._one else self._one_by_one()
+        try:
+            return self._at_once() if self._one else self._one_by_one()
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise RuntimeError(
+                "The graph of this loss is gone: somebody has called backward() on it. OptimSchedulers that share a "
+                "forward must be made for one and the same model (with updated_modules), be given the very same loss "
+                "tensor, not copies of it, and be stepped once for each step_num."
+            ) from error
 
     def _at_once(self) -> dict[Any, list[Tensor | None]]:
         first, others = self._claims[0], self._claims[1:]
@@ -145,21 +155,14 @@ class Backward:
         mine = {id(p) for p in first.parameters}
         # What the others have accumulated so far: the backward adds to it, in place.
         before = {id(p): None if p.grad is None else p.grad.clone() for c in others for p in c.parameters}
-        foreign = []
+        root = first.root()
         if self._through:
-            claimed = {id(p) for claim in self._claims for p in claim.parameters}
-            foreign = [(p, p.grad) for p in self._model.parameters() if id(p) not in claimed and p.requires_grad]
-            if any(module.gradient_as_bucket_view for module in self._ddp):  # the backward writes into those views
-                foreign = [(p, None if grad is None else grad.clone()) for p, grad in foreign]
-            for parameter, _ in foreign:
-                parameter.grad = None
-            first.root().backward()  # type: ignore[no-untyped-call]
+            with self._set_aside({id(p) for claim in self._claims for p in claim.parameters}):
+                root.backward()  # type: ignore[no-untyped-call]
         else:
             inputs = list({id(p): p for claim in self._claims for p in claim.trainable}.values())
-            if inputs:
-                first.root().backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        for parameter, grad in foreign:
-            parameter.grad = grad
+            if leaves := [*inputs, *self._outside(root)]:
+                root.backward(inputs=leaves)  # type: ignore[no-untyped-call]
         for claim in others:
             # Of a parameter in common each has a gradient of its own, to be clipped by itself.
             taken[claim.owner] = [
@@ -173,14 +176,18 @@ class Backward:
     def _one_by_one(self) -> dict[Any, list[Tensor | None]]:
         taken: dict[Any, list[Tensor | None]] = {}
         for i, claim in enumerate(self._claims):
-            inputs = claim.trainable
+            root = claim.root()
+            outside = self._outside(root)
+            inputs = [*claim.trainable, *outside]
             fresh = (
-                torch.autograd.grad(claim.root(), inputs, retain_graph=i + 1 < len(self._claims), allow_unused=True)
+                torch.autograd.grad(root, inputs, retain_graph=i + 1 < len(self._claims), allow_unused=True)
                 if inputs
                 else ()
             )
             new = dict(zip((id(p) for p in inputs), fresh, strict=True))
             taken[claim.owner] = [_sum(p.grad, new.get(id(p))) for p in claim.parameters]
+            for leaf in outside:
+                leaf.grad = _sum(leaf.grad, new[id(leaf)])
         for claim in self._claims:
             for module in self._ddp if claim.reduced else ():
                 taken[claim.owner] = _averaged(taken[claim.owner], claim.parameters, module)
@@ -188,6 +195,46 @@ class Backward:
         for parameter, grad in zip(first.parameters, taken.pop(first.owner), strict=True):
             parameter.grad = grad
         return taken
+
+    @contextmanager
+    def _set_aside(self, claimed: set[int]) -> Iterator[None]:
+        """The gradients of parameters that nobody claims, while a backward runs through all of the model."""
+        foreign = [(p, p.grad) for p in self._model.parameters() if id(p) not in claimed and p.requires_grad]
+        if any(module.gradient_as_bucket_view for module in self._ddp):  # the backward writes into those views
+            foreign = [(p, None if grad is None else grad.clone()) for p, grad in foreign]
+        # Where DDP looks for unused parameters, it remembers over micro-steps that one was used, and wants a gradient.
+        zeros = any(module.find_unused_parameters for module in self._ddp)
+        sparse = {id(m.weight) for m in self._model.modules() if zeros and getattr(m, "sparse", False)}
+        for parameter, _ in foreign:
+            parameter.grad = _zeros(parameter, id(parameter) in sparse) if zeros else None
+        try:
+            yield
+        finally:
+            for parameter, grad in foreign:
+                parameter.grad = grad
+
+    def _outside(self, root: Tensor) -> list[Tensor]:
+        """The leaves beside the model on which a loss depends, such as a criterion's weights: like a plain
+        ``backward()``, ours leaves gradients there, for whoever owns them."""
+        inside = {id(p) for p in self._model.parameters()}
+        found: dict[int, Tensor] = {}
+        nodes, seen = [root.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                leaf = getattr(node, "variable", None)
+                if leaf is not None and id(leaf) not in inside:
+                    found[id(leaf)] = leaf
+                nodes += [each for each, _ in node.next_functions]
+        return list(found.values())
+
+
+def _zeros(parameter: nn.Parameter, sparse: bool) -> Tensor:
+    if not sparse:
+        return torch.zeros_like(parameter)
+    none = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(none, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
 
 
 def _sum(known: Tensor | None, new: Tensor | None) -> Tensor | None:

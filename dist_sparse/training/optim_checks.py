@@ -6,8 +6,11 @@ their gradients, they have been applied.
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,17 @@ from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.training.owned import Owned, replicating
 
-__all__ = ["check_arguments", "check_averaging", "check_fused", "check_sparsity"]
+if TYPE_CHECKING:
+    from dist_sparse.training.optim_scheduler import OptimScheduler
+
+__all__ = [
+    "check_alone",
+    "check_arguments",
+    "check_averaging",
+    "check_fused",
+    "check_sparsity",
+    "lr_arguments",
+]
 
 _WHY = "they move inside every backward, before anybody can"
 
@@ -38,13 +51,13 @@ def check_arguments(
         AssertionError: of an interval or the loss's name, as in the ancestor. ValueError: of the others.
     """
     for name, every in {"accum_grad": accum_grad, "step_per_update": step_per_update}.items():
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        if isinstance(every, bool) or not isinstance(every, numbers.Integral) or int(every) < 1:
             raise AssertionError(f"Invalid {name}={every!r}: must be an integer >= 1.")
     if optim_loss is not None and not isinstance(optim_loss, str):
         raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None for 'loss'.")
     if grad_clip is not None and not (_is_number(grad_clip) and grad_clip > 0):
         raise ValueError(f"Invalid {grad_clip=}: must be a number > 0, or None not to clip.")
-    if not (_is_number(grad_norm_type) and grad_norm_type > 0):
+    if grad_norm_type != "inf" and not (_is_number(grad_norm_type) and grad_norm_type > 0):
         raise ValueError(f"Invalid {grad_norm_type=}: must be a number > 0.")
     if not (_is_number(ft_factor) and math.isfinite(ft_factor) and ft_factor >= 0):
         raise ValueError(f"Invalid {ft_factor=}: must be a finite number >= 0.")
@@ -114,5 +127,41 @@ def check_averaging(model: nn.Module, accum_grad: int) -> None:
         )
 
 
+def check_alone(new: OptimScheduler, others: Sequence[OptimScheduler]) -> None:
+    """Refuses what several OptimSchedulers of one model can't have each.
+
+    Args:
+        others: those of the model that go on beside ``new``.
+
+    Raises:
+        ValueError: another one steps the same sparsifier or data scheduler, or wants the forward in another precision.
+    """
+    for other in others:
+        for name in ("data_sparsifier", "data_scheduler"):
+            if getattr(new, name) is not None and getattr(new, name) is getattr(other, name):
+                raise ValueError(
+                    f"Invalid {name}: another OptimScheduler of the model steps it already, once an update."
+                )
+        if new.use_amp and other.use_amp and new.amp_dtype != other.amp_dtype:
+            raise ValueError(
+                f"Invalid amp_dtype={new.amp_dtype}: another OptimScheduler of the model has {other.amp_dtype}, and "
+                "they share its forward."
+            )
+
+
+def lr_arguments(update_lr: Callable[..., Any]) -> list[str]:
+    """Which of its two arguments a schedule's ``update_lr`` takes; older ones know no ``epoch_num``.
+
+    Raises:
+        ValueError: it does not take ``real_step``.
+    """
+    known = inspect.signature(update_lr).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        return ["real_step", "epoch_num"]
+    if "real_step" not in known:
+        raise ValueError(f"Invalid update_lr with the arguments {list(known)}: must take real_step and epoch_num.")
+    return [name for name in ("real_step", "epoch_num") if name in known]
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and not math.isnan(value)

@@ -19,9 +19,16 @@ from torch import Tensor, nn
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.training.backward import Backward, Claim, Peers
-from dist_sparse.training.gradients import clip_gradients, gradient_norm
-from dist_sparse.training.optim_checks import check_arguments, check_averaging, check_fused, check_sparsity
+from dist_sparse.training.optim_checks import (
+    check_alone,
+    check_arguments,
+    check_averaging,
+    check_fused,
+    check_sparsity,
+    lr_arguments,
+)
 from dist_sparse.training.optim_state import load_states, states
+from dist_sparse.training.optim_update import update
 from dist_sparse.training.optimizers import optimizer_class
 from dist_sparse.training.owned import gathers, owned_by, replicating
 
@@ -108,8 +115,9 @@ class OptimScheduler(abc.ABC):
         self.updated_modules = [updated_modules] if isinstance(updated_modules, str) else updated_modules
         if self.updated_modules is not None:
             self.updated_modules = list(self.updated_modules)
-        self.step_per_update, self.accum_grad = step_per_update, accum_grad
-        self.ft_factor, self.grad_clip, self.grad_norm_type = ft_factor, grad_clip, float(grad_norm_type)
+        self.step_per_update, self.accum_grad = int(step_per_update), int(accum_grad)
+        self.ft_factor, self.grad_norm_type = float(ft_factor), float(grad_norm_type)
+        self.grad_clip = None if grad_clip is None else float(grad_clip)
         self.use_amp, self.amp_dtype = use_amp, amp_dtype
         self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
         scaled = use_amp and amp_dtype == torch.float16
@@ -125,10 +133,18 @@ class OptimScheduler(abc.ABC):
         self._device = next(iter(model.parameters())).device.type
         self.scaler = torch.amp.GradScaler(self._device) if scaled else None
         self.sche_init(**sche_conf)
+        self._lr_takes = lr_arguments(self.update_lr)
         self._early: tuple[Tensor, list[Tensor | None]] | None = None
         self._turn: int | None = None
+        self._unfinished = 0
+        self._standing = True
         self._peers = Peers(model)
+        replaced = [peer for peer in self._peers if self._takes_over(peer)]
+        check_alone(self, [peer for peer in self._peers if peer._standing and peer not in replaced])
+        for peer in replaced:
+            peer._standing, peer._early = False, None
         self._peers.join(self)
+        self.optimizer.zero_grad()  # what somebody has left behind is not part of the first update
         self._fused_lr: float | None = None
         self._set_lr_ahead(step_num=1, epoch_num=1)
 
@@ -146,8 +162,8 @@ class OptimScheduler(abc.ABC):
 
     @contextlib.contextmanager
     def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
-        """For the forward of a step: autocast if ``use_amp``, and under DDP no averaging of gradients in the backward,
-        unless this step is the last of its real step for some OptimScheduler of the model.
+        """For the forward of a step: autocast if ``use_amp`` of some OptimScheduler of the model, and under DDP no
+        averaging of gradients in the backward, unless this step is the last of its real step for one of them.
 
         DDP decides in the forward whether a backward averages, so ``no_sync`` around the backward saves nothing.
 
@@ -158,10 +174,12 @@ class OptimScheduler(abc.ABC):
             for peer in self._peers:
                 if peer._owned.fused and peer._due(step_num):
                     peer._set_fused_lr(peer._next_lr(step_num, epoch_num))
+        # One forward serves all: check_alone() has seen to it that they agree on its precision.
+        amp = next((peer for peer in self._peers if peer.use_amp and (peer._standing or peer is self)), None)
         with ExitStack() as stack:
             stack.enter_context(self._unsynchronized(step_num))
-            if self.use_amp:
-                stack.enter_context(torch.autocast(self._device, dtype=self.amp_dtype))
+            if amp is not None:
+                stack.enter_context(torch.autocast(self._device, dtype=amp.amp_dtype))
             yield
 
     def step(
@@ -200,6 +218,7 @@ class OptimScheduler(abc.ABC):
         with clock(["loss_backward_time", optim_name]):
             if due:
                 self._backward(losses, step_num, epoch_num)
+                self._unfinished = 0 if step_num % self.accum_grad == 0 else self._unfinished + 1
         with clock(["optim_time", optim_name]):
             if due and step_num % self.accum_grad == 0 and self._update(self._real_step(step_num), logger):
                 if self.data_sparsifier is not None:
@@ -229,6 +248,8 @@ class OptimScheduler(abc.ABC):
         load_states(self, state_dict)
         # Step numbers may begin again where they were then.
         self._early, self._turn = None, None if self._turn is None else 0
+        self.optimizer.zero_grad()
+        self._unfinished = 0
 
     def __repr__(self) -> str:
         parts = [
@@ -269,16 +290,24 @@ class OptimScheduler(abc.ABC):
 
     def _joins(self, losses: Mapping[str, Tensor], step_num: int, first: OptimScheduler) -> bool:
         """Whether a backward that ``first`` makes now should be for this object too. One that was not stepped since
-        somebody last did it the favour may come back, unless ``first`` has taken over some of its parameters."""
+        somebody last did it the favour may come back, so that it is done again."""
         known = (self.optim_loss or "loss") in losses
-        return known and self._turn != step_num and self._due(step_num) and not self._replaced_by(first)
+        return self._beside(first) and known and self._turn != step_num and self._due(step_num)
 
-    def _replaced_by(self, other: OptimScheduler) -> bool:
+    def _beside(self, other: OptimScheduler) -> bool:
+        """Whether this object is still expected to be stepped beside another one."""
+        return self._standing and not (self._early is not None and other._takes_over(self))
+
+    def _takes_over(self, other: OptimScheduler) -> bool:
+        """Whether this object is in charge of all that another is, by the same loss. Then, if this one is newer, or is
+        stepped and the other was not since, the other is not expected any more (a notebook's last cell may hold it),
+        until it is stepped."""
         mine = {id(part) for part in (*self._owned.parameters, *self._owned.fused)}
-        theirs = (*other._owned.parameters, *other._owned.fused)
-        return self._early is not None and any(id(part) in mine for part in theirs)
+        theirs = {id(part) for part in (*other._owned.parameters, *other._owned.fused)}
+        return theirs <= mine and (self.optim_loss or "loss") == (other.optim_loss or "loss")
 
     def _backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        self._standing = True
         claim = self._claim(losses, step_num)
         lr = self._next_lr(step_num, epoch_num)
         if self._early is not None and self._early[0] is claim.loss:
@@ -293,7 +322,7 @@ class OptimScheduler(abc.ABC):
             self.model, claims, fused=self._fused, gathered=self._gathered, replicating=self._replicating
         )
         moving = [peer for peer in self._peers if peer._owned.moves_in_backward and peer is not self]
-        if any(peer not in others and not peer._replaced_by(self) for peer in moving):
+        if any(peer not in others and peer._beside(self) for peer in moving):
             raise ValueError(
                 "Fused tables move inside every backward, but the OptimScheduler in charge of them is not due at "
                 f"{step_num=}, or has no part in this loss. Give all the same losses and step_per_update, and delete "
@@ -308,7 +337,8 @@ class OptimScheduler(abc.ABC):
                 peer._early = (peer._loss(losses), gradients)
 
     def _next_lr(self, step_num: int, epoch_num: int) -> float:
-        return self.ft_factor * self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
+        known = {"real_step": self._real_step(step_num), "epoch_num": epoch_num}
+        return self.ft_factor * self.update_lr(**{name: known[name] for name in self._lr_takes})
 
     def _set_lr_ahead(self, step_num: int, epoch_num: int) -> None:
         """Of fused tables, whose forward is next."""
@@ -327,50 +357,15 @@ class OptimScheduler(abc.ABC):
         self._owned.set_lr(lr)
 
     def _update(self, real_step: int, logger: Any) -> bool:
-        """Whether weights were written. The same on all ranks."""
-        parameters = self._owned.parameters
-        if not parameters:
-            return True  # fused tables alone: they were written in the backward
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-        if self.scaler is not None:
-            self._unscale(self.scaler)
-        norm, any_gradient = gradient_norm(parameters, self._owned.pieces, self.grad_norm_type)
-        finite = bool(torch.isfinite(norm))
-        if not finite:
-            if logger is not None:
-                logger.info(
-                    f"Real step {real_step}: the norm of the gradients is {float(norm)}, so nothing is updated."
-                )
-            if self.scaler is not None:
-                self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
-                # As GradScaler does where it finds them by itself, which it can't on another rank.
-                self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
-        elif any_gradient:
-            if self.grad_clip is not None:
-                clip_gradients(parameters, norm, self.grad_clip)
-            if self.scaler is not None:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
-        elif self.scaler is not None and self._owned.pieces:
-            self.scaler.update()  # what _unscale() has begun on every rank
-        self.optimizer.zero_grad()
-        return finite and (any_gradient or self._owned.moves_in_backward)
-
-    def _unscale(self, scaler: torch.amp.GradScaler) -> None:
-        """Unscales the gradients. A rank that has none lends one of zeros, so that all ranks' scales go on alike."""
-        lent = None
-        if all(parameter.grad is None for parameter in self._owned.parameters):
-            if not self._owned.pieces:
-                return
-            lent = self._owned.parameters[0]
-            lent.grad = torch.zeros_like(lent)
-        scaler.unscale_(self.optimizer)
-        if lent is not None:
-            lent.grad = None
+        return update(
+            self.optimizer,
+            self._owned,
+            self.scaler,
+            grad_clip=self.grad_clip,
+            norm_type=self.grad_norm_type,
+            logger=logger,
+            real_step=real_step,
+        )
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
         if not self.distributed or any(peer._due(step_num) and step_num % peer.accum_grad == 0 for peer in self._peers):

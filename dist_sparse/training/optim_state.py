@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,12 @@ _SPARSITY = ("data_sparsifier", "data_scheduler")
 def states(scheduler: OptimScheduler) -> dict[str, Any]:
     """See :meth:`OptimScheduler.state_dict`. Everything in it loads with ``torch.load``'s default
     ``weights_only=True``."""
+    if scheduler._unfinished:
+        warnings.warn(
+            f"The state is of the middle of a real step: the gradients of {scheduler._unfinished} of "
+            f"{scheduler.accum_grad} steps are not in it. Save where step_num is a multiple of accum_grad.",
+            stacklevel=3,
+        )
     saved: dict[str, Any] = {
         "optimizer": scheduler.optimizer.state_dict(),
         "scaler": None if scheduler.scaler is None else scheduler.scaler.state_dict(),

@@ -59,7 +59,7 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             found = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except ImportError as error:
             raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         closure = inspect.signature(found.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(

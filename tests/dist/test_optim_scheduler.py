@@ -188,6 +188,43 @@ class Forked(nn.Module):
         return {"loss": y.square().mean(), "other": y.mean()}
 
 
+class Sometimes(nn.Module):
+    """A module that some forwards leave out, and a table with sparse gradients likewise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.over, self.aside = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.table = nn.Embedding(3, 2, sparse=True)
+
+    def forward(self, x: Tensor, aside: bool) -> Tensor:
+        y = self.over(x)
+        return (y + self.aside(x) + self.table(torch.tensor([1]))).square().mean() if aside else y.square().mean()
+
+
+def check_unused_and_foreign(used: tuple[tuple[bool, bool], ...]) -> None:
+    """DDP remembers over accumulated steps what was used; parameters of nobody's are as they were."""
+    model, alone = Sometimes(), Sometimes()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    scheduler = Steady(
+        "SGD", {"lr": 0.1}, wrapped, distributed=True, accum_grad=2, use_amp=False, updated_modules="over"
+    )
+    optimizer = torch.optim.SGD(alone.over.parameters(), 0.1)
+    for step_num, asides in enumerate(used, start=1):
+        with scheduler.forward_context(step_num):
+            loss = wrapped(batch(WORLD * step_num + dist.get_rank()), asides[dist.get_rank()])
+        scheduler.step({"loss": loss}, None, "a", step_num, 1)
+        for rank in range(WORLD):
+            mine = list(alone.over.parameters())
+            (alone(batch(WORLD * step_num + rank), asides[rank]) / WORLD / 2).backward(inputs=mine)
+        if step_num % 2 == 0:
+            nn.utils.clip_grad_norm_(alone.over.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.allclose(model.over.weight, alone.over.weight, atol=1e-6)
+    assert model.aside.weight.grad is None and model.table.weight.grad is None
+
+
 def check_unused(case: tuple[str, str]) -> None:
     """What is unused on one rank has the other one's half gradient; what is unused on both is not updated."""
     model, alone = Forked(), Forked()
@@ -290,6 +327,9 @@ def check_foreign(views: bool) -> None:
 
 
 CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
+    "unused, foreign: in one step": (check_unused_and_foreign, ((True, True), (False, False)) * 2),
+    "unused, foreign: on one rank": (check_unused_and_foreign, ((False, True), (False, False)) * 2),
+    "unused, foreign: at the end": (check_unused_and_foreign, ((False, False), (True, False)) * 2),
     **{f"equal: {name}": (check_equal, case) for name, case in equal_cases().items()},
     **{f"sent: {name}": (check_sent, case) for name, case in SENT.items()},
     "wrapped": (check_wrapped, None),
