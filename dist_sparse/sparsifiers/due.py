@@ -26,6 +26,9 @@ from dist_sparse.sparsifiers.update import MadeMasks
 __all__ = ["MaskRule", "due_step", "follow_moved", "make_masks"]
 
 
+_WAITING = "what of earlier steps is still to be recorded"
+
+
 class MaskRule(Protocol):
     """How a sparsifier makes masks of sharded tables; the two halves of a step around the exchange of status."""
 
@@ -107,7 +110,7 @@ def make_masks(
             prepared = rule.prepare(located)
         except Exception as fault:
             error = fault
-    drifted = _agree_all(tables, located, rule, error, repair, recorder is not None, action)
+    drifted = _agree_all(tables, located, rule, error, repair, recorder, action)
     if drifted:
         restore(tables, located, drifted)
         prepared = rule.prepare(located)
@@ -115,7 +118,7 @@ def make_masks(
     made: dict[str, MadeMasks] = {}
     for ranks, names in tables.groups.items():
         group = group_over(ranks)
-        with nullcontext() if recorder is None else recorder.riding(names, group):
+        with nullcontext() if recorder is None else recorder.riding(ranks, group):
             finished = rule.finish(prepared, names, group)
         made.update(take_over(finished, located, group))
     return located, made
@@ -127,7 +130,7 @@ def _agree_all(
     rule: MaskRule,
     error: Exception | None,
     repair: str | None,
-    recorded: bool = False,
+    recorder: Recorder | None = None,
     action: str = "step()",
 ) -> set[str]:
     """The tables whose replicas are to be restored, once the ranks of every group are about to do the same. Collective
@@ -143,7 +146,9 @@ def _agree_all(
         group = group_over(ranks)
         if group.size == 1:
             continue
-        facts: dict[str, Any] = {"sparsifier.repair": repair, "whether steps are recorded": recorded}
+        facts: dict[str, Any] = {"sparsifier.repair": repair, "whether steps are recorded": recorder is not None}
+        if recorder is not None:
+            facts[_WAITING] = recorder.waiting_for(ranks)
         replicas: dict[str, Replica] = {}
         if error is None:
             facts["the tables that have moved"] = tables.moved({name: located[name] for name in names})
@@ -158,6 +163,8 @@ def _agree_all(
             drifted |= to_restore(group.agree(action, facts, error, replicas), names, located, repair)
         except ValueError as refused:
             error = refused
+            if recorder is not None and _WAITING in str(refused):
+                recorder.forget()  # on all ranks alike: the next step finds nothing that they could disagree on
     if error is not None:
         raise error
     return drifted

@@ -1,14 +1,15 @@
 """What have due steps changed, over all ranks?
 
 A :class:`Recorder` counts on each rank what a due step changed there. The sums over ranks take no message of their own:
-they travel with the first one of the next due step, so a record is complete one due step later, or after
-:meth:`Recorder.complete`. Without a recorder nothing is counted.
+they travel with the first all-reduce of the next due step, so a record is complete one due step later, or after
+:meth:`Recorder.complete`. Steps without one (nothing or everything goes; a user's own ``update_mask``) leave their
+counts waiting. Without a recorder nothing is counted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,11 +120,20 @@ class Recorder:
 
     def complete(self) -> None:
         """Sums up what waits for the next due step. Collective over the tables' groups: every rank must call it."""
-        ranks_of: dict[str, Ranks] = {name: step.facts[name]["ranks"] for step in self._waiting for name in step.mine}
-        for ranks in sorted(set(ranks_of.values()), key=lambda ranks: (len(ranks or ()), ranks or ())):
-            names = sorted(name for name in ranks_of if ranks_of[name] == ranks)
-            self._arrived(names, group_over(ranks).all_reduce(self._sent(names)))
+        all_ranks: set[Ranks] = {step.facts[name]["ranks"] for step in self._waiting for name in step.mine}
+        for ranks in sorted(all_ranks, key=lambda ranks: (len(ranks or ()), ranks or ())):
+            waiting = self._waiting_of(ranks)
+            self._arrived(waiting, group_over(ranks).all_reduce(self._sent(waiting)))
         self._sort_out()
+
+    def waiting_for(self, ranks: Ranks) -> list[list[str]]:
+        """Of which tables counts wait for a message over these ranks, step by step. A step makes sure that all of them
+        agree, or what they send would not fit together; after an error that one rank alone had, they don't."""
+        return [names for _, names in self._waiting_of(ranks)]
+
+    def forget(self) -> None:
+        """Drops what waits: the ranks have found that they do not wait for the same."""
+        self._waiting.clear()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -133,7 +143,8 @@ class Recorder:
         try:
             yield
         except BaseException:
-            self._waiting.pop()
+            if self._waiting:
+                self._waiting.pop()
             raise
         self.count += 1
         after, step = traffic(), self._waiting[-1]
@@ -142,16 +153,17 @@ class Recorder:
         self._sort_out()
 
     @contextmanager
-    def riding(self, names: list[str], group: Group) -> Iterator[None]:
-        """Around what a due step sends over one group: counts of earlier steps go along."""
-        names = [name for name in names if any(name in step.mine for step in self._waiting)]
-        if group.size == 1 or not names:
+    def riding(self, ranks: Ranks, group: Group) -> Iterator[None]:
+        """Around what a due step sends over one group: counts of earlier steps go along, also those of tables that have
+        been squashed since."""
+        waiting = self._waiting_of(ranks)
+        if group.size == 1 or not waiting:
             yield
             return
-        with group.along(self._sent(names)) as came:
+        with group.along(self._sent(waiting)) as came:
             yield
             if (summed := came()) is not None:
-                self._arrived(names, summed)
+                self._arrived(waiting, summed)
 
     def note(
         self, data: ShardedData, before: list[BlockMask], block: Block, made: MadeMasks, target: float | None
@@ -185,16 +197,21 @@ class Recorder:
         }
         (step.known if group.size == 1 else step.mine)[data.name] = counts
 
-    def _sent(self, names: list[str]) -> Tensor:
-        """``(waiting steps, names, counts)``, int64; zeros where a step knows nothing of a name."""
-        rows = [[step.mine.get(name, [0] * _COUNTS) for name in names] for step in self._waiting if step.mine]
-        return torch.tensor(rows, dtype=torch.int64).view(len(rows), len(names), _COUNTS)
+    def _waiting_of(self, ranks: Ranks) -> list[tuple[_Waiting, list[str]]]:
+        """The steps, and their tables, whose counts wait for a message over these ranks."""
+        found = [(step, [name for name in step.mine if step.facts[name]["ranks"] == ranks]) for step in self._waiting]
+        return [(step, sorted(names)) for step, names in found if names]
 
-    def _arrived(self, names: list[str], summed: Tensor) -> None:
-        for step, of_step in zip([step for step in self._waiting if step.mine], summed.tolist(), strict=True):
-            for name, counts in zip(names, of_step, strict=True):
-                if step.mine.pop(name, None) is not None:
-                    step.known[name] = counts
+    def _sent(self, waiting: list[tuple[_Waiting, list[str]]]) -> Tensor:
+        """``(counts of all steps and tables, 4)``, int64."""
+        return torch.tensor([step.mine[name] for step, names in waiting for name in names], dtype=torch.int64)
+
+    def _arrived(self, waiting: list[tuple[_Waiting, list[str]]], summed: Tensor) -> None:
+        rows = iter(summed.tolist())
+        for step, names in waiting:
+            for name in names:
+                del step.mine[name]
+                step.known[name] = next(rows)
 
     def _sort_out(self) -> None:
         """Makes records of the steps that have all their sums."""
@@ -246,15 +263,16 @@ def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
         regrown = count_bits(new.bits & ~old.bits) if same else 0
         return [removed, flipped, regrown, dead]
 
-    def counted(flags: Callable[[], Tensor]) -> int:
-        return int(flags()[int(top) :, int(left) :].sum())
-
-    kept = new.flags()
-    removed = counted(lambda: ~kept)
-    if not same:
-        return [removed, 0, 0, dead]
-    before = old.flags()
-    return [removed, counted(lambda: before ^ kept), counted(lambda: kept & ~before), dead]
+    counts = [0, 0, 0]
+    for first, last in _row_pieces(new):
+        inside = (slice(int(top and first == 0), None), slice(int(left), None))
+        kept = new.flags(first, last)[inside]
+        counts[0] += int((~kept).sum())
+        if same:
+            before = old.flags(first, last)[inside]
+            counts[1] += int((before ^ kept).sum())
+            counts[2] += int((kept & ~before).sum())
+    return [*counts, dead]
 
 
 def _dead_rows(mask: BlockMask) -> int:
@@ -262,7 +280,12 @@ def _dead_rows(mask: BlockMask) -> int:
     grid, height = mask.grid, mask.block[0]
     if height == 1 and grid.cols == 1:
         return mask.blocks - count_bits(mask.bits)
-    dead = torch.cat([~mask.flags(first, last).any(1) for first, last in _row_pieces(mask)])
+    if grid.cols % 8 == 0:  # rows begin at bytes
+        size = grid.cols // 8
+        word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+        dead = mask.bits.view(word) == 0 if word is not None else mask.bits.view(-1, size).amax(1) == 0
+    else:
+        dead = torch.cat([~mask.flags(first, last).any(1) for first, last in _row_pieces(mask)])
     edges = torch.arange(grid.row, grid.row + grid.rows + 1, device=dead.device) * height
     rows = edges.clamp(mask.rect.row, mask.rect.row_end).diff()
     return int(rows[dead].sum())

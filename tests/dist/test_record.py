@@ -14,7 +14,7 @@ from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.sparsifiers.record import MaskChange
 from tests.dist.cells import LOCAL, build, cells, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes
+from tests.dist.pieces import by_rows, check_outcomes, sharded, write
 
 pytestmark = pytest.mark.dist
 
@@ -186,11 +186,77 @@ def a_failed_step() -> None:
     assert [record.number for record in recorder.take()] == [1, 2]
 
 
+def squashed_in_between() -> None:
+    """What waits of a table that is no more comes along with the others'."""
+    cell = cells(2)["row_wise"]
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    sparsifier.step()
+    sparsifier.squash_mask(names=["item"])
+    set_weights(model, weights(cell, seed=1))
+    sparsifier.step()
+    [record] = recorder.take()
+    assert {c.name: c.removed_blocks for c in record.tables}["item"] == 5 and len(record.tables) == 4
+
+
+def a_late_error_of_one_rank() -> None:
+    """Its counts no longer fit those of the others: said once, on all ranks, and then all go on."""
+    cell = cells(2)["row_wise"]
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    sparsifier.step()
+    commit = sparsifier._tables.commit
+    if torch.distributed.get_rank() == 1:
+        sparsifier._tables.commit = lambda *args: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            sparsifier.step()
+        sparsifier._tables.commit = commit  # type: ignore[method-assign]
+    else:
+        sparsifier.step()
+    with pytest.raises(ValueError, match="what of earlier steps is still to be recorded is"):
+        sparsifier.step()
+    for seed in (1, 2):
+        set_weights(model, weights(cell, seed=seed))
+        sparsifier.step()
+    recorder.complete()
+    assert [len(record.tables) for record in recorder.take()][-2:] == [4, 4]
+
+
+def _groups(_: int) -> dict[str, str | None]:
+    return run_cases({"overlapping groups": None}, lambda _: overlapping_groups())
+
+
+def overlapping_groups() -> None:
+    """A table over two ranks whose steps have no message of their own, beside one over three."""
+    rank = torch.distributed.get_rank()
+    pair = torch.distributed.new_group([0, 1])
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    if rank < 2:
+        sparsifier.add_data("a", sharded(torch.randn(8, 4), by_rows(8, 4, 4), pair), sparsity_level=0.0)
+    whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    pieces = [[(0, 0, 3, 4)], [(3, 0, 3, 4)], [(6, 0, 3, 4)]]
+    table = sharded(whole, pieces)
+    sparsifier.add_data("b", table)
+    recorder = sparsifier.record()
+    for seed in range(5):
+        write(table, torch.randn(9, 4, generator=torch.Generator().manual_seed(seed)))
+        sparsifier.step()
+    recorder.complete()
+    records = recorder.take()
+    assert [record.number for record in records] == [1, 2, 3, 4, 5]
+    assert all(c.removed_blocks == (0 if c.name == "a" else 4) for record in records for c in record.tables)
+
+
 def _two(world: int) -> dict[str, str | None]:
     names = ("table_wise", "row_wise", "column_wise", "mixed", "data_parallel")
     cases: dict[str, Any] = {f"{n} {b}": (n, world, b) for n in names for b in BLOCKS}
     outcome = run_cases(cases, check_cell)
     others = [no_message_of_its_own, a_user_s_own_masks, another_block, one_rank_records, a_failed_step]
+    others += [squashed_in_between, a_late_error_of_one_rank]
     if all(value is None for value in outcome.values()):
         outcome |= run_cases({check.__name__: check for check in others}, lambda check: check())
     return outcome
@@ -201,9 +267,9 @@ def _four(world: int) -> dict[str, str | None]:
     return run_cases({f"{n} {b}": (n, world, b) for n in names for b in ("rows", "tall")}, check_cell)
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, _two), (4, _four)])
+@pytest.mark.parametrize(("world", "cases"), [(2, _two), (3, _groups), (4, _four)])
 def test_records(world: int, cases: Callable[[int], dict[str, str | None]]) -> None:
-    outcomes = run_ranks(world, cases, world, local_world_size=LOCAL[world])
+    outcomes = run_ranks(world, cases, world, local_world_size=LOCAL.get(world))
     for name in outcomes[0]:
         check_outcomes(outcomes, name)
 
