@@ -1,6 +1,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 NPROC ?= 2
+WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
@@ -20,6 +21,7 @@ help:  ## this list
 	@echo '  PIP_ARGS  more options for pip. Where pip would take the CUDA build of torch, name the index of the CPU builds:'
 	@echo '            make setup PIP_ARGS="--extra-index-url URL", with the URL that pytorch.org/get-started shows for pip and CPU'
 	@echo '  NPROC     processes of make train (default: 2)'
+	@echo '  WORKERS   test files of make test that run at a time (default: 2); many start up to 4 processes of their own'
 	@echo '  ARGS      options of make train, e.g. ARGS="--sharding row_wise"; `python examples/dlrm/main.py --help` lists them'
 	@echo '            or of make sweep, e.g. ARGS="--resume"; `python -m benchmarks.sweep --help` lists them'
 
@@ -41,7 +43,7 @@ train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, spars
 	$(BIN)/python -m launch --nproc $(NPROC) --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
 
 test: lint  ## lint, then every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check

@@ -35,7 +35,7 @@ def trained(path: Path, block: tuple[int, Any]) -> tuple[list[Any], dict[str, li
     sparsity = train.Sparsity(block=block, norm="L2", level=0.7, every=5)
     sparsification = train.Sparsification(sharded, sparsity, steps)
     pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
-    train._train("sparsified", pipeline, train._epochs(dataset, settings), steps, rank, sparsification)
+    train.train_steps("sparsified", pipeline, train.epochs(dataset, settings), steps, rank, sparsification)
 
     pieces: dict[str, list[tuple[tuple[int, int], Any]]] = {}
     for fqn, weight in sharded.model.state_dict().items():
