@@ -19,9 +19,9 @@ __all__ = ["numbers", "standing", "status", "summary"]
 def numbers(run: Run) -> dict[str, Any]:
     """The numbers of a run, JSON-able: ``folder``, ``finished``, ``sessions``, ``world``, ``last_step``; ``sparsity``,
     ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``; ``bytes_dense``, ``bytes_kept``, ``bytes_masks``
-    of the registered tables; ``last``, the last value of each series; ``seconds`` (``total``, ``masks``,
-    ``enforcement``, ``share``: these two over the first); ``due_steps``, ``collectives``, ``bytes_sent`` of rank 0;
-    ``tables``; ``compared``, the ``last`` of each.
+    of the registered tables; ``dead_rows`` of all, None where one is not known; ``last``, the last value of each
+    series; ``seconds`` (``total``, ``masks``, ``enforcement``, ``share``: these two over the first); ``due_steps``,
+    ``collectives``, ``bytes_sent`` of rank 0; ``tables``; ``compared``, the ``last`` of each.
     """
     tables = standing(run)
     blocks, removed = sum(t["blocks"] for t in tables), sum(t["removed_blocks"] for t in tables)
@@ -41,6 +41,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "bytes_dense": sum(t.table_bytes for t in run.tables) if run.tables else None,
         "bytes_kept": sum(t.kept_bytes for t in run.tables) if run.tables else None,
         "bytes_masks": sum(t.mask_bytes for t in run.tables) if run.tables else None,
+        "dead_rows": _sum([t["dead_rows"] for t in tables]),
         "last": _last(run),
         "seconds": {
             "total": spent.total,
@@ -82,7 +83,7 @@ def standing(run: Run) -> list[dict[str, Any]]:
                 "bytes_masks": None if now is None else now.mask_bytes,
                 "threshold": None if change is None else change.threshold,
                 "churn": None if change is None else change.churn,
-                "dead_rows": None if change is None else change.dead_rows,
+                "dead_rows": run.dead_rows.get(name, None if change is None else change.dead_rows),
             }
         )
     return rows
@@ -153,6 +154,11 @@ def due_totals(due: DueStep) -> dict[str, float | None]:
         "regrown": sum(r for _, r, _ in flipped) / compared if compared else None,
         "dead_rows": sum(dead) if dead else None,
     }
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if counts and len(known) == len(counts) else None
 
 
 def _target(tables: list[dict[str, Any]]) -> float | None:

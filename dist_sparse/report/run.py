@@ -3,13 +3,13 @@
 :func:`read_run` makes a :class:`Run` of a folder that :class:`~dist_sparse.report.run_log.RunLog` wrote. Whatever the
 log says was checked here: names are strings, numbers are finite or None, so nobody after this has to ask again. A run
 that has crashed or is still going is read as far as it went. Where a resumed run has done steps again, the later ones
-count. A folder inside the run's that holds a run too is a run to compare it with, such as the dense one.
+count; due steps noted at one step of one session are all kept. A folder inside the run's that holds a run too is a run
+to compare it with, such as the dense one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dist_sparse.report.run_log import LINES, RUN, check_format, read_lines
+from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
 from dist_sparse.shards import ROW
 from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.record import MaskChange, StepRecord
@@ -68,6 +68,7 @@ class Run:
         values: a series for each name that ``RunLog.step`` was given.
         due: due steps, ascending.
         tables: how they stood at the last end; empty before.
+        dead_rows: of those tables, where the end says it.
         spent: where the time went.
         compared: other runs, by the name of their folder.
     """
@@ -84,6 +85,7 @@ class Run:
     due: tuple[DueStep, ...]
     tables: tuple[TableStats, ...]
     spent: Spent
+    dead_rows: Mapping[str, int] = field(default_factory=dict)
     compared: Mapping[str, Run] = field(default_factory=dict)
 
     def last(self, name: str) -> float | None:
@@ -108,11 +110,7 @@ def _read(folder: Path) -> Run:
     for needed in (file, lines):
         if not needed.is_file():
             raise ValueError(f"{folder} holds no run: there is no {needed.name}, which RunLog writes.")
-    try:
-        about = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}.") from error
-    check_format(about, file)
+    about = read_about(file)
     reader = _Reader()
     for number, line in enumerate(read_lines(lines), start=1):
         try:
@@ -138,7 +136,9 @@ class _Reader:
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[int, float | None]]] = {}
         self._due: list[tuple[int, DueStep]] = []
+        """With the sessions that they belong to."""
         self._tables: tuple[TableStats, ...] = ()
+        self._dead: dict[str, int] = {}
         self._last: int | None = None
         self._ended = False
         self._ends = 0
@@ -146,11 +146,18 @@ class _Reader:
         self._sessions, self._enforced = 1, True
 
     def take(self, line: Mapping[str, Any]) -> None:
-        kind, step = line["kind"], _int(line["step"])
+        kind = line["kind"]
+        if kind == "resumed":
+            self._begin_session()
+            return
+        step = _int(line["step"])
         if kind == "masks":
             # Its step is that of the due step before, so it says nothing of how far the run is.
             self._tell_session(None)
-            self._put(self._due, step, DueStep(step=step, record=_record(line)))
+            due = DueStep(step=step, record=_record(line))
+            while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
+                self._due.pop()  # a resumed run does these again
+            self._due.append((self._sessions, due))
             self._masks += _float(line["seconds"])
             return
         if kind == "values":
@@ -161,7 +168,9 @@ class _Reader:
             seconds = line["seconds"]
             self._tell_session(_float(seconds["total"]))
             # A session without a sparsifier says nothing of tables.
-            self._tables = tuple(_stats(table) for table in line["tables"]) or self._tables
+            if line["tables"]:
+                self._tables = tuple(_stats(table) for table in line["tables"])
+                self._dead = {t["name"]: _int(t["dead_rows"]) for t in line["tables"] if "dead_rows" in t}
             self._enforcement += _float(seconds.get("enforcement", 0.0))
             self._enforced &= "enforcement" in seconds
             self._ended, self._ends = True, self._ends + 1
@@ -170,12 +179,15 @@ class _Reader:
         self._last = step if step >= 0 else self._last
 
     def _tell_session(self, elapsed: float | None) -> None:
-        """A clock that goes back, or a line after an end, is the first of another session."""
+        """A clock that goes back, or a line after an end, is the first of another session, whatever the log says."""
         if self._ended or (elapsed is not None and elapsed < self._elapsed):
-            self._sessions += 1
-            self._before, self._elapsed = self._before + self._elapsed, 0.0
-            self._ended = False
+            self._begin_session()
         self._elapsed = self._elapsed if elapsed is None else elapsed
+
+    def _begin_session(self) -> None:
+        self._sessions += 1
+        self._before, self._elapsed = self._before + self._elapsed, 0.0
+        self._ended = False
 
     @staticmethod
     def _put(series: list[tuple[int, Any]], step: int, value: Any) -> None:
@@ -192,6 +204,7 @@ class _Reader:
             "values": {name: tuple(series) for name, series in self._values.items()},
             "due": tuple(due for _, due in self._due),
             "tables": self._tables,
+            "dead_rows": self._dead,
             "spent": Spent(
                 total=self._before + self._elapsed,
                 masks=self._masks,

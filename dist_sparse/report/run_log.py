@@ -9,40 +9,36 @@ due step is written one due step later, and the last one by :meth:`RunLog.close`
 - ``values``: ``step``, ``seconds`` since the start, and ``values``, what :meth:`RunLog.step` was given;
 - ``masks``: what the due step at ``step`` did: its ``number``, ``seconds``, ``collectives``, ``bytes`` (of rank 0), and
   for each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.record.MaskChange`, ``sparsity`` and ``churn``;
-- ``end``: ``tables``, as :class:`~dist_sparse.TableStats` has them, and where the ``seconds`` went.
+- ``resumed``: the first line of another session, when it ``started``;
+- ``end``: ``tables``, as :class:`~dist_sparse.TableStats` has them and with their ``dead_rows``, and where the
+  ``seconds`` went.
 
-Numbers that are not finite are null. A line is whole or, after a crash, missing its end: :func:`read_lines` skips that.
+Nothing that goes wrong while writing (a full disk, a sink) stops a rank: the others would wait for it. It is a warning,
+once, and that output ends there. :mod:`dist_sparse.report.folder` writes and reads the files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import platform
-import sys
+import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.report.folder import RUN, LogFile, open_log
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.inspection import TableStats
-from dist_sparse.sparsifiers.record import StepRecord
+from dist_sparse.sparsifiers.record import Recorder, StepRecord
 from dist_sparse.training.enforce import MaskEnforcer
 
-__all__ = ["FORMAT", "LINES", "RUN", "RunLog", "Sink", "read_lines", "table_json"]
-
-FORMAT = 1
-"""Of the folder; a reader refuses others."""
-
-RUN, LINES = "run.json", "log.jsonl"
+__all__ = ["RUN", "RunLog", "Sink", "table_json"]
 
 
 class Sink(Protocol):
@@ -62,7 +58,8 @@ class RunLog:
 
     Args:
         folder: made if need be.
-        sparsifier: whose due steps are noted; a recorder is attached to it.
+        sparsifier: whose due steps are noted, from now on; a recorder is attached to it until the log is closed. One
+            log at a time.
         enforcer: whose time is noted at the end.
         config: what is worth knowing of the run, JSON-able; kept in ``run.json``.
         sinks: take every number too, on rank 0 (:mod:`dist_sparse.report.sinks`).
@@ -87,87 +84,78 @@ class RunLog:
         self._sparsifier, self._enforcer = sparsifier, enforcer
         self._speaks = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         self._sinks = tuple(sinks) if self._speaks else ()
-        self._lines: IO[str] | None = None
+        self._file: LogFile | None = None
         error: Exception | None = None
         if self._speaks:
             try:
-                self._open(dict(config or {}), resume)
+                self._file = open_log(self.folder, dict(config or {}), resume)
             except Exception as fault:
                 error = fault
+        self._recorder: Recorder | None = None
+        self._closed = self._attached = False
         try:
             group_over(world_ranks()).agree("RunLog()", {}, error)
         except BaseException:
             self._shut()
             raise
         self._started = time.perf_counter()
-        self._recorder = None if sparsifier is None else sparsifier.record()
-        self._seen = 0 if self._recorder is None else self._recorder.count
+        if sparsifier is not None:
+            self._attached = sparsifier._recorder is None
+            self._recorder = sparsifier.record()
+        self._before = self._seen = 0 if self._recorder is None else self._recorder.count
         self._steps_of: dict[int, int] = {}
         self._masks_seconds = 0.0
         self._last = -1
 
-    def _open(self, config: dict[str, Any], resume: bool) -> None:
-        try:
-            said = json.dumps(config)
-        except TypeError as error:
-            raise ValueError(f"Invalid config: {error}.") from error
-        run, lines = self.folder / RUN, self.folder / LINES
-        if run.exists():
-            if not resume:
-                raise ValueError(f"{self.folder} holds the log of a run: choose another folder, or resume=True.")
-            check_format(json.loads(run.read_text()), run)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not run.exists():
-            about = {
-                "format": FORMAT,
-                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "world": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-                "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
-                | {name: str(sys.modules[name].__version__) for name in ("torchrec",) if name in sys.modules},
-                "config": json.loads(said),
-            }
-            run.write_text(json.dumps(about, indent=2) + "\n")
-        self._lines = lines.open("a", buffering=1)
-
     def step(self, step: int, **values: float | Tensor | None) -> None:
         """Notes the values of one training step, after ``sparsifier.step()``. Local.
 
+        What happened in due steps since the last call is noted at this step.
+
         Args:
-            step: counts up.
+            step: counts up, from call to call.
             **values: numbers or tensors of one (reading one of a GPU waits for it), such as ``loss=``; None is left
-                out.
+                out. Those of rank 0 are written.
 
         Raises:
-            ValueError: ``step`` is not larger than the last one, or a value is not a number.
+            ValueError: ``step`` is no int, or not larger than the last one; a value is not a number.
         """
-        if not step > self._last:
-            raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
+        step = _step(step, self._last)
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, value in given.items():  # on every rank: an error on rank 0 alone would leave the others waiting
+            _check(name, value)
         self._last = step
-        if self._recorder is not None and self._recorder.count > self._seen:
-            self._seen = self._recorder.count
-            self._steps_of[self._seen] = step
         if self._recorder is not None:
+            self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
+            self._seen = self._recorder.count
             self._write_masks(self._recorder.take())
-        if not self._speaks:
-            return
-        known = {name: _number(name, value) for name, value in values.items() if value is not None}
-        if known:
+        if self._speaks and given:
+            known = {name: _float(value) for name, value in given.items()}
             self._write({"kind": "values", "step": step, "seconds": self._elapsed(), "values": known})
             self._tell(step, known)
 
     def close(self) -> None:
-        """Writes what is left, and how the tables stand in the end. Collective, like ``table_stats()``."""
+        """Writes what is left, and how the tables stand in the end, and detaches its recorder; more calls do nothing.
+        Collective, like ``table_stats()`` and ``dead_rows()``."""
+        if self._closed:
+            return
+        try:
+            self._write_end()
+        finally:
+            self._shut()
+
+    def _write_end(self) -> None:
         seconds, tables = {}, []
         if self._recorder is not None and self._sparsifier is not None:
             self._recorder.complete()
             self._write_masks(self._recorder.take())
-            tables = [table_json(table) for table in self._sparsifier.table_stats()]
+            stats, dead = self._sparsifier.table_stats(), self._sparsifier.dead_rows()
+            tables = [table_json(table) | {"dead_rows": dead[table.name]} for table in stats]
             seconds["masks"] = self._masks_seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
         seconds["total"] = self._elapsed()
         self._write({"kind": "end", "step": self._last, "seconds": seconds, "tables": tables})
-        self._shut()
 
     def __enter__(self) -> RunLog:
         return self
@@ -182,26 +170,42 @@ class RunLog:
             self._shut()
 
     def _shut(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+        self._closed = True
+        if self._attached and self._sparsifier is not None:
+            self._sparsifier.stop_recording()  # nobody would take what it goes on counting
+        self._attached, self._recorder = False, None
+        if self._file is not None:
+            self._file.close()
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                self._drop(sink, error)
         self._sinks = ()
 
     def _elapsed(self) -> float:
         return round(time.perf_counter() - self._started, 6)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._lines is not None:
-            self._lines.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        if self._file is not None:
+            self._file.write(line)
 
     def _tell(self, step: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
-            sink.scalars(step, values)
+            try:
+                sink.scalars(step, values)
+            except Exception as error:
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks = tuple(other for other in self._sinks if other is not sink)
+        said = f"{type(sink).__name__} failed ({type(error).__name__}: {error}): it gets no more."
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
 
     def _write_masks(self, records: Sequence[StepRecord]) -> None:
         for record in records:
+            if record.number <= self._before:
+                continue  # of a log before this one, or of nobody's
             step = self._steps_of.pop(record.number, self._last)
             self._masks_seconds += record.seconds
             tables = [
@@ -217,55 +221,40 @@ class RunLog:
                 self._tell(step, known)
 
 
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log, in order; a last one that a crash has cut off is left out.
-
-    Raises:
-        ValueError: another line is no JSON object; names file and line.
-    """
-    lines = file.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            read = json.loads(line)
-            if not isinstance(read, dict):
-                raise ValueError("no object")
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                return
-            raise ValueError(f"{file}, line {number}: {error}.") from error
-        yield read
+def _step(step: int, last: int) -> int:
+    try:
+        known = -1 if isinstance(step, bool) else operator.index(step)  # ints of NumPy too
+    except TypeError:
+        known = -1
+    if known < 0:
+        raise ValueError(f"Invalid {step=}: must be an int >= 0.")
+    if not known > last:
+        raise ValueError(f"Invalid {step=}: the last one was {last}.")
+    return known
 
 
-def check_format(run: Any, file: Path) -> None:
-    """Refuses the folder of another format.
+def _check(name: str, value: float | Tensor) -> None:
+    """Refuses what is no number, without reading a tensor."""
+    if isinstance(value, Tensor):
+        fits = value.numel() == 1 and not value.is_complex() and not value.is_meta
+    else:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and _is_float(value)
+    if not fits:
+        raise ValueError(f"Invalid {name}={value!r}: must be a number or a tensor of one.")
 
-    Raises:
-        ValueError: names the file.
-    """
-    found = run.get("format") if isinstance(run, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{file} has format {found!r}; this release reads and writes {FORMAT}.")
+
+def _float(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _number(name: str, value: float | Tensor) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value.detach())
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError(f"Invalid {name}={value!r}: must be a number or a tensor of one.")
+def _is_float(value: float) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def table_json(stats: TableStats) -> dict[str, Any]:
     """The counts of one table as JSON-able values: its fields and ``sparsity``."""
     return {**dataclasses.asdict(stats), "dtype": str(stats.dtype).removeprefix("torch."), "sparsity": stats.sparsity}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -17,6 +17,7 @@ from dist_sparse.groups import group_over
 from dist_sparse.masks import BlockMask
 from dist_sparse.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.sparsifiers import plain
+from dist_sparse.sparsifiers.dead import count_dead_rows
 from dist_sparse.sparsifiers.digest import element_counts, hash_tensor, mask_hash, shape_hash
 from dist_sparse.sparsifiers.record import Recorder
 
@@ -79,6 +80,11 @@ class Inspection:
         if self._recorder is None:
             self._recorder = Recorder()
         return self._recorder
+
+    def stop_recording(self) -> None:
+        """Lets go of :meth:`record`'s recorder: nothing is counted any more. Every rank must call it, or none; does not
+        communicate."""
+        self._recorder = None
 
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
         """This rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in the order of the
@@ -161,6 +167,19 @@ class Inspection:
                 )
             )
         return stats
+
+    def dead_rows(self) -> dict[str, int]:
+        """Rows with nothing left, of every registered name, the same on every rank. For tables cut by columns too.
+
+        Collective if sharded tables are registered: an all-reduce, and where tables are cut by columns an all-to-all of
+        a bit for each row and column shard.
+        """
+        located = self._located()
+        counts = count_dead_rows(located, {name: self._tables.masks(name) for name in located}, self._tables.groups)
+        for name in self.data_groups:
+            if name not in located:
+                counts[name] = int((_plain_matrix(self._plain_mask(name)) == 0).all(1).sum())
+        return {name: counts[name] for name in self.data_groups}
 
     def fingerprint(self) -> dict[str, str]:
         """A hash of every global mask: depends on shape and mask alone, not on sharding, blocks or ranks. Collective as

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.report.run_log import LINES, RUN
+from dist_sparse.report.folder import LINES, RUN
 
 __all__ = ["HOSTILE", "edit", "write_many"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from dist_sparse.report.folder import LINES
 from dist_sparse.report.inspect import inspect_json, inspect_text
 from dist_sparse.report.run import read_run
-from dist_sparse.report.run_log import LINES, RunLog
+from dist_sparse.report.run_log import RunLog
 from tests.report.test_run_log import train
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dist_sparse import RunLog
+from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.numbers import numbers, status, summary
 from dist_sparse.report.run import read_run
-from dist_sparse.report.run_log import LINES, RUN
 from tests.report.folders import edit, write_many
 from tests.report.test_run_log import train
 
@@ -83,6 +83,24 @@ def test_steps_that_a_resumed_run_does_again_count_once(folder: Path) -> None:
     assert run.last("loss") == 106.0
     assert [due.step for due in run.due] == [0, 3, 6]
     assert run.finished and run.spent.enforcement is None and run.tables
+
+
+def test_a_resumed_session_replaces_due_steps_however_short_the_first_was(tmp_path: Path) -> None:
+    write_many(tmp_path / "run", tables=1, due=2, steps=100, ends=False)
+    log = tmp_path / "run" / LINES
+    lines = log.read_text().splitlines(keepends=True)
+    due = [json.loads(line) for line in lines if '"masks"' in line]
+    # Both were noted at one step; the second session repeats the last of them before it notes a time.
+    due[0]["step"] = due[1]["step"]
+    values = {"kind": "values", "step": 99, "seconds": 5.0, "values": {"loss": 1.0}}
+    lines = lines[:100] + [json.dumps(line) + "\n" for line in due]
+    log.write_text("".join(lines))
+    assert [(d.step, d.record.number) for d in read_run(tmp_path / "run").due] == [(66, 1), (66, 2)]
+    again = due[0] | {"number": 1, "step": 66}
+    log.write_text("".join(lines) + "".join(json.dumps(line) + "\n" for line in ({"kind": "resumed"}, again, values)))
+    run = read_run(tmp_path / "run")
+    assert [(d.step, d.record.number) for d in run.due] == [(66, 1)]
+    assert run.sessions == 2 and run.spent.total == pytest.approx(0.99 + 5.0)
 
 
 def test_sums_over_sessions(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog
-from dist_sparse.report.run_log import LINES, RUN, read_lines
+from dist_sparse.report.folder import LINES, RUN, read_lines
+from dist_sparse.report.run import read_run
 from dist_sparse.report.sinks import TensorBoardSink, WandbSink
 
 
@@ -99,6 +101,121 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
         RunLog(tmp_path, resume=True)
 
 
+def test_what_a_crash_has_cut_off_goes_when_the_run_is_resumed(tmp_path: Path) -> None:
+    train(tmp_path)
+    whole = (tmp_path / LINES).read_text().splitlines(keepends=True)
+    long = '{"kind": "masks", "tables": "' + 200_000 * "x"  # longer than what is looked at in one go
+    for cut in (whole[-1][:20], long):
+        (tmp_path / LINES).write_text("".join(whole[:-1]) + cut)
+        with RunLog(tmp_path, resume=True) as log:
+            log.step(100, loss=1.0)
+        lines = lines_of(tmp_path)
+        assert [line["kind"] for line in lines[len(whole) - 1 :]] == ["resumed", "values", "end"]
+        assert (tmp_path / LINES).read_text().startswith("".join(whole[:-1]))
+    (tmp_path / LINES).write_text('{"kind": "val')
+    RunLog(tmp_path, resume=True).close()
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["end"]
+
+
+def test_run_json_comes_into_being_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> Path:
+        assert json.loads(self.read_text())["format"] == 1 and not target.exists()
+        raise OSError("no room")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no room"):
+        RunLog(tmp_path)
+    assert not (tmp_path / RUN).exists()
+    monkeypatch.undo()
+    RunLog(tmp_path, config={"lr": math.nan}).close()
+    assert json.loads((tmp_path / RUN).read_text())["config"] == {"lr": None}
+    (tmp_path / RUN).write_text('{"format": 1, "sta')
+    with pytest.raises(ValueError, match=r"run\.json is no JSON"):
+        RunLog(tmp_path, resume=True)
+
+
+def sparsifier_of(rows: int = 20) -> DataNormSparsifier:
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(nn.EmbeddingBag(rows, 4))
+    return sparsifier
+
+
+def test_due_steps_between_two_calls_are_all_noted(tmp_path: Path) -> None:
+    sparsifier = sparsifier_of()
+    with RunLog(tmp_path, sparsifier) as log:
+        for step in range(10):
+            sparsifier.step()
+            if step % 4 == 3:
+                log.step(step, loss=1.0)
+    masks = [(line["step"], line["number"]) for line in lines_of(tmp_path) if line["kind"] == "masks"]
+    assert masks == [(3, 1), (3, 2), (3, 3), (3, 4), (7, 5), (7, 6), (7, 7), (7, 8), (7, 9), (7, 10)]
+    assert [(due.step, due.record.number) for due in read_run(tmp_path).due] == masks
+
+
+def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
+    sparsifier = sparsifier_of()
+    with pytest.raises(KeyError), RunLog(tmp_path / "failed", sparsifier) as log:
+        sparsifier.step()
+        raise KeyError
+    assert sparsifier._recorder is None, "nobody would take what it counts"
+    sparsifier.step()
+    own = sparsifier.record()
+    sparsifier.step()
+    with RunLog(tmp_path / "run", sparsifier) as log:
+        for step in range(2):
+            sparsifier.step()
+            log.step(step, loss=1.0)
+    masks = [(line["step"], line["number"]) for line in lines_of(tmp_path / "run") if line["kind"] == "masks"]
+    assert masks == [(0, 2), (1, 3)]
+    assert sparsifier._recorder is own, "it was there before the log"
+    sparsifier.stop_recording()
+    RunLog(tmp_path / "third", sparsifier).close()
+    assert sparsifier._recorder is None
+
+
+def test_nothing_more_is_closed_twice(tmp_path: Path) -> None:
+    heard = Heard()
+    with RunLog(tmp_path, sinks=[heard]) as log:
+        log.close()
+    assert heard.closed == 1 and [line["kind"] for line in lines_of(tmp_path)] == ["end"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / LINES).symlink_to("/dev/full")
+    heard = Heard()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with RunLog(tmp_path, sinks=[heard]) as log:
+            for step in range(3):
+                log.step(step, loss=1.0)
+    [warning] = [str(one.message) for one in said if one.category is RuntimeWarning]
+    assert "log.jsonl could not be written" in warning and "No space left" in warning
+    assert [step for step, _ in heard.told] == [0, 1, 2] and heard.closed == 1
+
+
+def test_a_sink_that_fails_gets_no_more(tmp_path: Path) -> None:
+    class Broken(Heard):
+        def scalars(self, step: int, values: Mapping[str, float]) -> None:
+            super().scalars(step, values)
+            raise ConnectionError("gone")
+
+    class Stuck(Heard):
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    broken, heard = Broken(), Heard()
+    with pytest.warns(RuntimeWarning) as said, RunLog(tmp_path, sinks=[broken, Stuck(), heard]) as log:
+        for step in range(3):
+            log.step(step, loss=1.0)
+    assert [str(one.message) for one in said] == [
+        "Broken failed (ConnectionError: gone): it gets no more.",
+        "Stuck failed (OSError: stuck): it gets no more.",
+    ]
+    assert len(broken.told) == 1 and [step for step, _ in heard.told] == [0, 1, 2] and heard.closed == 1
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["values"] * 3 + ["end"]
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.step(0, loss=math.nan, other=torch.tensor(math.inf), third=3)
@@ -113,9 +230,12 @@ def test_bad_values(tmp_path: Path) -> None:
     log.step(3, loss=1.0)
     with pytest.raises(ValueError, match=r"Invalid step=3: the last one was 3"):
         log.step(3, loss=1.0)
-    for bad in ("high", torch.zeros(2), True):
+    for bad in ("high", torch.zeros(2), True, 10**400, torch.zeros(1, dtype=torch.complex64)):
         with pytest.raises(ValueError, match="Invalid loss="):
-            log.step(log._last + 1, loss=bad)  # type: ignore[arg-type]
+            log.step(4, loss=bad)  # type: ignore[arg-type]
+    for bad in (4.5, "4", True, -1):
+        with pytest.raises(ValueError, match=r"Invalid step=.*: must be an int >= 0"):
+            log.step(bad)  # type: ignore[arg-type]
     log.close()
     assert [line["kind"] for line in lines_of(tmp_path)] == ["values", "end"]
 
