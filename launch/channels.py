@@ -3,7 +3,8 @@
 A rank asks for them on a Unix socket in a folder of this user's alone, and gets them through it: pseudo-terminals where
 the launcher writes to a terminal (so that bars are drawn as without it), pipes elsewhere. Every process has its own, so
 that the end of a file is the end of the process and of all it started. Where both outputs of the launcher are the same
-file, both of a process are too: what it writes stays in order.
+file, both of a process are too: what it writes stays in order. While an output of the launcher is full, nothing is read
+for it: ranks wait, as they would without the launcher.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Channels:
         self._selector, self._alive = selector, alive
         self._displays = [out] if out is err else [out, err]
         self._readers: dict[int, tuple[Source, Display]] = {}
+        self._waiting: set[int] = set()  # readers that are not registered, because their display is full
         folder = tempfile.mkdtemp(prefix="launch-")
         if len(os.fsencode(folder)) > _SOCKET_PATH_LIMIT - 2:
             os.rmdir(folder)
@@ -64,7 +66,7 @@ class Channels:
                 _plain(writer)
             files.append(writer)
             self._readers[reader] = (own, display)
-            self._selector.register(reader, selectors.EVENT_READ, lambda reader=reader: self._read(reader))
+            self._listen(reader)
         self.resize()
         return files
 
@@ -72,6 +74,17 @@ class Channels:
     def idle(self) -> bool:
         """Whether every process that had files has closed them."""
         return not self._readers
+
+    def balance(self) -> None:
+        """Reads on where there is room again, and no more where there is none. To be called after each turn."""
+        for reader, (_, display) in self._readers.items():
+            if display.writer.full != (reader in self._waiting):
+                if display.writer.full:
+                    self._selector.unregister(reader)
+                    self._waiting.add(reader)
+                else:
+                    self._waiting.remove(reader)
+                    self._listen(reader)
 
     def resize(self) -> None:
         """Gives all pseudo-terminals the width that is left behind the labels."""
@@ -102,6 +115,9 @@ class Channels:
                 for file in files:
                     os.close(file)
 
+    def _listen(self, reader: int) -> None:
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._read(reader))
+
     def _read(self, reader: int) -> None:
         try:
             data = os.read(reader, 1 << 16)
@@ -115,7 +131,10 @@ class Channels:
 
     def _end(self, reader: int) -> None:
         source, display = self._readers.pop(reader)
-        self._selector.unregister(reader)
+        if reader in self._waiting:
+            self._waiting.remove(reader)
+        else:
+            self._selector.unregister(reader)
         os.close(reader)
         display.feed(source, b"", final=True)
 

@@ -6,13 +6,14 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import kubeflow, sbatch
 from .command import additions, argv, plain_variables
-from .runner import run
+from .runner import refuse_closed, run
 from .spec import LaunchSpec, Rendezvous, Resources
 
 __all__ = ["main"]
@@ -41,7 +42,10 @@ on one node also GLOO_SOCKET_IFNAME=lo. PET_ variables, which torchrun would tak
 
 
 def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") -> int:
-    """Does what the words (those of the process by default) say; returns the job's exit status, or 2 for bad words."""
+    """Does what the words (those of the process by default) say; returns the job's exit status, or 2 for bad words.
+
+    It is 1, and one line says why, where a file or an output can't be written, and 141 where nobody reads the output.
+    """
     words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
         words.insert(0, "local")
@@ -51,6 +55,11 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
         return _do(options)
     except (ValueError, ImportError) as error:
         of_command[options.command].error(str(error))
+    except BrokenPipeError:
+        return 128 + signal.SIGPIPE  # as other programs end whose reader goes away
+    except OSError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
 
 
 def _do(options: argparse.Namespace) -> int:
@@ -60,17 +69,27 @@ def _do(options: argparse.Namespace) -> int:
             return run(spec, colour=options.color)
         variables = plain_variables(spec) | additions(spec, os.environ)
         assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
-        print(*assignments, shlex.join(argv(spec)))
+        _write(" ".join([*assignments, shlex.join(argv(spec))]) + "\n")
         return 0
     if options.command == "sbatch":
         text = sbatch.render(spec, port=options.rdzv_port)
     else:
         text = kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace)
-    if options.output is None:
-        print(text, end="")
-    else:
-        options.output.write_text(text)
+    _write(text, options.output)
     return 0
+
+
+def _write(text: str, file: Path | None = None) -> None:
+    if file is not None:
+        file.write_text(text)
+        return
+    refuse_closed()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more when it ends
+        raise
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:

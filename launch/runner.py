@@ -4,6 +4,8 @@ torchrun runs in a session of its own, so that signals reach it through the laun
 passes them to the ranks, waits for the grace period and kills what is left. Whatever happens, the launcher leaves no
 process of the job behind: those are the ones with the job's random mark in their environment (Linux). If the launcher
 itself is killed, torchrun gets a SIGTERM from the kernel and ends the job as above; if torchrun is, so are the ranks.
+A reader of the output that goes away ends the job; a disk that is full does not. What can't be written is waited for,
+and once a signal has come, lost.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .channels import Channels
@@ -27,7 +29,7 @@ from .command import argv, environment, target
 from .output import Display, Source, wants_colour
 from .spec import LaunchSpec
 
-__all__ = ["run"]
+__all__ = ["refuse_closed", "run"]
 
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -35,7 +37,7 @@ _MARGIN = 10.0
 """Seconds that torchrun has, beyond the ranks' grace, to kill them and go."""
 
 _LAST_WORDS = 5.0
-"""Seconds for output to come in after the last process has gone."""
+"""Seconds for output to come in after the last process has gone, and to be written after a signal."""
 
 
 def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
@@ -48,7 +50,9 @@ def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
 
     Raises:
         ValueError: `spec` says not where several nodes meet; there is no such script or interpreter here.
+        OSError: standard output or standard error is closed.
     """
+    refuse_closed()
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
     if shutil.which(spec.python) is None:
@@ -58,6 +62,19 @@ def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
         print(f"launch: not passed on, torchrun would take options from it: {', '.join(dropped)}", file=sys.stderr)
     sys.stdout.flush()
     return _Job(spec, words, colour).run()
+
+
+def refuse_closed() -> None:
+    """Files that are opened later would get the number of a closed output, and with it what is written there.
+
+    Raises:
+        OSError: standard output or standard error is closed.
+    """
+    for number, name in ((1, "output"), (2, "error")):
+        try:
+            os.fstat(number)
+        except OSError as error:
+            raise OSError(f"Standard {name} is closed: send it to a file, or to /dev/null.") from error
 
 
 def _words(spec: LaunchSpec) -> list[str]:
@@ -74,29 +91,33 @@ def _words(spec: LaunchSpec) -> list[str]:
 
 class _Job:
     def __init__(self, spec: LaunchSpec, words: list[str], colour: str) -> None:
-        self._spec, self._words = spec, words
+        self._spec, self._words, self._colour = spec, words, colour
         self._mark = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._stopped_by: int | None = None
         self._deadline = float("inf")
         self._torchrun: subprocess.Popen[bytes] | None = None
-        out, err = (_display(number, colour) for number in (1, 2))
-        self._displays = (out, out if _same_file(1, 2) else err)
+        self._displays: tuple[Display, ...] = ()
+        self._told = False
+        self._cut_by: int | None = None
 
     def run(self) -> int:
-        with _caught(self._signals, self._selector):
+        with _caught(self._signals, self._selector) as wake:
+            out, err = (_display(number, self._colour, wake) for number in (1, 2))
+            self._displays = (out, out if _same_file(1, 2) else err)
             channels = Channels(self._selector, *self._displays, alive=self._alive)
             try:
                 self._start(channels)
                 self._watch(channels)
             finally:
-                self._kill_all()
-                until = time.monotonic() + _LAST_WORDS
-                while not channels.idle and time.monotonic() < until:
-                    self._turn(0.1)
-                channels.close()
-                self._selector.close()
+                try:
+                    self._kill_all()
+                    self._hear_out(channels)
+                finally:
+                    channels.close()
+                    self._finish_writing(channels)
+                    self._selector.close()
         return self._status()
 
     def _start(self, channels: Channels) -> None:
@@ -118,19 +139,57 @@ class _Job:
 
     def _watch(self, channels: Channels) -> None:
         while self._alive() and time.monotonic() < self._deadline:
-            self._turn(min(1.0, max(0.0, self._deadline - time.monotonic())))
+            self._turn(channels, min(1.0, max(0.0, self._deadline - time.monotonic())))
             while self._signals:
                 number = self._signals.pop(0)
                 if number == signal.SIGWINCH:
                     channels.resize()
                 else:
                     self._stop(number)
-            if any(display.broken for display in self._displays) and self._stopped_by is None:
-                self._stop(signal.SIGPIPE)
+            self._look_at_faults()
 
-    def _turn(self, timeout: float) -> None:
+    def _turn(self, channels: Channels, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
             key.data()
+        channels.balance()
+
+    def _look_at_faults(self) -> None:
+        broken = any(isinstance(display.writer.fault, BrokenPipeError) for display in self._displays)
+        if broken and self._stopped_by is None:
+            self._stop(signal.SIGPIPE)
+        self._tell_faults()
+
+    def _tell_faults(self) -> None:
+        for display, name, other in zip(self._displays, ("output", "error"), reversed(self._displays), strict=True):
+            fault = display.writer.fault
+            if fault is not None and not isinstance(fault, BrokenPipeError) and not self._told:
+                self._told = True  # where the other one is broken too, nobody can be told
+                self._say(f"standard {name} can't be written ({fault.strerror}): the job goes on without it", other)
+
+    def _hear_out(self, channels: Channels) -> None:
+        """Takes in what is left in the files of processes that have ended; waits while the outputs are full."""
+        until = time.monotonic() + _LAST_WORDS
+        while not channels.idle and self._stays(until):
+            if any(display.writer.full for display in self._displays):
+                until = time.monotonic() + _LAST_WORDS
+            self._turn(channels, 0.1)
+
+    def _finish_writing(self, channels: Channels) -> None:
+        until = time.monotonic() + _LAST_WORDS if self._stopped_by is not None else float("inf")
+        while True:
+            self._tell_faults()
+            if not any(display.writer.busy for display in self._displays) or not self._stays(until):
+                break
+            self._turn(channels, 0.1)
+        for display in self._displays:
+            display.writer.close()
+
+    def _stays(self, until: float) -> bool:
+        """After the job: whether to go on. A first signal means no."""
+        for number in self._signals:
+            if self._stopped_by is None and number != signal.SIGWINCH:
+                self._cut_by = number
+        return self._cut_by is None and time.monotonic() < until
 
     def _alive(self) -> bool:
         return self._torchrun is not None and self._torchrun.poll() is None
@@ -139,6 +198,8 @@ class _Job:
         """The first signal goes to torchrun, once: a second one would break off its way of ending the ranks."""
         if self._stopped_by is None:
             self._stopped_by = number
+            for display in self._displays:
+                display.writer.lose()
             self._deadline = time.monotonic() + self._spec.grace + _MARGIN
             assert self._torchrun is not None
             self._torchrun.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
@@ -148,8 +209,8 @@ class _Job:
         elif number == self._stopped_by == signal.SIGINT:
             self._deadline = 0.0
 
-    def _say(self, text: str) -> None:
-        self._displays[1].feed(Source(0, 1), f"launch: {text}\n".encode(), final=True)
+    def _say(self, text: str, display: Display | None = None) -> None:
+        (display or self._displays[1]).feed(Source(0, 1), f"launch: {text}\n".encode(), final=True)
 
     def _kill_all(self) -> None:
         if self._alive():
@@ -172,6 +233,8 @@ class _Job:
         if self._stopped_by is not None and status in (0, -signal.SIGKILL):
             # torchrun has not seen the signal, or had to be killed: the job ended by what stopped it.
             return 0 if status == 0 else 128 + self._stopped_by
+        if self._cut_by is not None and status == 0:
+            return 128 + self._cut_by
         return status if status >= 0 else 128 - status
 
 
@@ -185,9 +248,9 @@ def _marked(mark: str) -> Iterator[int]:
                     yield int(entry.name)
 
 
-def _display(number: int, colour: str) -> Display:
+def _display(number: int, colour: str, wake: Callable[[], None]) -> Display:
     terminal = os.isatty(number)
-    return Display(number, terminal=terminal, colour=wants_colour(colour, terminal, dict(os.environ)))
+    return Display(number, terminal=terminal, colour=wants_colour(colour, terminal, dict(os.environ)), wake=wake)
 
 
 def _same_file(*numbers: int) -> bool:
@@ -196,8 +259,11 @@ def _same_file(*numbers: int) -> bool:
 
 
 @contextlib.contextmanager
-def _caught(signals: list[int], selector: selectors.BaseSelector) -> Iterator[None]:
-    """Puts signals into a list and wakes the selector for each; ignored ones (nohup) stay ignored."""
+def _caught(signals: list[int], selector: selectors.BaseSelector) -> Iterator[Callable[[], None]]:
+    """Puts signals into a list and wakes the selector for each; ignored ones (nohup) stay ignored.
+
+    Yields a function that wakes the selector, from any thread.
+    """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
@@ -205,6 +271,10 @@ def _caught(signals: list[int], selector: selectors.BaseSelector) -> Iterator[No
     def drain() -> None:
         with contextlib.suppress(BlockingIOError):
             reader.recv(1 << 12)
+
+    def wake() -> None:
+        with contextlib.suppress(OSError):  # it is awake already, or the job is over
+            writer.send(b"\0")
 
     def caught(number: int, _: object) -> None:
         if number != signal.SIGCHLD:
@@ -218,7 +288,7 @@ def _caught(signals: list[int], selector: selectors.BaseSelector) -> Iterator[No
         for number in numbers:
             if before[number] is not signal.SIG_IGN:
                 signal.signal(number, caught)
-        yield
+        yield wake
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

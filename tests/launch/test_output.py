@@ -10,6 +10,8 @@ import pytest
 
 from launch.output import Display, Source, wants_colour
 
+from .jobs import wait_for
+
 CLEAR = "\r\x1b[K"
 
 
@@ -24,6 +26,7 @@ def display(*, terminal: bool, colour: bool = False) -> Iterator[tuple[Display, 
 
     def noting(source: Source, data: bytes, final: bool = False) -> None:
         feed(source, data, final)
+        wait_for(lambda: not shown.writer.busy)
         try:
             written.append(os.read(reader, 1 << 16).decode())
         except BlockingIOError:
@@ -31,6 +34,7 @@ def display(*, terminal: bool, colour: bool = False) -> Iterator[tuple[Display, 
 
     shown.feed = noting  # type: ignore[method-assign]
     yield shown, written
+    shown.writer.close()
     os.close(reader)
     os.close(writer)
 
@@ -88,6 +92,44 @@ def test_what_is_too_wide_is_cut_only_while_it_is_unfinished() -> None:
         shown.feed(source, b"\n")
     assert written[0] == "[0] " + "x" * (80 - 5)
     assert written[1] == f"{CLEAR}[0] {'x' * 200}\n"
+
+
+HARMFUL = {
+    "title": "\x1b]0;title\x07",
+    "title with ST": "\x1b]0;ü\x1b\\",
+    "clipboard": "\x1b]52;c;aGVsbG8=\x9c",
+    "C1 title": "\x9d0;title\x9c",
+    "reset": "\x1bc",
+    "save": "\x1b7",
+    "charset": "\x1b(0",
+    "clear": "\x1b[2J",
+    "C1 clear": "\x9b2J",
+    "cursor": "\x1b[?25l",
+    "keys": "\x1b[>4;2m",
+    "device": "\x1bP+q544e\x1b\\",
+    "bell": "\x07",
+    "backspace": "\b\b",
+}
+
+
+@pytest.mark.parametrize("harmful", HARMFUL.values(), ids=HARMFUL)
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_only_styles_steer_the_terminal(harmful: str, size: int) -> None:
+    """However they are cut by reads."""
+    data = f"a{harmful}b\x1b[1;31mred\x1b[0m\tc\n".encode()
+    with display(terminal=False) as (shown, written):
+        source = Source(0, 1)
+        for begin in range(0, len(data), size):
+            shown.feed(source, data[begin : begin + size])
+    assert "".join(written) == "ab\x1b[1;31mred\x1b[0m\tc\n"
+
+
+def test_a_sequence_that_never_ends_does_not_hold_text_back() -> None:
+    source = Source(0, 1)
+    assert source.take(b"\x1b]0;no end\nnext\n") == ["0;no end", "next"]
+    assert source.take(b"\x1b]" + b"x" * 9000) == []
+    assert source.take(b"y\n") == ["x" * 9000 + "y"]
+    assert source.take(b"last\x1b[", final=True) == ["last"]
 
 
 def test_only_labels_are_coloured() -> None:
