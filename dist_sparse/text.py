@@ -1,7 +1,7 @@
 """How do figures become a table that a person reads in a terminal?
 
-Plain lines without a frame, cells padded to the width of their column; bytes as MiB. And back: what a person types as
-a size, a block or a level.
+Plain lines without a frame, cells padded to the width of their column; bytes as MiB. Names come from models and logs,
+so what a terminal would obey is written as an escape. And back: what a person types as a size, a block or a level.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from typing import Final
 
 from dist_sparse.shards import ROW
 
-__all__ = ["block_text", "mib", "parse_block", "parse_bytes", "parse_count", "parse_level", "shape_text", "table_lines"]
+__all__ = [
+    "block_text",
+    "mib",
+    "parse_block",
+    "parse_bytes",
+    "parse_count",
+    "parse_level",
+    "printable",
+    "shape_text",
+    "table_lines",
+]
 
 _UNITS: Final = {
     "": 1,
@@ -21,6 +31,14 @@ _UNITS: Final = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
 }
+
+
+def printable(text: str) -> str:
+    r"""Text that neither drives a terminal nor turns the order of what stands beside it: control and format characters
+    (``\x1b``, ``\n``, ``\u202e``), lone surrogates and what is unassigned are written as Python's ``repr`` does."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def table_lines(
@@ -33,10 +51,11 @@ def table_lines(
 
     Args:
         head: names of the columns.
-        rows: cells, as many as ``head`` has.
+        rows: cells, as many as ``head`` has; made :func:`printable`.
         right: columns that are set flush right.
         total: a last row.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     everything = [head, *rows, *([] if total is None else [total])]
     widths = [max(len(row[i]) for row in everything) for i in range(len(head))]
     rule = ["-" * width for width in widths]

@@ -175,7 +175,7 @@ def _changes(run: Run) -> list[Chart]:
     dead = [_held(run, "all tables", "main", _totals(run, "dead_rows"))]
     dead += [_held(run, name, "table", points) for name, points in _per_table(run, lambda t: t.dead_rows).items()]
     cut = sorted({t.name for due in run.due for t in due.record.tables if t.dead_rows is None})
-    unknown = f" Not known of {len(cut):,} table{'s' * (len(cut) > 1)} cut by columns." if cut else ""
+    unknown = f" Of {len(cut):,} table{'s' * (len(cut) > 1)} cut by columns, known in the end only." if cut else ""
     found: list[Chart] = []
     if any(line.points for line in churn):
         note = f"Share of blocks that a due step removed or brought back, and of those brought back. {_thin_lines(run)}"

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import pairwise
 
 from dist_sparse.report.charts import BarChart, Chart, Line, LineChart
 from dist_sparse.report.scores import ScoreChart
-from dist_sparse.report.words import amount, count, percent
+from dist_sparse.report.words import amount, count, escape, percent
 
 __all__ = ["drawn", "log_ticks", "ticks"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from dist_sparse.report.numbers import numbers, status
 from dist_sparse.report.run import Run
-from dist_sparse.text import mib, shape_text, table_lines
+from dist_sparse.text import mib, printable, shape_text, table_lines
 
 __all__ = ["inspect_json", "inspect_text"]
 
 _HEAD = (
     *("table", "shape", "dtype", "sharding", "block", "blocks", "target", "sparsity"),
-    *("MiB", "kept MiB", "mask MiB"),
+    *("dead rows", "MiB", "kept MiB", "mask MiB"),
 )
 
 
@@ -42,23 +42,28 @@ def inspect_text(run: Run) -> str:
     lines += [f"last: {last}"] if last else []
     lines.append(f"due steps: {known['due_steps']}")
     lines += ["config:", *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items())] if run.config else []
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def _row(table: Mapping[str, Any]) -> list[str]:
     cells = [table["name"], shape_text(table["shape"]), table["dtype"] or "-", table["sharding"] or "-"]
     cells += [shape_text(table["sparse_block_shape"]), f"{table['blocks']:,}"]
-    cells += [_level(table["target"]), _level(table["sparsity"])]
+    cells += [_level(table["target"]), _level(table["sparsity"]), _count(table["dead_rows"])]
     return cells + [_mib(table[f"bytes_{kind}"]) for kind in ("dense", "kept", "masks")]
 
 
 def _total(known: Mapping[str, Any]) -> list[str]:
     cells = ["all", "", "", "", "", f"{known['blocks']:,}", _level(known["target"]), _level(known["sparsity"])]
+    cells.append(_count(known["dead_rows"]))
     return cells + [_mib(known[f"bytes_{kind}"]) for kind in ("dense", "kept", "masks")]
 
 
 def _level(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
 
 
 def _mib(value: int | None) -> str:

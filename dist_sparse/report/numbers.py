@@ -12,6 +12,7 @@ from typing import Any
 from dist_sparse.report.run import DueStep, Run
 from dist_sparse.report.words import amount, count, duration, percent, size
 from dist_sparse.sparsifiers.record import MaskChange
+from dist_sparse.text import printable
 
 __all__ = ["numbers", "standing", "status", "summary"]
 
@@ -122,7 +123,7 @@ def summary(run: Run) -> str:
         share = found["seconds"]["share"]
         of_all = "" if share is None else f"; sparsity took {percent(share)}"
         lines.append(f"time      {time_text(run, found)}{of_all}")
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def target_text(found: Mapping[str, Any]) -> str:

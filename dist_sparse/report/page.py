@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from dist_sparse.report.plots import png_files
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.scores import ScoreChart
 from dist_sparse.report.style import SCRIPT, STYLE
-from dist_sparse.report.words import amount, count, percent, size
+from dist_sparse.report.words import amount, count, escape, percent, size
 
 __all__ = ["page", "write_report"]
 
@@ -205,6 +204,6 @@ def _table(label: str, heads: Iterable[str], rows: Iterable[Sequence[tuple[str, 
 def _config(run: Run) -> str:
     if not run.config:
         return ""
-    said = escape(json.dumps(run.config, indent=2, ensure_ascii=False))
+    said = "\n".join(map(escape, json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")))
     region = 'class="card scroll" tabindex="0" role="region" aria-label="Configuration"'
     return f"<h2>Configuration</h2><div {region}><pre>{said}</pre></div>"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dist_sparse.report.charts import BarChart, Chart, LineChart
 from dist_sparse.report.scores import ScoreChart
 from dist_sparse.report.words import amount, percent
+from dist_sparse.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,7 +38,10 @@ def png_files(charts: Sequence[Chart]) -> dict[str, bytes]:
     files = {}
     for chart in charts:
         held = io.BytesIO()
-        figure(chart).savefig(held, format="png", dpi=_DPI)
+        with warnings.catch_warnings():  # names may be in a script that matplotlib's font does not have
+            warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
+            warnings.filterwarnings("ignore", message="Matplotlib currently does not support", category=UserWarning)
+            figure(chart).savefig(held, format="png", dpi=_DPI)
         files[chart.key] = held.getvalue()
     return files
 
@@ -111,6 +116,7 @@ def _bars(axes: Any, chart: BarChart) -> None:
 
 
 def _short(name: str, most: int) -> str:
+    name = printable(name)
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 

@@ -1,13 +1,18 @@
 """How do numbers read, for people?
 
-Short, without a locale: powers of 1000, at most four digits, and the same number always reads the same.
+Short, without a locale: at most four digits, bytes in powers of 1024, and the same number always reads the same. And
+names, for a page: nothing in them is markup, drives anything or turns the order of what stands beside it.
 """
 
 from __future__ import annotations
 
-__all__ = ["amount", "count", "duration", "percent", "size"]
+import html
 
-_PREFIXES = ("", "k", "M", "G", "T", "P")
+from dist_sparse.text import printable
+
+__all__ = ["amount", "count", "duration", "escape", "percent", "size"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def amount(value: float) -> str:
@@ -34,12 +39,21 @@ def percent(share: float | None) -> str:
 
 
 def size(value: float) -> str:
-    """Of bytes: ``1.37 MB``."""
-    for prefix in _PREFIXES[:-1]:
+    """Of bytes: ``1.30 MiB``, ``160 B``."""
+    for unit in _UNITS[:-1]:
         if abs(value) < 999.5:
-            return f"{value:.3g} {prefix}B" if prefix else f"{value:.0f} B"
-        value /= 1000
-    return f"{value:.3g} {_PREFIXES[-1]}B"
+            return _short(value, unit)
+        value /= 1024
+    return _short(value, _UNITS[-1])
+
+
+def escape(text: str) -> str:
+    """For HTML, attributes too."""
+    return html.escape(printable(text))
+
+
+def _short(value: float, unit: str) -> str:
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:#.3g} {unit}"
 
 
 def duration(seconds: float) -> str:

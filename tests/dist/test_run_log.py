@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ import torch.distributed as dist
 
 from dist_sparse import ROW, DataNormSparsifier, RunLog
 from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.report.folder import LINES, read_lines
 from dist_sparse.report.quality import Quality
-from dist_sparse.report.run_log import LINES, read_lines
 from tests.dist.cells import LOCAL, build, cells, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import check_outcomes
 
 pytestmark = pytest.mark.dist
 
-CASES = ("a_log", "refused_on_every_rank", "one_rank_has_an_exception", "quality")
+CASES = ("a_log", "bad_values", "a_full_disk", "refused_on_every_rank", "one_rank_has_an_exception", "quality")
 
 
 def shared_folder() -> Path:
@@ -52,6 +53,40 @@ def a_log() -> None:
         assert {t["name"]: t["removed_blocks"] for t in line["tables"]} == {n: round(r / 2) for n, r in rows.items()}
         assert {t["name"] for t in line["tables"] if t["dead_rows"] is None} == {"item"}, "cut by columns"
     assert lines[-1]["kind"] == "end"
+    dead = {t["name"]: t["dead_rows"] for t in lines[-1]["tables"]}
+    assert dead == {name: round(count / 2) for name, count in rows.items()}, "of the one that is cut by columns too"
+    assert sparsifier._recorder is None
+
+
+def bad_values() -> None:
+    """Refused by every rank, where rank 0 alone writes; the ranks go on together."""
+    folder = shared_folder()
+    with RunLog(folder) as log:
+        for bad in ({"loss": torch.ones(2)}, {"loss": "low"}):
+            with pytest.raises(ValueError, match="Invalid loss="):
+                log.step(0, **bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"Invalid step=0\.5"):
+            log.step(0.5)  # type: ignore[arg-type]
+        log.step(0, loss=1.0)
+    dist.barrier()
+    assert [line["kind"] for line in read_lines(folder / LINES)] == ["values", "end"]
+
+
+def a_full_disk() -> None:
+    """Rank 0 can't write any more; both ranks train on and close."""
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        (folder / LINES).symlink_to("/dev/full")
+    cell = cells(2)["mixed"]
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(build(cell))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with RunLog(folder, sparsifier) as log:
+            for step in range(3):
+                sparsifier.step()
+                log.step(step, loss=1.0)
+    assert sum("could not be written" in str(one.message) for one in said) == (dist.get_rank() == 0)
 
 
 def refused_on_every_rank() -> None:

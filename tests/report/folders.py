@@ -9,9 +9,12 @@ from typing import Any
 
 from dist_sparse.report.folder import LINES, RUN
 
-__all__ = ["HOSTILE", "edit", "write_many"]
+__all__ = ["DRIVING", "HOSTILE", "edit", "write_many"]
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'&$x$"
+
+DRIVING = "\x1b]0;title\x07\x1b[2J\nfake row\x9b31m\u202etxt\u2028\ud800表"
+"""What a terminal would obey, what turns the order of letters, what no file can hold."""
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

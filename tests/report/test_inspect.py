@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from torch import nn
+
+from dist_sparse import ROW, DataNormSparsifier, describe
 from dist_sparse.report.folder import LINES
 from dist_sparse.report.inspect import inspect_json, inspect_text
+from dist_sparse.report.numbers import summary
+from dist_sparse.report.plan import plan
 from dist_sparse.report.run import read_run
 from dist_sparse.report.run_log import RunLog
+from tests.report.folders import DRIVING, edit
 from tests.report.test_run_log import train
 
 
@@ -23,9 +29,9 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     text = inspect_text(run)
     assert f"{tmp_path / 'run'}: started {run.started} on 1 rank; python " in text
     assert "The run ended at step 8." in text
-    row = [stats.name, "20", "x", "4", "float32", stats.sharding, "1", "x", "ROW", "20", "0.5000", "0.5000"]
+    row = [stats.name, "20", "x", "4", "float32", stats.sharding, "1", "x", "ROW", "20", "0.5000", "0.5000", "10"]
     assert cells(text, stats.name) == [*row, "0.000", "0.000", "0.000"]
-    assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "0.000", "0.000", "0.000"]
+    assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "10", "0.000", "0.000", "0.000"]
     assert "due steps: 3" in text and '  block: [1, "ROW"]' in text and "  lr: 0.1" in text
     said = json.loads(json.dumps(inspect_json(run)))
     assert said["config"] == {"lr": 0.1, "block": [1, "ROW"]} and said["world"] == 1
@@ -43,8 +49,39 @@ def test_a_run_that_has_crashed(tmp_path: Path) -> None:
     file.write_text("".join(lines[:-1]) + lines[-1][:20])
     text = inspect_text(read_run(tmp_path))
     assert "The log stops at step 8 without an end" in text
-    assert cells(text, stats.name) == [stats.name, "-", "-", "-", "-", "20", "0.5000", "0.5000", "-", "-", "-"]
-    assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "-", "-", "-"]
+    assert cells(text, stats.name) == [stats.name, "-", "-", "-", "-", "20", "0.5000", "0.5000", "10", "-", "-", "-"]
+    assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "10", "-", "-", "-"]
+
+
+def test_names_do_not_drive_the_terminal(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.add_module(DRIVING, nn.EmbeddingBag(20, 4))
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    with RunLog(tmp_path, sparsifier, config={DRIVING: DRIVING}) as log:
+        sparsifier.step()
+        log.step(0, **{DRIVING: 1.0})
+    run = read_run(tmp_path)
+    for text in (inspect_text(run), summary(run), describe(sparsifier), str(plan(model, level=0.5))):
+        assert all(line.isprintable() for line in text.split("\n")) and "fake row" not in text.split("\n")
+        assert text.encode()
+        assert r"\x1b]0;title\x07\x1b[2J\nfake row\x9b31m\u202etxt\u2028\ud800表" in text
+
+
+def test_a_table_as_it_stood_in_the_end(tmp_path: Path) -> None:
+    """Dead rows of a table that due steps do not know are those of the end."""
+    train(tmp_path)
+    edit(tmp_path, lambda line: line | {"tables": [t | {"dead_rows": None} for t in line.get("tables", ())]})
+    lines = (tmp_path / LINES).read_text().splitlines(keepends=True)
+    end = json.loads(lines[-1])
+    end["tables"][0]["dead_rows"] = 7
+    (tmp_path / LINES).write_text("".join(lines[:-1]) + json.dumps(end) + "\n")
+    run = read_run(tmp_path)
+    [stats] = run.tables
+    assert cells(inspect_text(run), stats.name)[-4] == "7" and inspect_json(run)["dead_rows"] == 7
+    (tmp_path / LINES).write_text("".join(lines[:-1]))
+    run = read_run(tmp_path)
+    assert cells(inspect_text(run), stats.name)[-4] == "-" and inspect_json(run)["dead_rows"] is None
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:

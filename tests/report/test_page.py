@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dist_sparse.report.plots import figure
 from dist_sparse.report.run import read_run
 from dist_sparse.report.scores import ScoreChart
 from dist_sparse.report.words import amount, duration, percent, size
-from tests.report.folders import HOSTILE, edit, write_many
+from tests.report.folders import DRIVING, HOSTILE, edit, write_many
 from tests.report.test_run_log import train
 
 VOID = {"meta", "img", "br", "link", "hr"}
@@ -123,6 +124,24 @@ def test_names_from_the_log_are_text(folder: Path) -> None:
     assert all(re.fullmatch(r"report-[\w-]+\.png", file.name) for file in folder.glob("*.png"))
 
 
+def test_names_drive_and_turn_nothing(folder: Path) -> None:
+    def rename(line: dict[str, object]) -> dict[str, object]:
+        name = json.dumps(read_run(folder).tables[0].name)
+        return dict(
+            json.loads(json.dumps(line).replace(name, json.dumps(DRIVING)).replace('"auc"', json.dumps(DRIVING)))
+        )
+
+    lines = [rename(json.loads(line)) for line in (folder / LINES).read_text().splitlines()]
+    (folder / LINES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    about = json.loads((folder / RUN).read_text()) | {"config": {DRIVING: [DRIVING]}}
+    (folder / RUN).write_text(json.dumps(about))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of glyphs that matplotlib's font does not have
+        text = write_report(folder).read_text()
+    assert not {c for c in text if not c.isprintable()} - {"\n"}
+    assert "fake row\\x9b31m\\u202etxt" in text and "\nfake row" not in text
+
+
 def test_a_run_that_has_not_ended_is_shown_as_far_as_it_went(folder: Path) -> None:
     lines = (folder / LINES).read_text().splitlines(keepends=True)
     for kept in range(len(lines)):
@@ -221,5 +240,7 @@ def test_words() -> None:
     assert [percent(v) for v in (0.8, 0, 1, 0.99999, 0.0001, None)] == [
         *("80.0 %", "0.0 %", "100.0 %", "99.9990 %", "0.01 %", "-")
     ]
-    assert [size(v) for v in (160, 1_367_552, 6.4e12)] == ["160 B", "1.37 MB", "6.4 TB"]
+    assert [size(v) for v in (160, 1_367_552, 6.4e12, 2**30, 1000 * 2**10)] == [
+        *("160 B", "1.30 MiB", "5.82 TiB", "1.00 GiB", "0.977 MiB")
+    ]
     assert [duration(v) for v in (0.85, 12.34, 245, 12_000)] == ["850 ms", "12.3 s", "4 min 05 s", "3 h 20 min"]

@@ -144,6 +144,8 @@ def test_what_is_wrong_is_said() -> None:
         ({"level": 1.5}, r"Invalid level=1.5: must be a number in \[0, 1\]"),
         ({"level": float("nan")}, "Invalid level=nan"),
         ({"level": "0.5"}, "Invalid level='0.5'"),
+        ({"level": True}, "Invalid level=True"),
+        ({"byte_budget": True}, "Invalid byte_budget=True"),
         ({"byte_budget": -1}, "Invalid byte_budget=-1: must be an int >= 0"),
         ({"byte_budget": 5e6}, "Invalid byte_budget=5000000.0"),
         ({"level": 0.5, "norm": "L3"}, "Invalid norm='L3'"),

@@ -1,0 +1,63 @@
+"""Dead rows over ranks are those of the gathered masks, of tables cut by columns too, at a bit a row and shard."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_sparse import ROW, DataNormSparsifier
+from dist_sparse.groups import reset_traffic, traffic
+from tests.dist.cells import LOCAL, build, cells, set_weights, weights
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import check_outcomes
+
+pytestmark = pytest.mark.dist
+
+BLOCKS: dict[str, tuple[int, int | str]] = {"rows": (1, ROW), "small": (1, 4), "tall": (3, 4), "elements": (1, 1)}
+
+
+def check_cell(case: tuple[str, int, str]) -> None:
+    cell_name, world, block = case
+    cell = cells(world)[cell_name]
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=BLOCKS[block])
+    sparsifier.add_model(model)
+    sparsifier.add_data("plain", torch.arange(12.0).view(4, 3))
+    for level in (0.0, 0.9, 0.6, 1.0):
+        set_weights(model, weights(cell, seed=round(10 * level)))
+        for config in sparsifier.data_groups.values():
+            config["sparsity_level"] = level
+        sparsifier.step()
+        found = sparsifier.dead_rows()
+        full = {name: sparsifier.full_mask(name) for name in sparsifier.data_groups}
+        assert found == {name: int((mask == 0).all(1).sum()) for name, mask in full.items()}
+        if level in (0.0, 1.0):
+            assert found == {name: round(level) * len(mask) for name, mask in full.items()}
+
+
+def check_traffic(world: int) -> None:
+    """A bit a row and column shard, in one message beside the sums."""
+    cell = cells(world)["column_wise"]
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(build(cell))
+    sparsifier.step()
+    reset_traffic()
+    sparsifier.dead_rows()
+    located = sparsifier._tables.locate()
+    mine = [rect for data in located.values() for rect in data.owned(dist.get_rank())]
+    assert traffic().collectives == 2
+    assert traffic().bytes <= sum(rect.rows / 8 + world for rect in mine) + 8 * len(located)
+
+
+def _ranks(world: int) -> dict[str, str | None]:
+    cases = {f"{name}-{block}": (name, world, block) for name in cells(world) for block in BLOCKS}
+    outcomes = run_cases(cases, check_cell)
+    return outcomes | run_cases({"traffic": world}, check_traffic)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dead_rows(world: int) -> None:
+    outcomes = run_ranks(world, _ranks, world, local_world_size=LOCAL[world])
+    for name in [*(f"{cell}-{block}" for cell in cells(world) for block in BLOCKS), "traffic"]:
+        check_outcomes(outcomes, name)
