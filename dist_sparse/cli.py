@@ -1,20 +1,21 @@
 """What does the command `dist-sparse` do? It parses, calls one function of the package and prints what that returns.
 
 A subcommand is a function that adds its parser and sets `run`, which takes the parsed options and returns the exit
-status. What it calls is imported when it runs. What a user can put right (a ValueError, a file that can't be read) is
-one line and status 1; other exceptions keep their traceback.
+status. What it calls is imported when it runs, and torch with it: `--help` and `doctor` do without. What a user can put
+right (a ValueError, a file that can't be read or written) is one line and status 1; other exceptions keep their
+traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
-
-from dist_sparse.text import parse_block, parse_bytes, parse_count, parse_level
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -78,9 +79,19 @@ exit status: 0 this can train, 1 something needed is missing or wrong, 2 a wrong
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the subcommand that the words (those of the process by default) name; returns the exit status.
 
-    0 is success, 1 a failure that one line on stderr explains, 2 a wrong command line; the rest is the subcommand's
-    own.
+    0 is success, 1 a failure that one line on stderr explains, 2 a wrong command line, 141 a reader of the output that
+    has gone away; the rest is the subcommand's own.
     """
+    try:
+        return _main(words)
+    except SystemExit:  # of argparse, which may have printed a help
+        status = _flush()
+        if status:
+            return status
+        raise
+
+
+def _main(words: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="dist-sparse",
         description=_DESCRIPTION,
@@ -124,10 +135,11 @@ def _add_inspect(commands: Commands) -> None:
 
         try:
             found = read_run(options.folder)
+        except RecursionError:
+            return _failed("inspect", _too_deep(options.folder))
         except (ValueError, OSError) as error:
             return _failed("inspect", error)
-        print(json.dumps(inspect_json(found), indent=2) if options.json else inspect_text(found))
-        return 0
+        return _print(json.dumps(inspect_json(found), indent=2) if options.json else inspect_text(found))
 
     parser = _subcommand(commands, "inspect", "shows the tables and the config of a run", _INSPECT)
     parser.add_argument("folder", metavar="RUN", help="the folder of the run")
@@ -144,10 +156,13 @@ def _add_report(commands: Commands) -> None:
         try:
             found = read_run(options.folder)
             written = write_report(found, options.out, pngs=not options.no_png)
+        except RecursionError:
+            return _failed("report", _too_deep(options.folder))
         except (ValueError, OSError, ImportError) as error:
             return _failed("report", error)
-        print(json.dumps(numbers(found), indent=2) if options.json else f"{summary(found)}\nreport    {written}")
-        return 0
+        return _print(
+            json.dumps(numbers(found), indent=2) if options.json else f"{summary(found)}\nreport    {written}"
+        )
 
     parser = _subcommand(commands, "report", "writes charts of a run as one HTML file, and PNGs beside it", _REPORT)
     parser.add_argument("folder", metavar="RUN", help="the folder of the run")
@@ -166,6 +181,9 @@ def _add_plan(commands: Commands) -> None:
             model, batches = model_and_batches(options.function)
         except EntryError as error:
             return _failed("plan", error)
+        if batches is not None and not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+            rule = f"returned {type(batches).__name__} for batches; must be iterable, or None"
+            return _failed("plan", f"Invalid entry={options.function!r}: {rule}.")
         try:
             made = plan(
                 model,
@@ -179,17 +197,16 @@ def _add_plan(commands: Commands) -> None:
             )
         except ValueError as error:
             return _failed("plan", error)
-        print(json.dumps(made.to_json(), indent=2) if options.json else made)
-        return 0
+        return _print(json.dumps(made.to_json(), indent=2) if options.json else str(made))
 
     parser = _subcommand(commands, "plan", "says what a level or a byte budget would remove: a dry run", _PLAN)
     parser.add_argument("function", metavar="FUNCTION", help="package.module:function or file.py:function")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--level", type=_typed(parse_level), help="sparsity level of every table, 0 to 1")
-    asked.add_argument("--keep", type=_typed(parse_bytes), metavar="SIZE", help="bytes to keep, such as 512MiB")
-    parser.add_argument("--block", type=_typed(parse_block), default=(1, "ROW"), help="such as 1x4; default: 1xROW")
+    asked.add_argument("--level", type=_typed("parse_level"), help="sparsity level of every table, 0 to 1")
+    asked.add_argument("--keep", type=_typed("parse_bytes"), metavar="SIZE", help="bytes to keep, such as 512MiB")
+    parser.add_argument("--block", type=_typed("parse_block"), default=(1, "ROW"), help="such as 1x4; default: 1xROW")
     parser.add_argument("--norm", choices=("L1", "L2"), default="L2", help="default: L2")
-    parser.add_argument("--batches", type=_typed(parse_count), metavar="N", help="reads the first N; default: all")
+    parser.add_argument("--batches", type=_typed("parse_count"), metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
     _add_json(parser)
@@ -201,8 +218,8 @@ def _add_doctor(commands: Commands) -> None:
         from dist_sparse.doctor import examine
 
         found = examine()
-        print(json.dumps(found.to_json(), indent=2) if options.json else found)
-        return 0 if found.can_train else 1
+        status = _print(json.dumps(found.to_json(), indent=2) if options.json else str(found))
+        return status or (0 if found.can_train else 1)
 
     parser = _subcommand(commands, "doctor", "says whether this machine can train, and what mends it", _DOCTOR)
     _add_json(parser)
@@ -223,20 +240,56 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="prints JSON, sizes in bytes")
 
 
-def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type for argparse whose message is that of the ValueError."""
+def _typed(parse: str) -> Callable[[str], Any]:
+    """A type for argparse, by a function of `text`, whose message is that of the ValueError."""
 
-    def typed(text: str) -> Any:
+    def typed(word: str) -> Any:
+        from dist_sparse import text
+
         try:
-            return parse(text)
+            return getattr(text, parse)(word)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return typed
 
 
-def _failed(command: str, error: Exception) -> int:
-    print(f"dist-sparse {command}: {error}", file=sys.stderr)
+def _too_deep(folder: str) -> str:
+    return f"{folder} holds no run that can be read: its JSON is nested too deeply."
+
+
+def _failed(command: str, why: Exception | str) -> int:
+    print(f"dist-sparse {command}: {why}", file=sys.stderr)
+    return 1
+
+
+def _print(text: str) -> int:
+    """Prints; returns the exit status. What the encoding of the output has no place for is escaped."""
+    if sys.stdout is None:
+        print("dist-sparse: can't write: standard output is closed", file=sys.stderr)
+        return 1
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+    except OSError as error:
+        return _unwritten(error)
+    return _flush()
+
+
+def _flush() -> int:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        return _unwritten(error)
+    return 0
+
+
+def _unwritten(error: OSError) -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more when it ends
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE  # as other programs end whose reader goes away
+    print(f"dist-sparse: can't write to standard output: {error.strerror}", file=sys.stderr)
     return 1
 
 

@@ -1,7 +1,8 @@
 """Can this machine train a sparse TorchRec model, and if not, which command mends it?
 
-Looks at what is installed by its metadata and never imports TorchRec or FBGEMM here: what has to be loaded is loaded in
-a process of its own with a time limit, because a bad mix can crash the interpreter. Changes nothing.
+Looks at what is installed by its metadata and never imports torch, TorchRec or FBGEMM here: what has to be loaded is
+loaded in a process of its own with a time limit, because it may be missing, and a bad mix can crash the interpreter.
+Changes nothing.
 """
 
 from __future__ import annotations
@@ -12,20 +13,15 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import torch
-import torch.distributed as dist
-
-from dist_sparse.text import table_lines
+from dist_sparse.probes import GLOO, LOOKUP, Torch, ask_torch, fails
 from dist_sparse.versions import check_versions, fitting
 
 __all__ = ["Diagnosis", "Finding", "examine", "installed"]
@@ -33,27 +29,11 @@ __all__ = ["Diagnosis", "Finding", "examine", "installed"]
 _LATEST: Final = "1.8"
 _TORCH: Final = '"torch==2.13.*" --extra-index-url URL'
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
-_SECONDS: Final = 120.0
 _OPTIONAL: Final = {
     "tensorboard": "numbers of a run in TensorBoard",
     "matplotlib": "pictures in reports",
     "lightning": "callbacks for Lightning",
-    "torchx": "torchx components",
 }
-
-_LOOKUP: Final = """
-import dist_sparse.torchrec, torch, torchrec
-config = torchrec.EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
-ids = torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 3]), torch.tensor([2]))
-found = torchrec.EmbeddingBagCollection(tables=[config])(ids)["f"]
-assert found.shape == (1, 4) and torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2])).tolist() == [0, 2]
-"""
-
-_GLOO: Final = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(1))
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +73,7 @@ class Diagnosis:
     def __str__(self) -> str:
         """A text table for people, and the commands."""
         rows = [(each.what, each.status, "needed" if each.needed else "optional", each.says) for each in self.findings]
-        lines = table_lines(("what", "status", "", "finding"), rows)
+        lines = _columns([("what", "status", "", "finding"), *rows])
         mends = [f"  {each.what}: {each.mend}" for each in self.findings if each.mend is not None]
         lines += ["", "To mend:", *mends] if mends else []
         if any(" URL" in line for line in mends):
@@ -106,7 +86,7 @@ class Diagnosis:
 def installed() -> dict[str, str]:
     """The version of every installed distribution that is looked at, by name."""
     found = {}
-    for name in ("torch", "torchrec", *_FBGEMM, "triton", *_OPTIONAL):
+    for name in ("torch", "torchrec", *_FBGEMM, "triton", *_OPTIONAL, "torchx"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -119,7 +99,7 @@ def examine(
     environment: Mapping[str, str] | None = None,
     cuda: bool | None = None,
 ) -> Diagnosis:
-    """Looks at everything; takes as long as TorchRec needs to load, two minutes at most for each of two probes.
+    """Looks at everything; takes as long as TorchRec needs to load, two minutes at most for each of three probes.
 
     Args:
         versions: as :func:`installed` gives them, which is the default.
@@ -128,20 +108,22 @@ def examine(
     """
     versions = installed() if versions is None else versions
     environment = os.environ if environment is None else environment
-    cuda = torch.cuda.is_available() if cuda is None else cuda
+    torch = ask_torch(environment) if "torch" in versions else Torch(fault="torch is not installed")
+    cuda = torch.gpus > 0 if cuda is None else cuda
     return Diagnosis(
         findings=(
-            *_python_and_torch(versions),
-            *_torchrec(versions, environment, cuda),
-            *_devices(versions, environment, cuda),
+            *_python_and_torch(versions, torch),
+            *_torchrec(versions, environment, cuda, torch),
+            *_devices(versions, environment, cuda, torch),
             *_addresses(),
             *_launching(environment),
             *(_package(name, versions, f"for {use}") for name, use in _OPTIONAL.items()),
+            _torchx(versions),
         )
     )
 
 
-def _python_and_torch(versions: Mapping[str, str]) -> Iterator[Finding]:
+def _python_and_torch(versions: Mapping[str, str], torch: Torch) -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     fits = sys.version_info >= (3, 11)
     yield Finding(
@@ -150,10 +132,16 @@ def _python_and_torch(versions: Mapping[str, str]) -> Iterator[Finding]:
         needed=True,
         says=version if fits else f"{version}; 3.11 or later is needed",
     )
-    yield _package("torch", versions, needed=True)
+    found = _package("torch", versions, needed=True)
+    if found.status == "ok" and torch.fault is not None:
+        again = f"{_pip()} install --force-reinstall {_TORCH}"
+        found = dataclasses.replace(found, status="wrong", says=f"does not load: {torch.fault}", mend=again)
+    yield found
 
 
-def _torchrec(versions: Mapping[str, str], environment: Mapping[str, str], cuda: bool) -> Iterator[Finding]:
+def _torchrec(
+    versions: Mapping[str, str], environment: Mapping[str, str], cuda: bool, torch: Torch
+) -> Iterator[Finding]:
     """TorchRec and FBGEMM: there, fitting, and loading."""
     gemms = [name for name in _FBGEMM if name in versions]
     mend = _install_trio(versions, cuda)
@@ -185,9 +173,9 @@ def _torchrec(versions: Mapping[str, str], environment: Mapping[str, str], cuda:
     yield Finding(
         what="versions fit", status="ok" if fits else "wrong", needed=True, says=said, mend=None if fits else mend
     )
-    if not fits:
+    if not fits or torch.fault is not None:
         return
-    fault = _fails(_LOOKUP, environment)
+    fault = fails(LOOKUP, environment)
     yield Finding(
         what="a lookup",
         status="ok" if fault is None else "wrong",
@@ -197,29 +185,32 @@ def _torchrec(versions: Mapping[str, str], environment: Mapping[str, str], cuda:
     )
 
 
-def _devices(versions: Mapping[str, str], environment: Mapping[str, str], cuda: bool) -> Iterator[Finding]:
-    """What can compute, and what ranks can talk through."""
+def _devices(
+    versions: Mapping[str, str], environment: Mapping[str, str], cuda: bool, torch: Torch
+) -> Iterator[Finding]:
+    """What can compute, and what ranks can talk through: nothing without a torch that loads."""
+    if torch.fault is not None:
+        return
     driver = shutil.which("nvidia-smi") is not None
     yield Finding(
         what="cuda",
         status="ok" if cuda else "wrong" if driver else "missing",
         needed=False,
-        says=f"{torch.cuda.device_count()} GPU(s), CUDA {torch.version.cuda}"
+        says=f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
         if cuda
-        else f"torch {torch.__version__} sees no GPU, though there is a driver"
+        else f"torch {torch.version} sees no GPU, though there is a driver"
         if driver
         else "no GPU: trains on the CPU",
         mend=f'{_pip()} install {_TORCH} "fbgemm-gpu=={_LATEST}.*"' if driver and not cuda else None,
     )
-    nccl = dist.is_available() and dist.is_nccl_available()
     yield Finding(
         what="nccl",
-        status="ok" if nccl else "missing",
+        status="ok" if torch.nccl else "missing",
         needed=cuda,
-        says="available" if nccl else "this torch has none; ranks talk through it on GPUs only",
-        mend=f"{_pip()} install {_TORCH}" if cuda and not nccl else None,
+        says="available" if torch.nccl else "this torch has none; ranks talk through it on GPUs only",
+        mend=f"{_pip()} install {_TORCH}" if cuda and not torch.nccl else None,
     )
-    fault = _fails(_GLOO, environment)
+    fault = fails(GLOO, environment)
     yield Finding(
         what="gloo",
         status="ok" if fault is None else "wrong",
@@ -294,6 +285,17 @@ def _package(name: str, versions: Mapping[str, str], use: str = "", needed: bool
     )
 
 
+def _torchx(versions: Mapping[str, str]) -> Finding:
+    """It pins old versions of common packages, so it belongs beside the environment: see docs/launching.md."""
+    found = _package("torchx", versions, "for torchx components, from a folder of its own")
+    if found.mend is None:
+        return found
+    pins = Path(__file__).parents[1] / "requirements" / "torchx.txt"
+    what = f"--no-deps --target torchx-only -r {shlex.quote(_short(str(pins)))}"
+    what = what if pins.is_file() else '--target torchx-only "torchx>=0.7"'
+    return dataclasses.replace(found, mend=f"{_pip()} install {what}")
+
+
 def _wanted() -> dict[str, str]:
     """The requirements of dist_sparse by name, extras too."""
     try:
@@ -342,29 +344,18 @@ def _install_trio(versions: Mapping[str, str], cuda: bool, again: bool = False) 
 
 
 def _pip() -> str:
-    """pip of this interpreter, by the shortest path from here."""
-    below = os.path.relpath(sys.executable)
-    return f"{shlex.quote(sys.executable if below.startswith('..') else below)} -m pip"
+    """pip of this interpreter."""
+    return f"{shlex.quote(_short(sys.executable))} -m pip"
 
 
-def _fails(code: str, environment: Mapping[str, str]) -> str | None:
-    """What goes wrong when a process of its own runs ``code``; None if nothing does."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])])
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-            env={**environment, "PYTHONPATH": path},
-        )
-    except subprocess.TimeoutExpired:
-        return f"did not end within {_SECONDS:.0f} s"
-    if done.returncode == 0:
-        return None
-    if done.returncode < 0:
-        return f"the interpreter was killed by {signal.Signals(-done.returncode).name}"
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"ended with status {done.returncode}"
+def _short(path: str) -> str:
+    """The shortest path from here."""
+    below = os.path.relpath(path)
+    return path if below.startswith("..") else below
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A head and rows as lines. (What `dist_sparse.text` has for it can't be imported without torch.)"""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in ruled]

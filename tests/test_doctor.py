@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dist_sparse import doctor
+from dist_sparse import doctor, probes
 from dist_sparse.doctor import Diagnosis, Finding, examine, installed
 
 GOOD = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
@@ -18,7 +20,8 @@ GOOD = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 @pytest.fixture
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded: for tests of what is found before."""
-    monkeypatch.setattr(doctor, "_fails", lambda code, environment: None)
+    monkeypatch.setattr(doctor, "fails", lambda code, environment: None)
+    monkeypatch.setattr(doctor, "ask_torch", lambda environment: probes.Torch(version="2.13.0"))
 
 
 def found(versions: dict[str, str] | None = None, **environment: str) -> dict[str, Finding]:
@@ -113,22 +116,70 @@ def test_variables() -> None:
 
 
 def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._fails("pass", os.environ) is None
-    assert doctor._fails("import dist_sparse.versions", {}) is None, "finds the package without a PYTHONPATH"
-    assert doctor._fails("import os; os.abort()", os.environ) == "the interpreter was killed by SIGABRT"
-    assert doctor._fails("raise ImportError('undefined symbol')", os.environ) == "ImportError: undefined symbol"
-    assert doctor._fails("raise SystemExit(3)", os.environ) == "ended with status 3"
-    monkeypatch.setattr(doctor, "_SECONDS", 1.0)
-    assert doctor._fails("import time; time.sleep(60)", os.environ) == "did not end within 1 s"
+    assert probes.fails("pass", os.environ) is None
+    assert probes.fails("import dist_sparse.versions", {}) is None, "finds the package without a PYTHONPATH"
+    assert probes.fails("import os; os.abort()", os.environ) == "the interpreter was killed by SIGABRT"
+    assert probes.fails("raise ImportError('undefined symbol')", os.environ) == "ImportError: undefined symbol"
+    assert probes.fails("raise SystemExit(3)", os.environ) == "ended with status 3"
+    monkeypatch.setattr(probes, "_SECONDS", 1.0)
+    assert probes.fails("import time; time.sleep(60)", os.environ) == "did not end within 1 s"
 
 
 def test_what_does_not_load_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with operators that were built for another torch: here a lookup that kills its process."""
-    monkeypatch.setattr(doctor, "_LOOKUP", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    monkeypatch.setattr(doctor, "_GLOO", "pass")
+    monkeypatch.setattr(doctor, "LOOKUP", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    monkeypatch.setattr(doctor, "GLOO", "pass")
     lookup = found()["a lookup"]
     assert lookup.status == "wrong" and "SIGSEGV" in lookup.says
     assert lookup.mend is not None and "--force-reinstall --no-deps" in lookup.mend
+
+
+BROKEN = {
+    "missing": None,
+    "without a library": "raise ImportError('libcudart.so.13: cannot open shared object file')",
+    "for another glibc": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
+def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) -> None:
+    """A process that finds nothing that is installed, or a torch that fails as real ones do."""
+    root = Path(__file__).resolve().parents[1]
+    if code is not None:
+        (tmp_path / "torch.py").write_text(code)
+        about = tmp_path / "torch-2.13.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    start = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]; from dist_sparse.cli import main; "
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-c", f"{start}sys.exit(main({list(words)!r}))"]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        )
+
+    assert run("--help").returncode == run("plan", "--help").returncode == run("doctor", "--help").returncode == 0
+    done = run("doctor")
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    assert "This can't train: torch, torchrec, fbgemm" in done.stdout
+    if code is None:
+        assert "torch: " in done.stdout and "not installed" in done.stdout
+    else:
+        said = "libcudart.so.13: cannot open shared object file" if "libcudart" in code else "killed by SIGSEGV"
+        assert (
+            f"does not load: {'ImportError: ' if 'libcudart' in code else 'the interpreter was '}{said}" in done.stdout
+        )
+        assert 'install --force-reinstall "torch==2.13.*"' in done.stdout
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_torchx_goes_beside_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    mend = found()["torchx"].mend
+    assert mend is not None
+    command = "install --no-deps --target torchx-only -r requirements/torchx.txt"
+    assert mend.endswith(f"-m pip {command}") and command in Path("docs/launching.md").read_text()
 
 
 def test_only_what_is_needed_decides() -> None:

@@ -56,9 +56,34 @@ def test_public_names_have_docstrings(name: str) -> None:
             assert any(getattr(getattr(base, attribute, None), "__doc__", None) for base in public.__mro__), attribute
 
 
-def test_import_needs_torch_alone() -> None:
+def test_import_alone_needs_nothing() -> None:
+    """Not even torch, so that the doctor runs where it is broken; each name comes when it is used."""
+    within = imported("import dist_sparse\nassert set(dist_sparse.__all__) < set(dir(dist_sparse))")
+    assert below(within, "dist_sparse") == {"dist_sparse"} and not below(within, "torch")
+    assert not below(imported("import dist_sparse.cli, dist_sparse.doctor"), "torch")
+    imported("import dist_sparse\nassert callable(dist_sparse.sparsify) and dist_sparse.groups.traffic()")
+    imported("import pickle, dist_sparse as d\nassert pickle.loads(pickle.dumps(d.RunLog)) is d.RunLog")
+    with pytest.raises(AttributeError, match="module 'dist_sparse' has no attribute 'sparsfy'"):
+        dist_sparse.__getattr__("sparsfy")
+
+
+def test_type_checkers_see_the_names_where_they_are() -> None:
+    """What the imports for type checkers say is what the table of places says; no name is a module's too."""
+    tree = ast.parse((ROOT / "dist_sparse" / "__init__.py").read_text())
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dist_sparse.")
+        for alias in node.names
+    }
+    assert seen == {name: f"dist_sparse.{place}" for name, place in dist_sparse._PLACES.items()}
+    assert sorted(seen) == sorted(dist_sparse.__all__)
+    assert not set(seen) & {path.stem for path in (ROOT / "dist_sparse").iterdir()}
+
+
+def test_the_names_need_torch_alone() -> None:
     """Nothing but modules of its own: what torch has not imported, neither does the package."""
-    without, within = imported("import torch"), imported("import torch, dist_sparse")
+    without, within = imported("import torch"), imported("import torch\nfrom dist_sparse import *\nsparsify, RunLog")
     assert within - without == below(within, "dist_sparse")
     assert below(within, "dist_sparse.torchrec") == set()
 
