@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -137,3 +138,23 @@ def test_pytest_looks_into_every_folder(pytestconfig: pytest.Config) -> None:
     folders = {file.parent.name for file in (ROOT / "tests").rglob("test_*.py")}
     assert "dist" in folders
     assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in left_out)]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_a_borrowed_environment_is_not_installed_into(tmp_path: Path) -> None:
+    """It is another checkout's, whose own installation would then lead here."""
+    for name in ("Makefile", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "others").mkdir()
+    (tmp_path / ".venv").symlink_to("others")
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={sys.executable}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and ".venv is a symbolic link" in done.stderr
+    assert not [*(tmp_path / "others").iterdir()]
