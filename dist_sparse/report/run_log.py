@@ -92,7 +92,7 @@ class RunLog:
             except Exception as fault:
                 error = fault
         self._recorder: Recorder | None = None
-        self._closed = self._attached = False
+        self._attached = False
         try:
             group_over(world_ranks()).agree("RunLog()", {}, error)
         except BaseException:
@@ -137,8 +137,6 @@ class RunLog:
     def close(self) -> None:
         """Writes what is left, and how the tables stand in the end, and detaches its recorder; more calls do nothing.
         Collective, like ``table_stats()`` and ``dead_rows()``."""
-        if self._closed:
-            return
         try:
             self._write_end()
         finally:
@@ -170,7 +168,6 @@ class RunLog:
             self._shut()
 
     def _shut(self) -> None:
-        self._closed = True
         if self._attached and self._sparsifier is not None:
             self._sparsifier.stop_recording()  # nobody would take what it goes on counting
         self._attached, self._recorder = False, None

@@ -20,7 +20,10 @@ from tests.dist.pieces import check_outcomes
 
 pytestmark = pytest.mark.dist
 
-CASES = ("a_log", "bad_values", "a_full_disk", "refused_on_every_rank", "one_rank_has_an_exception", "quality")
+CASES = (
+    *("a_log", "several_due_steps_wait", "bad_values", "a_full_disk"),
+    *("refused_on_every_rank", "one_rank_has_an_exception", "quality"),
+)
 
 
 def shared_folder() -> Path:
@@ -87,6 +90,21 @@ def a_full_disk() -> None:
                 sparsifier.step()
                 log.step(step, loss=1.0)
     assert sum("could not be written" in str(one.message) for one in said) == (dist.get_rank() == 0)
+
+
+def several_due_steps_wait() -> None:
+    """Where nothing is to be chosen, no message takes counts along, so they wait; each has the step of its own."""
+    folder = shared_folder()
+    cell = cells(2)["row_wise"]
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(build(cell))
+    with RunLog(folder, sparsifier) as log:
+        for step in range(8):
+            sparsifier.step()
+            if step % 3 == 2:
+                log.step(step)
+    masks = [(line["step"], line["number"]) for line in read_lines(folder / LINES) if line["kind"] == "masks"]
+    assert masks == [(2, 1), (2, 2), (2, 3), (5, 4), (5, 5), (5, 6), (5, 7), (5, 8)]
 
 
 def refused_on_every_rank() -> None:

@@ -13,7 +13,7 @@ __all__ = ["DRIVING", "HOSTILE", "edit", "write_many"]
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'&$x$"
 
-DRIVING = "\x1b]0;title\x07\x1b[2J\nfake row\x9b31m\u202etxt\u2028\ud800表"
+DRIVING = "表अ\x1b]0;title\x07\x1b[2J\nfake row\x9b31m\u202etxt\u2028\ud800"
 """What a terminal would obey, what turns the order of letters, what no file can hold."""
 
 
