@@ -120,7 +120,10 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: another line is no JSON object; names file and line.
     """
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: {error}.") from error
     for number, line in enumerate(lines, start=1):
         try:
             read = json.loads(line)

@@ -249,6 +249,9 @@ def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
     (tmp_path / LINES).write_text("{broken\n" + text)
     with pytest.raises(ValueError, match=r"log\.jsonl, line 1"):
         lines_of(tmp_path)
+    (tmp_path / LINES).write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl: 'utf-8' codec can't decode"):
+        lines_of(tmp_path)
 
 
 def test_an_exception_leaves_what_was_written(tmp_path: Path) -> None:
