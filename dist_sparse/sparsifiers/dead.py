@@ -59,12 +59,17 @@ def dead_flags(mask: BlockMask) -> Tensor:
     grid, height = mask.grid, mask.block[0]
     if not mask.blocks:
         return torch.ones(mask.rect.rows, dtype=torch.bool)
-    step = max(8, _CHUNK // grid.cols // 8 * 8)
-    parts = [~mask.flags(i, min(i + step, grid.rows)).any(1).cpu() for i in range(0, grid.rows, step)]
+    if grid.cols % 8 == 0:  # block rows begin at bytes, which need not be unpacked
+        size = grid.cols // 8
+        word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+        dead = (mask.bits.view(word) if word is not None else mask.bits.view(-1, size).amax(1)) == 0
+    else:
+        step = max(8, _CHUNK // grid.cols // 8 * 8)
+        dead = torch.cat([~mask.flags(i, min(i + step, grid.rows)).any(1) for i in range(0, grid.rows, step)])
     if height == 1:
-        return torch.cat(parts)
+        return dead.cpu()
     edges = (torch.arange(grid.row, grid.row + grid.rows + 1) * height).clamp(mask.rect.row, mask.rect.row_end)
-    return torch.cat(parts).repeat_interleave(edges.diff())
+    return dead.cpu().repeat_interleave(edges.diff())
 
 
 def _owned_flags(data: ShardedData, masks: Sequence[BlockMask], rank: int) -> dict[Rect, Tensor]:

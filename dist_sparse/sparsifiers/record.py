@@ -23,6 +23,7 @@ from dist_sparse.masks import BlockMask
 from dist_sparse.segments import LEADING_SHIFT
 from dist_sparse.selection import Threshold
 from dist_sparse.shards import Block, Rect, ShardedData, grid_of
+from dist_sparse.sparsifiers.dead import dead_flags
 from dist_sparse.sparsifiers.update import MadeMasks
 
 __all__ = ["MaskChange", "Recorder", "StepRecord"]
@@ -277,18 +278,9 @@ def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
 
 def _dead_rows(mask: BlockMask) -> int:
     """Rows of a shard of whole rows that have nothing left."""
-    grid, height = mask.grid, mask.block[0]
-    if height == 1 and grid.cols == 1:
+    if mask.block[0] == 1 and mask.grid.cols == 1:
         return mask.blocks - count_bits(mask.bits)
-    if grid.cols % 8 == 0:  # rows begin at bytes
-        size = grid.cols // 8
-        word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
-        dead = mask.bits.view(word) == 0 if word is not None else mask.bits.view(-1, size).amax(1) == 0
-    else:
-        dead = torch.cat([~mask.flags(first, last).any(1) for first, last in _row_pieces(mask)])
-    edges = torch.arange(grid.row, grid.row + grid.rows + 1, device=dead.device) * height
-    rows = edges.clamp(mask.rect.row, mask.rect.row_end).diff()
-    return int(rows[dead].sum())
+    return int(dead_flags(mask).sum())
 
 
 def _row_pieces(mask: BlockMask) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.sparsifiers.record import MaskChange
+from dist_sparse.sparsifiers.record import MaskChange, Recorder
 from tests.dist.cells import LOCAL, build, cells, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import by_rows, check_outcomes, sharded, write
@@ -88,6 +88,15 @@ def check_cell(case: tuple[str, int, str]) -> None:
                 assert change.scores == ()
 
 
+def stepped(model: torch.nn.Module) -> tuple[DataNormSparsifier, Recorder]:
+    """Half of the rows, after one due step."""
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_model(model)
+    recorder = sparsifier.record()
+    sparsifier.step()
+    return sparsifier, recorder
+
+
 def no_message_of_its_own() -> None:
     """The same number of collectives with a recorder as without, a few bytes more; none when nothing is due."""
     spent = {}
@@ -144,10 +153,7 @@ def another_block() -> None:
     """Between masks of different blocks nothing can be said to have flipped, on any rank: one has no shard."""
     cell = cells(2)["table_wise"]
     model = build(cell)
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
-    sparsifier.add_model(model)
-    recorder = sparsifier.record()
-    sparsifier.step()
+    sparsifier, recorder = stepped(model)
     for config in sparsifier.data_groups.values():
         config.update(sparse_block_shape=(1, 4), zeros_per_block=None)
     sparsifier.step()
@@ -173,10 +179,7 @@ def a_failed_step() -> None:
     """It leaves no record, and what waited is not lost."""
     cell = cells(2)["row_wise"]
     model = build(cell)
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
-    sparsifier.add_model(model)
-    recorder = sparsifier.record()
-    sparsifier.step()
+    sparsifier, recorder = stepped(model)
     set_weights(model, {name: torch.full_like(w, float("nan")) for name, w in weights(cell).items()})
     with pytest.raises(ValueError, match="finite"):
         sparsifier.step()
@@ -190,10 +193,7 @@ def squashed_in_between() -> None:
     """What waits of a table that is no more comes along with the others'."""
     cell = cells(2)["row_wise"]
     model = build(cell)
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
-    sparsifier.add_model(model)
-    recorder = sparsifier.record()
-    sparsifier.step()
+    sparsifier, recorder = stepped(model)
     sparsifier.squash_mask(names=["item"])
     set_weights(model, weights(cell, seed=1))
     sparsifier.step()
@@ -205,10 +205,7 @@ def a_late_error_of_one_rank() -> None:
     """Its counts no longer fit those of the others: said once, on all ranks, and then all go on."""
     cell = cells(2)["row_wise"]
     model = build(cell)
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
-    sparsifier.add_model(model)
-    recorder = sparsifier.record()
-    sparsifier.step()
+    sparsifier, recorder = stepped(model)
     commit = sparsifier._tables.commit
     if torch.distributed.get_rank() == 1:
         sparsifier._tables.commit = lambda *args: 1 / 0  # type: ignore[method-assign]
@@ -277,10 +274,7 @@ def test_records(world: int, cases: Callable[[int], dict[str, str | None]]) -> N
 def test_one_process() -> None:
     """No group: records are complete at once."""
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 8), torch.nn.Embedding(7, 4))
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
-    sparsifier.add_model(model)
-    recorder = sparsifier.record()
-    sparsifier.step()
+    _, recorder = stepped(model)
     [record] = recorder.take()
     assert [change.removed_blocks for change in record.tables] == [5, round(3.5)]
     assert [change.dead_rows for change in record.tables] == [5, 4]
