@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def shared_folder() -> Path:
     return Path(str(box[0]))
 
 
+def written(folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 wrote; the others must not look before it is there."""
+    dist.barrier()
+    return list(read_lines(folder / LINES))
+
+
 def a_log() -> None:
     folder = shared_folder()
     cell = cells(2)["mixed"]
@@ -47,7 +54,7 @@ def a_log() -> None:
             log.step(step, loss=float(dist.get_rank()))
             assert traffic().collectives == 0, "a step of the log sends nothing"
     assert (log._speaks, dist.get_rank()) in {(True, 0), (False, 1)}
-    lines = list(read_lines(folder / LINES))
+    lines = written(folder)
     assert [line["values"]["loss"] for line in lines if line["kind"] == "values"] == [0.0] * 4
     masks = [line for line in lines if line["kind"] == "masks"]
     assert [line["step"] for line in masks] == [0, 2, 3]
@@ -71,8 +78,7 @@ def bad_values() -> None:
         with pytest.raises(ValueError, match=r"Invalid step=0\.5"):
             log.step(0.5)  # type: ignore[arg-type]
         log.step(0, loss=1.0)
-    dist.barrier()
-    assert [line["kind"] for line in read_lines(folder / LINES)] == ["values", "end"]
+    assert [line["kind"] for line in written(folder)] == ["values", "end"]
 
 
 def a_full_disk() -> None:
@@ -103,7 +109,7 @@ def several_due_steps_wait() -> None:
             sparsifier.step()
             if step % 3 == 2:
                 log.step(step)
-    masks = [(line["step"], line["number"]) for line in read_lines(folder / LINES) if line["kind"] == "masks"]
+    masks = [(line["step"], line["number"]) for line in written(folder) if line["kind"] == "masks"]
     assert masks == [(2, 1), (2, 2), (2, 3), (5, 4), (5, 5), (5, 6), (5, 7), (5, 8)]
 
 
