@@ -63,6 +63,8 @@ def job(folder: Path, words: Sequence[str], *, command: Sequence[str] = LAUNCH, 
     mark = f"LAUNCH_TEST={uuid.uuid4()}"
     environ = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONHASHSEED")}
     environ |= {"FOLDER": str(folder), "PYTHONPATH": str(ROOT)} | dict([mark.split("=", 1)]) | variables
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest in the background; the launcher would leave it so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [*command, *words], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
