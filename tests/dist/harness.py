@@ -24,6 +24,10 @@ from typing import Any
 
 __all__ = ["RanksFailed", "run_cases", "run_ranks"]
 
+# Seconds. They are there to end a hang, on the slowest machine that is busy with other things too.
+_RANKS_END = 600.0  # below the timeout of pytest, in pyproject.toml, which would say less
+_COLLECTIVES_END = 200.0  # in the default group and in those of the library
+
 # DMP.reshard matches its messages by hash() of strings; gloo would otherwise bind the address of the host name.
 _SERVER_ENV = {
     "PYTHONHASHSEED": "0",
@@ -43,21 +47,12 @@ class RanksFailed(AssertionError):
         super().__init__("\n".join(f"---- rank {rank} ----\n{text}" for rank, text in self.failures.items()))
 
 
-def run_ranks(
-    world: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    timeout: float = 120.0,
-    local_world_size: int | None = None,
-    group_timeout: float = 60.0,
-) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, local_world_size: int | None = None) -> list[Any]:
     """Calls ``fn(*args)`` in ``world`` new processes with a gloo process group over them; returns its results by rank.
 
     Args:
         fn: a module-level function of an importable module. Its results must pickle.
-        timeout: seconds after which all ranks are killed.
         local_world_size: ranks of one "host", for table-row-wise and grid sharding; None is all.
-        group_timeout: seconds after which a collective of the default group raises.
 
     Raises:
         RanksFailed: a rank raised, died or hung. The first to fail comes first.
@@ -68,12 +63,12 @@ def run_ranks(
             (folder / f"log{rank}").touch()
             (folder / f"stack{rank}").touch()
         context = _context()
-        settings = (folder, world, local_world_size or world, group_timeout)
+        settings = (folder, world, local_world_size or world)
         ranks = [context.Process(target=_main, args=(rank, *settings, fn, args), daemon=True) for rank in range(world)]
         for process in ranks:
             process.start()
         try:
-            failures = _watch(ranks, folder, time.monotonic() + timeout, timeout)
+            failures = _watch(ranks, folder)
         finally:
             for process in ranks:
                 process.kill()
@@ -91,7 +86,8 @@ def run_cases(cases: Mapping[str, Any], check: Callable[[Any], None]) -> dict[st
     import torch
     import torch.distributed as dist
 
-    flags = dist.new_group(timeout=timedelta(seconds=600))  # waits for ranks that time out in the collectives of a case
+    # Waits for ranks that time out in the collectives of a case.
+    flags = dist.new_group(timeout=timedelta(seconds=_RANKS_END))
     outcome: dict[str, str | None] = {}
     for name, case in cases.items():
         try:
@@ -125,8 +121,9 @@ def _context() -> Any:
     return context
 
 
-def _watch(ranks: list[BaseProcess], folder: Path, deadline: float, timeout: float) -> dict[int, str]:
+def _watch(ranks: list[BaseProcess], folder: Path) -> dict[int, str]:
     """Waits for all ranks to end; shortens the wait when one has failed. Returns the failures, the first first."""
+    deadline = time.monotonic() + _RANKS_END
     failures: dict[int, str] = {}
     running = dict(enumerate(ranks))
     while running and time.monotonic() < deadline:
@@ -149,7 +146,7 @@ def _watch(ranks: list[BaseProcess], folder: Path, deadline: float, timeout: flo
         os.kill(process.pid or 0, signal.SIGUSR1)  # faulthandler writes the stack
     if running:
         time.sleep(0.5)
-    why = "killed after another rank had failed" if failures else f"killed after {timeout:g} s"
+    why = "killed after another rank had failed" if failures else f"killed after {_RANKS_END:g} s"
     for rank in running:
         failures[rank] = f"{why}; it was here:\n{_tail(folder / f'stack{rank}', 60)}\n{_tail(folder / f'log{rank}')}"
     return failures
@@ -159,9 +156,7 @@ def _tail(file: Path, lines: int = 20) -> str:
     return "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _main(
-    rank: int, folder: Path, world: int, local: int, group_timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _main(rank: int, folder: Path, world: int, local: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """One rank. Leaves by os._exit: tearing gloo down while DDP is alive sometimes aborts."""
     log = os.open(folder / f"log{rank}", os.O_WRONLY)
     os.dup2(log, 1)
@@ -178,6 +173,9 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    from dist_sparse.groups import set_timeout
+
+    set_timeout(_COLLECTIVES_END)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     code = 0
@@ -187,7 +185,7 @@ def _main(
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=group_timeout),
+            timeout=timedelta(seconds=_COLLECTIVES_END),
         )
         said = {"value": fn(*args)}
         written = pickle.dumps(said)

@@ -20,12 +20,11 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import DataNormSparsifier
-from dist_sparse.groups import set_timeout
 from tests.dist.cells import LOCAL, build, cells
 from tests.dist.cells import gathered as gathered_model
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import by_rows, check_outcomes, local_tensors, quiet, sharded, snapshot, write
-from tests.dist.refusals import COLS, ROWS, TIMEOUT, Scene, is_bad, raised_by, replica, run_turns, weights
+from tests.dist.refusals import COLS, ROWS, Scene, is_bad, raised_by, replica, run_turns, weights
 from tests.oracle import oracle_mask
 
 pytestmark = pytest.mark.dist
@@ -166,11 +165,10 @@ GROUP_CASES = [(0, "pair"), (1, "pair"), (0, "all"), (3, "all"), (1, "drifted pa
 
 def run_groups() -> dict[str, str | None]:
     quiet()
-    set_timeout(TIMEOUT)
     return run_cases({f"{table} on {bad}": (bad, table) for bad, table in GROUP_CASES}, two_groups)
 
 
 def test_all_ranks_of_overlapping_groups_hear_of_it() -> None:
-    outcomes = run_ranks(4, run_groups, local_world_size=LOCAL[4], timeout=60)
+    outcomes = run_ranks(4, run_groups, local_world_size=LOCAL[4])
     for name in outcomes[0]:
         check_outcomes(outcomes, name)

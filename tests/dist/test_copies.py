@@ -37,7 +37,7 @@ LEVEL = 0.6
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, _all_cases, local_world_size=SHARE, timeout=200)
+    return run_ranks(WORLD, _all_cases, local_world_size=SHARE)
 
 
 @pytest.mark.parametrize("name", [*CASES, "the copies differ without an enforcer", "a bare replica drifts"])

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
-from dist_sparse.groups import set_timeout
 from tests.dist.cells import LOCAL, build, cells, gathered, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.kinds import names_of, some_cells
@@ -249,7 +248,6 @@ WORLDS = {2: list(CASES), 4: ["own_update_mask", "own_score", "several_shards_or
 
 def run_all(world: int) -> dict[str, str | None]:
     quiet()
-    set_timeout(25)
     return run_cases({name: CASES[name] for name in WORLDS[world]}, lambda case: case(world))
 
 

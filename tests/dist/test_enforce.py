@@ -19,7 +19,6 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
-from dist_sparse.groups import set_timeout
 from tests.dist.cells import LOCAL, Cell, TableSpec, batch, build, cells, set_weights, weights
 from tests.dist.enforcing import (
     SMALL,
@@ -346,7 +345,6 @@ def cases(world: int, part: int | None) -> dict[str, tuple[Callable[[Any], None]
 
 def run_all(world: int, part: int | None) -> dict[str, str | None]:
     quiet()
-    set_timeout(25)
     torch.set_num_threads(1)
     return run_cases(cases(world, part), lambda case: case[0](case[1]))
 
@@ -357,7 +355,7 @@ def outcomes() -> Callable[[int, int | None], list[dict[str, str | None]]]:
 
     def of(world: int, part: int | None) -> list[dict[str, str | None]]:
         if (world, part) not in known:
-            ranks = run_ranks(world, run_all, world, part, timeout=250, local_world_size=LOCAL[world])
+            ranks = run_ranks(world, run_all, world, part, local_world_size=LOCAL[world])
             known[world, part] = ranks
         return known[world, part]
 

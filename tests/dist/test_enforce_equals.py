@@ -331,7 +331,7 @@ def outcomes() -> Callable[[int], list[dict[str, str | None]]]:
 
     def of(world: int) -> list[dict[str, str | None]]:
         if world not in known:
-            known[world] = run_ranks(world, run_all, world, timeout=200, local_world_size=LOCAL[world])
+            known[world] = run_ranks(world, run_all, world, local_world_size=LOCAL[world])
         return known[world]
 
     return of

@@ -24,7 +24,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, sparsify
-from dist_sparse.groups import set_timeout
 from dist_sparse.modules import model_source
 from tests.dist.cells import LOCAL, batch, build, cells
 from tests.dist.harness import run_cases, run_ranks
@@ -214,13 +213,12 @@ def check(case: Case) -> None:
 
 
 def models() -> dict[str, str | None]:
-    set_timeout(20)
     return run_cases(CASES, check)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, models, timeout=60, local_world_size=LOCAL[WORLD])
+    return run_ranks(WORLD, models, local_world_size=LOCAL[WORLD])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -318,13 +316,12 @@ TENSORS: dict[str, Callable[[], None]] = {
 
 
 def tensors() -> dict[str, str | None]:
-    set_timeout(20)
     return run_cases(TENSORS, lambda check: check())
 
 
 @pytest.fixture(scope="module")
 def of_tensors() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, tensors, timeout=60, local_world_size=LOCAL[WORLD])
+    return run_ranks(WORLD, tensors, local_world_size=LOCAL[WORLD])
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -171,7 +171,7 @@ def _all() -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(3, _all, timeout=200, group_timeout=20)
+    return run_ranks(3, _all)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -200,7 +200,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("lightning")
-    return run_ranks(WORLD, on_ranks, folder, timeout=200)[0], folder
+    return run_ranks(WORLD, on_ranks, folder)[0], folder
 
 
 @pytest.mark.parametrize("case", [*MASKS, "resumes", "sharded", *REFUSED])

@@ -99,7 +99,7 @@ def outcomes() -> Callable[[int], list[dict[str, str | None]]]:
 
     def of(world: int) -> list[dict[str, str | None]]:
         if world not in known:
-            known[world] = run_ranks(world, run_cells, world, timeout=280, local_world_size=LOCAL[world])
+            known[world] = run_ranks(world, run_cells, world, local_world_size=LOCAL[world])
         return known[world]
 
     return of

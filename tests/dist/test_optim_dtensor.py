@@ -167,7 +167,7 @@ def everything() -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, everything, group_timeout=20)
+    return run_ranks(WORLD, everything)
 
 
 @pytest.mark.parametrize("name", CASES)

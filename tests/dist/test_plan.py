@@ -23,7 +23,7 @@ Report = list[dict[str, str | None]]
 
 @pytest.fixture(scope="module")
 def reports() -> Report:
-    return run_ranks(WORLD, _all_cells, local_world_size=LOCAL[WORLD], timeout=240)
+    return run_ranks(WORLD, _all_cells, local_world_size=LOCAL[WORLD])
 
 
 @pytest.mark.parametrize("name", [*cells(WORLD), "errors"])

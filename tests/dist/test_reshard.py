@@ -17,7 +17,6 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
-from dist_sparse.groups import set_timeout
 from dist_sparse.modules import model_source
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
@@ -201,7 +200,6 @@ def cases(world: int) -> dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]
 
 def run_all(world: int) -> dict[str, str | None]:
     quiet()
-    set_timeout(25)
     return run_cases(cases(world), lambda case: case[0](case[1]))
 
 

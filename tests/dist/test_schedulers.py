@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse.groups import reset_traffic, set_timeout, traffic
+from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.schedulers.ancestors import CubicSL, LambdaSL
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import CubicDataScheduler, LambdaDataScheduler, LinearDataScheduler
@@ -320,13 +320,12 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def _run() -> dict[str, str | None]:
-    set_timeout(20)
     return run_cases(CASES, lambda case: case())
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, _run, timeout=120)
+    return run_ranks(WORLD, _run)
 
 
 @pytest.mark.parametrize("name", list(CASES))

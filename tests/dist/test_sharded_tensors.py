@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dist_sparse import ROW, DataNormSparsifier
-from dist_sparse.groups import set_timeout
 from tests.dist.cells import LOCAL
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import Piece, check_outcomes, gathered, local_tensors, quiet, sharded, write
@@ -281,7 +280,6 @@ def meshes() -> dict[str, DeviceMesh]:
 
 def run_all(tests: dict[str, Case]) -> dict[str, str | None]:
     quiet()
-    set_timeout(25)
     meshes()
     return run_cases(tests, check_case)
 
@@ -289,6 +287,6 @@ def run_all(tests: dict[str, Case]) -> dict[str, str | None]:
 @pytest.mark.parametrize("world", COUNT)
 def test_masks_equal_the_oracle(world: int) -> None:
     tests = {**known(world), **drawn(world, COUNT[world])}
-    outcomes = run_ranks(world, run_all, tests, local_world_size=LOCAL[world], timeout=200)
+    outcomes = run_ranks(world, run_all, tests, local_world_size=LOCAL[world])
     for name in tests:
         check_outcomes(outcomes, name)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dist_sparse import ROW, DataNormSparsifier
-from dist_sparse.groups import set_timeout
 from tests.dist.cells import LOCAL, build, cells, gathered, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.kinds import names_of, some_cells
@@ -157,7 +156,6 @@ CASES = {
 
 def run_all(world: int) -> dict[str, str | None]:
     quiet()
-    set_timeout(25)
     return run_cases(CASES, lambda case: case(world))
 
 

@@ -38,7 +38,7 @@ Report = list[dict[str, str | None]]
 
 @pytest.fixture(scope="module")
 def reports() -> dict[int, Report]:
-    return {world: run_ranks(world, _all_cells, world, local_world_size=LOCAL[world], timeout=200) for world in LOCAL}
+    return {world: run_ranks(world, _all_cells, world, local_world_size=LOCAL[world]) for world in LOCAL}
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world in LOCAL for name in cells(world)])

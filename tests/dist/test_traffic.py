@@ -227,7 +227,7 @@ def run_all() -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(2, run_all, timeout=240, local_world_size=LOCAL[2])
+    return run_ranks(2, run_all, local_world_size=LOCAL[2])
 
 
 @pytest.mark.parametrize("case", CASES)
