@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,10 @@ __all__ = [
     "check_alone",
     "check_arguments",
     "check_averaging",
+    "check_counts",
     "check_fused",
     "check_sparsity",
+    "learning_rate",
     "lr_arguments",
 ]
 
@@ -37,6 +39,9 @@ _WHY = "they move inside every backward, before anybody can"
 
 def check_arguments(
     *,
+    optim_conf: Any,
+    model: Any,
+    updated_modules: Any,
     accum_grad: Any,
     step_per_update: Any,
     optim_loss: Any,
@@ -44,6 +49,8 @@ def check_arguments(
     grad_norm_type: Any,
     ft_factor: Any,
     amp_dtype: Any,
+    use_amp: Any,
+    distributed: Any,
 ) -> None:
     """Refuses values that make no sense by themselves.
 
@@ -51,10 +58,20 @@ def check_arguments(
         AssertionError: of an interval or the loss's name, as in the ancestor. ValueError: of the others.
     """
     for name, every in {"accum_grad": accum_grad, "step_per_update": step_per_update}.items():
-        if isinstance(every, bool) or not isinstance(every, numbers.Integral) or int(every) < 1:
+        if not _is_count(every):
             raise AssertionError(f"Invalid {name}={every!r}: must be an integer >= 1.")
     if optim_loss is not None and not isinstance(optim_loss, str):
         raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None for 'loss'.")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
+    if optim_conf is not None and not isinstance(optim_conf, Mapping):
+        raise ValueError(f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name.")
+    if updated_modules is not None and not isinstance(updated_modules, Sequence):
+        # A set has another order in each process: states and messages go by the order.
+        raise ValueError(f"Invalid {updated_modules=}: must be a module's path, or a list of some.")
+    for name, value in {"use_amp": use_amp, "distributed": distributed}.items():
+        if value not in (True, False):  # else "no" means yes
+            raise ValueError(f"Invalid {name}={value!r}: must be True or False.")
     if grad_clip is not None and not (_is_number(grad_clip) and grad_clip > 0):
         raise ValueError(f"Invalid {grad_clip=}: must be a number > 0, or None not to clip.")
     if grad_norm_type != "inf" and not (_is_number(grad_norm_type) and grad_norm_type > 0):
@@ -63,6 +80,17 @@ def check_arguments(
         raise ValueError(f"Invalid {ft_factor=}: must be a finite number >= 0.")
     if amp_dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuses numbers of a step or an epoch that do not count from 1.
+
+    Raises:
+        ValueError: one is no integer, or less than 1.
+    """
+    for name, count in counts.items():
+        if not _is_count(count):
+            raise ValueError(f"Invalid {name}={count!r}: must be an integer; it counts from 1.")
 
 
 def check_sparsity(sparsifier: Any, scheduler: Any) -> None:
@@ -161,6 +189,25 @@ def lr_arguments(update_lr: Callable[..., Any]) -> list[str]:
     if "real_step" not in known:
         raise ValueError(f"Invalid update_lr with the arguments {list(known)}: must take real_step and epoch_num.")
     return [name for name in ("real_step", "epoch_num") if name in known]
+
+
+def learning_rate(asked: Any, ft_factor: float) -> float:
+    """What a schedule has answered, times ``ft_factor``.
+
+    Raises:
+        ValueError: it is no finite number >= 0: one such step would make weights of NaN.
+    """
+    try:
+        lr = ft_factor * float(asked)
+    except (TypeError, ValueError):
+        lr = math.nan
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"Invalid learning rate {asked!r} of update_lr(): must be a finite number >= 0.")
+    return lr
+
+
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 1
 
 
 def _is_number(value: Any) -> bool:

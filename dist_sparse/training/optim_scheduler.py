@@ -23,8 +23,10 @@ from dist_sparse.training.optim_checks import (
     check_alone,
     check_arguments,
     check_averaging,
+    check_counts,
     check_fused,
     check_sparsity,
+    learning_rate,
     lr_arguments,
 )
 from dist_sparse.training.optim_state import load_states, states
@@ -98,6 +100,9 @@ class OptimScheduler(abc.ABC):
         **sche_conf: Any,
     ) -> None:
         check_arguments(
+            optim_conf=optim_conf,
+            model=model,
+            updated_modules=updated_modules,
             accum_grad=accum_grad,
             step_per_update=step_per_update,
             optim_loss=optim_loss,
@@ -105,6 +110,8 @@ class OptimScheduler(abc.ABC):
             grad_norm_type=grad_norm_type,
             ft_factor=ft_factor,
             amp_dtype=amp_dtype,
+            use_amp=use_amp,
+            distributed=distributed,
         )
         check_sparsity(data_sparsifier, data_scheduler)
         if distributed:
@@ -170,7 +177,9 @@ class OptimScheduler(abc.ABC):
         With fused tables, give ``epoch_num`` too, or they have the learning rate of the last epoch in the first step
         of the next one, and that of step 1 in the first step of an object made later.
         """
+        check_counts(step_num=step_num)
         if epoch_num is not None:
+            check_counts(epoch_num=epoch_num)
             for peer in self._peers:
                 if peer._owned.fused and peer._due(step_num):
                     peer._set_fused_lr(peer._next_lr(step_num, epoch_num))
@@ -205,14 +214,13 @@ class OptimScheduler(abc.ABC):
 
         Raises:
             AssertionError: there is no loss named "loss". KeyError: there is none of the name asked for.
-            ValueError: a number is wrong, or this object and others over the model can't share the forward.
+            ValueError: a number, the loss or its learning rate makes no sense, or this object and others over the model
+                can't share the forward.
 
         Several OptimSchedulers of a model may be given the losses of one forward: the gradients of all that are due are
         taken before any weight moves. Delete one that is no longer stepped, or its gradients are taken for nothing.
         """
-        for name, number in {"step_num": step_num, "epoch_num": epoch_num}.items():
-            if not number >= 1:
-                raise ValueError(f"Invalid {name}={number!r}: it counts from 1.")
+        check_counts(step_num=step_num, epoch_num=epoch_num)
         clock = time_func or (lambda names: nullcontext())
         due = self._due(step_num)
         with clock(["loss_backward_time", optim_name]):
@@ -267,13 +275,14 @@ class OptimScheduler(abc.ABC):
         return self._real_step(step_num) % self.step_per_update == 0
 
     def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
-        if self.optim_loss is None:
-            if "loss" not in losses:
-                raise AssertionError(
-                    f"There is no loss named 'loss' among {sorted(losses)}: name one so, or give optim_loss."
-                )
-            return losses["loss"]
-        return losses[self.optim_loss]
+        if self.optim_loss is None and "loss" not in losses:
+            raise AssertionError(
+                f"There is no loss named 'loss' among {list(losses)}: name one so, or give optim_loss."
+            )
+        loss = losses[name := self.optim_loss or "loss"]
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"Invalid loss {name!r} of type {type(loss).__name__}: must be a tensor.")
+        return loss
 
     def _claim(self, losses: Mapping[str, Tensor], step_num: int) -> Claim:
         loss = self._loss(losses)
@@ -338,7 +347,7 @@ class OptimScheduler(abc.ABC):
 
     def _next_lr(self, step_num: int, epoch_num: int) -> float:
         known = {"real_step": self._real_step(step_num), "epoch_num": epoch_num}
-        return self.ft_factor * self.update_lr(**{name: known[name] for name in self._lr_takes})
+        return learning_rate(self.update_lr(**{name: known[name] for name in self._lr_takes}), self.ft_factor)
 
     def _set_lr_ahead(self, step_num: int, epoch_num: int) -> None:
         """Of fused tables, whose forward is next."""

@@ -30,6 +30,9 @@ def data() -> DataNormSparsifier:
         *({"grad_norm_type": value} for value in (0, -2.0, math.nan, "big", True, None)),
         *({"ft_factor": value} for value in (-0.1, math.nan, math.inf, "1", False, None)),
         *({"amp_dtype": value} for value in (torch.float32, "float16", None)),
+        *({name: value} for name in ("use_amp", "distributed") for value in ("no", None, 2)),
+        *({"optim_conf": value} for value in (3, "lr", [0.1])),
+        *({"updated_modules": value} for value in ({"encoder", "decoder"}, 3, {"encoder": 1})),
     ],
     ids=str,
 )
@@ -97,6 +100,12 @@ def test_no_modules(names: Any, said: str) -> None:
     assert said in str(raised.value)
 
 
+def test_a_model_that_is_none() -> None:
+    for wrong in ("model", [nn.Linear(2, 2)]):
+        with pytest.raises(ValueError, match=f"Invalid model of type {type(wrong).__name__}"):
+            made(wrong)  # type: ignore[arg-type]
+
+
 def test_a_model_without_parameters() -> None:
     with pytest.raises(ValueError, match=r"\['Tanh'\] have no parameters"):
         made(nn.Tanh())
@@ -109,12 +118,39 @@ def test_averaging_needs_something_that_averages() -> None:
 
 
 @pytest.mark.parametrize("name", ["step_num", "epoch_num"])
-@pytest.mark.parametrize("value", [0, -1, math.nan])
-def test_numbers_count_from_1(name: str, value: float) -> None:
+@pytest.mark.parametrize("value", [0, -1, math.nan, 1.5, "1", True, [1]])
+def test_numbers_count_from_1(name: str, value: Any) -> None:
     model = Two()
+    numbers: dict[str, Any] = {"step_num": 1, "epoch_num": 1, name: value}
+    scheduler = made(model)
     with pytest.raises(ValueError, match=f"Invalid {name}="):
-        made(model).step(model(batch(1)), None, "a", **{"step_num": 1, "epoch_num": 1, name: value})  # type: ignore[arg-type]
+        scheduler.step(model(batch(1)), None, "a", **numbers)
     assert model.decoder.weight.grad is None
+    with pytest.raises(ValueError, match=f"Invalid {name}="), scheduler.forward_context(**numbers):
+        pass
+
+
+@pytest.mark.parametrize("asked", [math.nan, math.inf, -0.1, None, "much", 1e308])
+def test_a_learning_rate_that_makes_no_sense_changes_nothing(asked: Any) -> None:
+    model = Two()
+    scheduler = made(model, use_amp=False, ft_factor=10)
+    before = copied(model)
+    scheduler.base = asked
+    with pytest.raises(ValueError, match=r"Invalid learning rate .* of update_lr"):
+        train(model, [scheduler], 1)
+    assert same(before, copied(model)) and scheduler.get_lr() == 0.1
+    scheduler.base = torch.tensor(0.05)  # a tensor is a number
+    assert not same(before, train(model, [scheduler], 1))
+    assert type(scheduler.get_lr()) is float and scheduler.get_lr() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("loss", [None, 1.0, "loss"])
+def test_a_loss_that_is_no_tensor(loss: Any) -> None:
+    for more in ({}, {"optim_loss": "loss"}):
+        with pytest.raises(ValueError, match=r"Invalid loss 'loss' of type \w+: must be a tensor"):
+            made(**more).step({"loss": loss, 3: loss}, None, "a", 1, 1)
+    with pytest.raises(AssertionError, match=r"among \['other', 3\]"):
+        made().step({"other": loss, 3: loss}, None, "a", 1, 1)  # type: ignore[dict-item]
 
 
 def test_sparsity_is_checked_by_type_and_by_pair() -> None:
