@@ -18,6 +18,8 @@ __all__ = ["manifest", "render"]
 _DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MOST_WORDS = 128  # the API's limit on the lists `command` and `args`
+# What may do without quotes. kubectl takes 1e-3, 08 and y for no text, and PyYAML does not quote them by itself.
+_PLAIN = re.compile(r"-{0,2}[A-Za-z].+", re.DOTALL)
 
 _COMMENTS = """\
 # Runs {name} under torchrun, by Kubeflow Trainer v2. Yours to read and edit; then: kubectl create -f FILE
@@ -36,13 +38,23 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: s
     except ImportError as error:
         raise ImportError("`launch kubeflow` writes YAML: it needs PyYAML (pip install pyyaml).") from error
     job = manifest(spec, runtime=runtime, namespace=namespace)
-    comments = _COMMENTS.format(name=spec.name, what=" ".join(target(spec)[: 1 if spec.script else 2]))
+    what = " ".join(target(spec)[: 1 if spec.script else 2])
+    # Some characters end a line, and with it the comment, or are none in YAML.
+    comments = _COMMENTS.format(name=spec.name, what=what if what.isprintable() else ascii(what))
     if spec.resources.walltime is not None:
         comments += (
             f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {spec.resources.walltime}:\n"
         )
         comments += f"# add activeDeadlineSeconds: {_seconds(spec.resources.walltime)} below spec.\n"
-    text: str = yaml.safe_dump(job, sort_keys=False, width=120)
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        pass
+
+    def text_of(dumper: Any, text: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _PLAIN.fullmatch(text) else "'")
+
+    Dumper.add_representer(str, text_of)
+    text: str = yaml.dump(job, Dumper=Dumper, sort_keys=False, width=120)
     return comments + text
 
 

@@ -49,7 +49,8 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
         meeting += ["--rdzv-id", f'{own_id}-"$SLURM_JOB_ID"', "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
     words = argv(spec, rendezvous=meeting)
     shell = meeting or []
-    quoted = [word if word in shell else shlex.quote(word) for word in words]
+    own = len(words) - len(spec.args)
+    quoted = [word if at < own and word in shell else shlex.quote(word) for at, word in enumerate(words)]
     exports = {
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": _threads(spec),

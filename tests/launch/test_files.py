@@ -37,6 +37,7 @@ NASTY = (
     "`id`",
     "",
     "${local_rank}",
+    '"$head_node:31000"',
 )
 ONE = LaunchSpec(
     script="examples/dlrm/main.py",
@@ -160,6 +161,26 @@ def test_trainjobs_are_the_golden_ones(name: str) -> None:
     meeting = Rendezvous(endpoint="any:1", id="any")
     assert without_meeting(words) == without_meeting(argv(LaunchSpec(**{**vars(spec), "rendezvous": meeting})))
     assert spec.env.items() <= variables.items()
+
+
+def test_every_text_of_a_trainjob_is_text_to_kubectl_too() -> None:
+    """kubectl 1.32 makes 0.001 of a plain 1e-3, and true of y: both are plain in PyYAML's own output."""
+    yaml = pytest.importorskip("yaml")
+    words = ("1e-3", "-1e3", "y", "N", "0o17", "08", "--5", "x", "--lr", "true")
+    text = kubeflow.render(LaunchSpec(script="y", args=words, name="n", env={"LR": "1e-3"}, python="python"))
+    plain = {event.value for event in yaml.parse(text) if isinstance(event, yaml.ScalarEvent) and event.style is None}
+    assert {"python", "--lr", "apiVersion"} <= plain
+    assert {word for word in plain if not re.match("-{0,2}[A-Za-z].", word)} == {"1"}  # numNodes, numProcPerNode
+    assert "true" not in plain
+
+
+@pytest.mark.parametrize("script", ["a\x85spec: x.py", "a\u2028spec: x.py", "a\x1b[31m.py"], ids=ascii)
+def test_no_script_name_gets_out_of_the_comment_of_a_trainjob(script: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = kubeflow.render(LaunchSpec(script=script))
+    found = yaml.safe_load(text)
+    assert list(found) == ["apiVersion", "kind", "metadata", "spec"]
+    assert found["spec"]["trainer"]["command"][-1] == script
 
 
 def as_kubernetes(trainer: dict[str, Any], pod: dict[str, str]) -> tuple[list[str], dict[str, str]]:
