@@ -55,6 +55,8 @@ class _SlScheduler(ReadyDataScheduler):
 class LambdaSL(_SlScheduler):
     """The level of each name at construction, times a function of the step. After torch.ao's ``LambdaSL``.
 
+    As there, a level may leave [0, 1]: it is written as it is, and masks move as for 0 or 1.
+
     The functions may differ between ranks (one may read a clock), so rank 0's levels count, and **every** step is
     collective over all ranks. With several of them, a :class:`~dist_sparse.LambdaDataScheduler` with ``every`` costs
     less.
@@ -69,8 +71,8 @@ class LambdaSL(_SlScheduler):
 
     Raises:
         TypeError: ``sparsifier`` is not a ``BaseDataSparsifier``.
-        ValueError: not one function for each name, or a level that is no number in [0, 1], from :meth:`step` too (where
-            torch.ao takes any); on every rank.
+        ValueError: not one function for each name, or a level that is no finite number, from :meth:`step` too; on every
+            rank.
     """
 
     def __init__(
@@ -96,6 +98,9 @@ class LambdaSL(_SlScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Every attribute but the sparsifier and the functions, which a safe load would refuse."""
         return {key: value for key, value in super().state_dict().items() if key != "sl_lambda"}
+
+    def _checked(self, what: str, value: object) -> float:
+        return _finite(what, value)
 
     def _check_plan(self) -> None:
         super()._check_plan()
@@ -192,9 +197,7 @@ class CubicSL(_SlScheduler):
         for name, plan in self._plans().items():
             self._checked(f"init_sl of {name!r}", plan["init_sl"])
             for key in ("init_t", "delta_t", "total_t"):
-                value = plan[key]
-                if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-                    raise ValueError(f"Invalid {key}={value!r} of {name!r}: must be a finite number.")
+                _finite(f"{key} of {name!r}", plan[key])
             if plan["delta_t"] * plan["total_t"] < 1:
                 raise ValueError(
                     f"Invalid delta_t={plan['delta_t']!r}, total_t={plan['total_t']!r} of {name!r}: their product, the "
@@ -216,6 +219,12 @@ def _cubic(
         return 0.0
     level = final + (init_sl - final) * (1.0 - (step - init_t) / (delta_t * total_t)) ** 3
     return float(max(init_sl, min(final, level)))
+
+
+def _finite(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"Invalid {what}={value!r}: must be a finite number.")
+    return float(value)
 
 
 def _for_each(what: str, given: T | Sequence[T] | Mapping[str, T], names: Iterable[str]) -> dict[str, T]:

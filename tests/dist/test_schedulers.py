@@ -287,9 +287,9 @@ def lambda_sl_moves_where_rank_0_s_levels_do() -> None:
     refused(
         lambda: LambdaSL(sparsifier_of("a"), per_rank([], [mine])), "rank 0: ValueError: Invalid sl_lambda of length 0"
     )
-    too_much = per_rank(mine, lambda step: step)
-    scheduler = LambdaSL(sparsifier_of("a"), too_much, last_epoch=1)
-    refused(scheduler.step, "rank 1: ValueError: Invalid 0.5 * sl_lambda(3) of 'a'=1.5")
+    no_number = per_rank(mine, lambda step: math.nan if step == 3 else step)
+    scheduler = LambdaSL(sparsifier_of("a"), no_number, last_epoch=1)
+    refused(scheduler.step, "rank 1: ValueError: Invalid 0.5 * sl_lambda(3) of 'a'=nan")
     assert scheduler.last_epoch == 2
 
 

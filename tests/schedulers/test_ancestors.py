@@ -137,9 +137,9 @@ class TestCubic:
             ({"init_sl": [0.1, 1.1]}, r"init_sl of 't1'=1.1.*\[0, 1\]"),
             ({"init_sl": -0.1}, r"init_sl of 't0'=-0.1.*\[0, 1\]"),
             ({"init_sl": "0.1"}, "init_sl of 't0'='0.1'.*finite number"),
-            ({"init_t": math.nan}, "init_t=nan of 't0'.*finite number"),
-            ({"total_t": None}, "total_t=None of 't0'.*finite number"),
-            ({"delta_t": True}, "delta_t=True of 't0'.*finite number"),
+            ({"init_t": math.nan}, "init_t of 't0'=nan.*finite number"),
+            ({"total_t": None}, "total_t of 't0'=None.*finite number"),
+            ({"delta_t": True}, "delta_t of 't0'=True.*finite number"),
             ({"delta_t": 0.5, "total_t": 1}, r"delta_t=0.5, total_t=1 of 't0'.*>= 1"),
             ({"total_t": [5, 0]}, r"delta_t=10, total_t=0 of 't1'.*>= 1"),
             ({"total_t": -1}, r"total_t=-1.*>= 1"),
@@ -155,9 +155,8 @@ class TestCubic:
     @pytest.mark.parametrize("level", [None, 1.5, -0.5, math.nan, "x"])
     def test_levels_it_can_not_end_at(self, level: Any) -> None:
         sparsifier = ours_of([0.5, level])
-        for make in (CubicSL, lambda sparsifier: LambdaSL(sparsifier, lambda step: 0.5)):
-            with pytest.raises(ValueError, match="sparsity_level of 't1'="):
-                make(sparsifier)
+        with pytest.raises(ValueError, match="sparsity_level of 't1'="):
+            CubicSL(sparsifier)
         assert "step" not in vars(sparsifier)
 
 
@@ -169,7 +168,8 @@ class TestLambda:
     @settings(max_examples=100, deadline=None)
     @given(st.lists(LEVELS, min_size=1, max_size=3), st.data())
     def test_torch_ao_s_levels_to_the_last_bit(self, levels: list[float], data: st.DataObject) -> None:
-        tables = data.draw(each(st.lists(LEVELS, min_size=1, max_size=5), len(levels)))
+        factors = st.lists(LEVELS | st.floats(-3, 3), min_size=1, max_size=5)
+        tables = data.draw(each(factors, len(levels)))
         looked_up = [tables] if isinstance(tables[0], float) else tables
         functions: Any = [lambda step, table=table: table[step // 3 % len(table)] for table in looked_up]
         if isinstance(tables[0], float):
@@ -204,9 +204,8 @@ class TestLambda:
             ({"t0": no_factor}, r"sl_lambda for \['t0'\]"),
             ({"t*": no_factor}, r"sl_lambda for \['t\*'\]"),
             ([no_factor, 0.5], "sl_lambda=0.5 of 't1'.*function"),
-            (lambda step: 2.5, r"0.5 \* sl_lambda\(0\) of 't0'=1.25.*\[0, 1\]"),
-            (lambda step: -1, r"of 't0'=-0.5.*\[0, 1\]"),
-            (lambda step: math.nan, "of 't0'=nan.*finite number"),
+            (lambda step: math.nan, r"0.5 \* sl_lambda\(0\) of 't0'=nan.*finite number"),
+            (lambda step: math.inf, "of 't0'=inf.*finite number"),
         ],
     )
     def test_refused(self, functions: Any, message: str) -> None:
@@ -215,13 +214,31 @@ class TestLambda:
             LambdaSL(sparsifier, functions)
         assert "step" not in vars(sparsifier) and sparsifier.data_groups["t0"] == {"sparsity_level": 0.5}
 
-    def test_a_level_that_leaves_the_unit_interval_later_changes_nothing(self) -> None:
-        """The example in torch.ao's documentation, `epoch // 30`, does: at 0.8 * 2."""
+    @pytest.mark.parametrize("level", [None, math.nan, "x"])
+    def test_levels_it_can_not_multiply(self, level: Any) -> None:
+        sparsifier = ours_of([0.5, level])
+        with pytest.raises(ValueError, match="sparsity_level of 't1'="):
+            LambdaSL(sparsifier, no_factor)
+        assert "step" not in vars(sparsifier)
+
+    def test_the_example_of_torch_ao_s_documentation(self) -> None:
+        """``epoch // 30`` leaves the unit interval: everything is removed there, and what follows goes on."""
+        sparsifier = DataNormSparsifier([("w", torch.randn(10, 8))])
+        scheduler = LambdaSL(sparsifier, lambda epoch: epoch // 30)
+        removed = []
+        for _ in range(100):
+            sparsifier.step()
+            removed.append(int((sparsifier.get_mask("w") == 0).sum()))
+            scheduler.step()
+        assert removed == [0] * 30 + [40] * 30 + [80] * 40
+        assert scheduler.get_last_sl() == [1.5]
+
+    def test_a_level_that_is_no_number_later_changes_nothing(self) -> None:
         sparsifier = ours_of([0.8])
-        scheduler = LambdaSL(sparsifier, lambda step: step // 2)
+        scheduler = LambdaSL(sparsifier, lambda step: step // 2 if step < 4 else math.nan)
         levels_by_step(sparsifier, scheduler, 3)
         before = scheduler.state_dict()
-        with pytest.raises(ValueError, match=r"0.8 \* sl_lambda\(4\) of 't0'=1.6"):
+        with pytest.raises(ValueError, match=r"0.8 \* sl_lambda\(4\) of 't0'=nan"):
             scheduler.step()
         assert scheduler.state_dict() == before and before["last_epoch"] == 3
         assert sparsifier.data_groups["t0"]["sparsity_level"] == 0.8
@@ -315,8 +332,8 @@ class TestResume:
         scheduler = make(sparsifier)
         levels_by_step(sparsifier, scheduler, 5)
         before = scheduler.state_dict()
-        with pytest.raises(ValueError, match="sparsity_level of 't0'=7"):
-            scheduler.load_state_dict({**before, "base_param": {"t0": 7, "t1": 0.5}})
+        with pytest.raises(ValueError, match="sparsity_level of 't0'=nan"):
+            scheduler.load_state_dict({**before, "base_param": {"t0": math.nan, "t1": 0.5}})
         assert scheduler.state_dict() == before
 
     def test_a_state_of_other_names_warns(self) -> None:
