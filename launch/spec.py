@@ -15,14 +15,14 @@ from types import MappingProxyType
 
 __all__ = ["LaunchSpec", "Rendezvous", "Resources"]
 
-_NAME = re.compile(r"[a-z0-9-]{1,53}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,52}")
 _ENV_KEY = re.compile(r"[A-Z_][A-Z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NNODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]"
 _ENDPOINT = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})")
 _ADDRESS = re.compile(rf"(?:{_HOST}|[0-9A-Fa-f:.]+)")
-_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_ID = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
 _WALLTIME = re.compile(r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]")
 _WORD = re.compile(r"[A-Za-z0-9_.,-]+")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
@@ -70,7 +70,8 @@ class Rendezvous:
 
     Args:
         endpoint: `HOST:PORT`, the same on all nodes; HOST is the node that keeps the store.
-        id: the same on all nodes, and no other job's: letters, digits and `_ . -`, 128 at most.
+        id: the same on all nodes, and no other job's: letters, digits and `_ . -`, 128 at most, not
+            beginning with `-`.
         local_addr: the address under which other nodes reach this one; None is what its host name resolves to.
 
     Raises:
@@ -87,7 +88,7 @@ class Rendezvous:
             if int(found["port"]) > 65535:
                 raise ValueError(f"Invalid rendezvous.endpoint={self.endpoint!r}: the port must be in [0, 65535].")
         if self.id is not None:
-            _match("rendezvous.id", self.id, _ID, "1 to 128 letters, digits and _ . -")
+            _match("rendezvous.id", self.id, _ID, "1 to 128 letters, digits and _ . -, not beginning with -")
         if self.local_addr is not None:
             _match("rendezvous.local_addr", self.local_addr, _ADDRESS, "an address or a host name")
 
@@ -100,7 +101,7 @@ class LaunchSpec:
         script: path of the Python file that every rank runs; or else
         module: dotted name of the module that every rank runs, as in `python -m`.
         args: words for it. Passed as they are, never through a shell; anything but NUL.
-        name: 1 to 53 of `a-z 0-9 -`, so that it does for Slurm and for Kubernetes' pods.
+        name: 1 to 53 of `a-z 0-9 -`, not beginning with `-`, so that it does for Slurm and for Kubernetes' pods.
         nnodes: `"N"`, or `"MIN:MAX"` for a job that goes on with fewer nodes.
         nproc_per_node: processes on each node, or torchrun's `"gpu"`, `"cpu"`, `"auto"`: one for each device.
         rendezvous: for several nodes.
@@ -134,13 +135,25 @@ class LaunchSpec:
             _match("module", self.module, _MODULE, "a dotted Python name")
         for name in ("script", "python"):
             value = getattr(self, name)
-            if value is not None and (not value or value.startswith("-") or _unclean(value)):
-                raise ValueError(f"Invalid {name}={value!r}: must be a path without NUL and newlines, not an option.")
+            if name == "script" and value is None:
+                continue
+            if not isinstance(value, str) or not value or value.startswith("-") or _unclean(value):
+                rule = "must be a str, a path without NUL and newlines, not an option"
+                raise ValueError(f"Invalid {name}={value!r}: {rule}.")
+        for name, kind in (
+            ("args", tuple | list),
+            ("rendezvous", Rendezvous),
+            ("env", Mapping),
+            ("resources", Resources),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                what = kind.__name__ if isinstance(kind, type) else "tuple"
+                raise ValueError(f"Invalid {name}: must be a {what}, not a {type(getattr(self, name)).__name__}.")
         object.__setattr__(self, "args", tuple(self.args))
         for word in self.args:
             if not isinstance(word, str) or "\0" in word:
                 raise ValueError(f"Invalid args: {word!r} must be a str without NUL.")
-        _match("name", self.name, _NAME, "1 to 53 of a-z, 0-9 and -")
+        _match("name", self.name, _NAME, "1 to 53 of a-z, 0-9 and -, not beginning with -")
         found = _match("nnodes", self.nnodes, _NNODES, 'a number from 1 on, or "MIN:MAX"')
         if found[2] is not None and int(found[1]) > int(found[2]):
             raise ValueError(f"Invalid nnodes={self.nnodes!r}: MIN must not be greater than MAX.")
@@ -151,7 +164,8 @@ class LaunchSpec:
             if key.startswith("PET_"):
                 raise ValueError(f"Invalid env={key!r}: PET_ variables are torchrun's own options and not passed on.")
             if not isinstance(value, str) or _unclean(value):
-                raise ValueError(f"Invalid env[{key!r}]={value!r}: must be a str without NUL and newlines.")
+                # The value may be a secret, and errors go into logs.
+                raise ValueError(f"Invalid env[{key!r}]: the value must be a str without NUL and newlines.")
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
         _whole("max_restarts", self.max_restarts, 0)
         _whole("grace", self.grace, 0)

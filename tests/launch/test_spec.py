@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"script": "-x.py"}, "script='-x.py'"),
     ({"script": ""}, "script=''"),
     ({"script": "a\nb.py"}, "without NUL and newlines"),
+    ({"script": Path("a.py")}, "script=PosixPath('a.py'): must be a str"),
+    ({"python": None}, "python=None: must be a str"),
     ({"script": None, "module": "a-b"}, "a dotted Python name"),
     ({"args": ("a\0b",)}, "without NUL"),
     ({"args": (1,)}, "args: 1"),
+    ({"args": "ab"}, "args: must be a tuple, not a str"),
+    ({"env": None}, "env: must be a Mapping, not a NoneType"),
+    ({"rendezvous": "a:1"}, "rendezvous: must be a Rendezvous, not a str"),
+    ({"resources": {}}, "resources: must be a Resources, not a dict"),
     ({"name": "Train"}, "name='Train': must be 1 to 53 of a-z, 0-9 and -"),
     ({"name": "x" * 54}, "1 to 53"),
     ({"name": "x\n"}, "name="),
+    ({"name": "-x"}, "not beginning with -"),
     ({"nnodes": "0"}, "nnodes='0'"),
     ({"nnodes": "3:2"}, "MIN must not be greater than MAX"),
     ({"nnodes": 2}, "nnodes=2"),
@@ -33,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"env": {"key": "x"}}, "env='key'"),
     ({"env": {"A B": "x"}}, "env='A B'"),
     ({"env": {"PET_NNODES": "2"}}, "torchrun's own options"),
-    ({"env": {"A": "x\ny"}}, r"env['A']='x\ny'"),
+    ({"env": {"A": "x\ny"}}, "env['A']: the value must be"),
     ({"env": {"A": "x\0"}}, "without NUL"),
     ({"max_restarts": -1}, "max_restarts=-1"),
     ({"grace": 1.5}, "grace=1.5"),
@@ -56,6 +64,7 @@ def test_bad_values_are_refused_with_their_rule(change: dict[str, Any], message:
         {"endpoint": "$(x):1"},
         {"id": "a b"},
         {"id": ""},
+        {"id": "-x"},
         {"local_addr": "-x"},
     ],
     ids=str,
@@ -85,6 +94,12 @@ def test_bad_resources(change: dict[str, Any]) -> None:
     (name,) = change
     with pytest.raises(ValueError, match=f"^Invalid {name}="):
         Resources(**change)
+
+
+def test_no_error_shows_what_a_variable_holds() -> None:
+    with pytest.raises(ValueError, match="TOKEN") as caught:
+        LaunchSpec(script="train.py", env={"TOKEN": "s3cret\n"})
+    assert "s3cret" not in str(caught.value)
 
 
 def test_a_spec_is_frozen_with_all_it_holds() -> None:
