@@ -217,6 +217,8 @@ class OptimScheduler(abc.ABC):
             ValueError: a number, the loss or its learning rate makes no sense, or this object and others over the model
                 can't share the forward.
 
+        If the backward or the update itself fails (out of memory, say), the gradients of its real step are dropped.
+
         Several OptimSchedulers of a model may be given the losses of one forward: the gradients of all that are due are
         taken before any weight moves. Delete one that is no longer stepped, or its gradients are taken for nothing.
         """
@@ -228,7 +230,7 @@ class OptimScheduler(abc.ABC):
                 self._backward(losses, step_num, epoch_num)
                 self._unfinished = 0 if step_num % self.accum_grad == 0 else self._unfinished + 1
         with clock(["optim_time", optim_name]):
-            if due and step_num % self.accum_grad == 0 and self._update(self._real_step(step_num), logger):
+            if due and step_num % self.accum_grad == 0 and update(self, self._real_step(step_num), logger):
                 if self.data_sparsifier is not None:
                     self.data_sparsifier.step()
                 if self.data_scheduler is not None:
@@ -255,9 +257,17 @@ class OptimScheduler(abc.ABC):
         """
         load_states(self, state_dict)
         # Step numbers may begin again where they were then.
-        self._early, self._turn = None, None if self._turn is None else 0
-        self.optimizer.zero_grad()
-        self._unfinished = 0
+        self._turn = None if self._turn is None else 0
+        self._drop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_peers": None, "_early": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, of the model too, is no peer of those of the model it was copied from."""
+        self.__dict__.update(state)
+        self._peers = Peers(self.model)
+        self._peers.join(self)
 
     def __repr__(self) -> str:
         parts = [
@@ -341,9 +351,19 @@ class OptimScheduler(abc.ABC):
         self._early, self._turn = None, step_num
         for peer, its in [*lrs, (self, lr)]:
             peer._set_lr(its)
-        with self._unsynchronized(step_num):
-            for peer, gradients in backward.run().items():
-                peer._early = (peer._loss(losses), gradients)
+        try:
+            with self._unsynchronized(step_num):
+                for peer, gradients in backward.run().items():
+                    peer._early = (peer._loss(losses), gradients)
+        except BaseException:  # out of memory, say: what it has left are the gradients of some layers
+            for peer in (self, *others):
+                peer._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Forgets the gradients of a real step that is not finished."""
+        self.optimizer.zero_grad()
+        self._early, self._unfinished = None, 0
 
     def _next_lr(self, step_num: int, epoch_num: int) -> float:
         known = {"real_step": self._real_step(step_num), "epoch_num": epoch_num}
@@ -364,17 +384,6 @@ class OptimScheduler(abc.ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._owned.set_lr(lr)
-
-    def _update(self, real_step: int, logger: Any) -> bool:
-        return update(
-            self.optimizer,
-            self._owned,
-            self.scaler,
-            grad_clip=self.grad_clip,
-            norm_type=self.grad_norm_type,
-            logger=logger,
-            real_step=real_step,
-        )
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
         if not self.distributed or any(peer._due(step_num) and step_num % peer.accum_grad == 0 for peer in self._peers):

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dist_sparse.training.gradients import clip_gradients, gradient_norm
 from dist_sparse.training.owned import Owned
 
+if TYPE_CHECKING:
+    from dist_sparse.training.optim_scheduler import OptimScheduler
+
 __all__ = ["update"]
 
 
-def update(
-    optimizer: torch.optim.Optimizer,
-    owned: Owned,
-    scaler: torch.amp.GradScaler | None,
-    *,
-    grad_clip: float | None,
-    norm_type: float,
-    logger: Any,
-    real_step: int,
-) -> bool:
+def update(scheduler: OptimScheduler, real_step: int, logger: Any) -> bool:
     """Whether weights were written: the same on all ranks. Collective if gradients lie in pieces over ranks.
 
-    Gradients whose norm is not finite update nothing, and a scaler backs off. They are gone afterwards in any case.
+    Gradients whose norm is not finite update nothing, and a scaler backs off; ``logger.info`` is told of ``real_step``.
+    Gradients are gone afterwards in any case, after an error as well.
     """
-    parameters = owned.parameters
-    if not parameters:
+    if not scheduler._owned.parameters:
         return True  # fused tables alone: they were written in the backward
+    scaler = scheduler.scaler
+    try:
+        return _update(scheduler, real_step, logger)
+    except BaseException:
+        if scaler is not None:
+            scaler.update(scaler.get_scale())  # else it says for ever that gradients have been unscaled already
+        raise
+    finally:
+        scheduler.optimizer.zero_grad()
+
+
+def _update(scheduler: OptimScheduler, real_step: int, logger: Any) -> bool:
+    optimizer, owned, scaler = scheduler.optimizer, scheduler._owned, scheduler.scaler
+    parameters = owned.parameters
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
     if scaler is not None:
         _unscale(scaler, optimizer, owned)
-    norm, any_gradient = gradient_norm(parameters, owned.pieces, norm_type)
+    norm, any_gradient = gradient_norm(parameters, owned.pieces, scheduler.grad_norm_type)
     finite = bool(torch.isfinite(norm))
     if not finite:
         if logger is not None:
@@ -44,8 +52,8 @@ def update(
             # As GradScaler does where it finds them by itself, which it can't on another rank.
             scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
     elif any_gradient:
-        if grad_clip is not None:
-            clip_gradients(parameters, norm, grad_clip)
+        if scheduler.grad_clip is not None:
+            clip_gradients(parameters, norm, scheduler.grad_clip)
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
@@ -53,7 +61,6 @@ def update(
             optimizer.step()
     elif scaler is not None and owned.pieces:
         scaler.update()  # what _unscale() has begun on every rank
-    optimizer.zero_grad()
     return finite and (any_gradient or owned.moves_in_backward)
 
 

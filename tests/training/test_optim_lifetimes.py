@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -194,3 +196,71 @@ def test_numbers_of_a_configuration() -> None:
 def test_the_base_of_all_optimizers_is_none() -> None:
     with pytest.raises(ValueError, match="Invalid optim_type='Optimizer'"):
         Steady("Optimizer", {}, Two())
+
+
+class Fails(torch.autograd.Function):
+    """Its backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("too large a batch")
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+@pytest.mark.parametrize("names", [[None], ["encoder", "decoder"]])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_backward_that_fails_leaves_no_gradients(at: int, names: list[Any], use_amp: bool) -> None:
+    """The decoder has its gradients by then, the encoder not. What is left of the real step makes its update."""
+    model, fresh = Two(), Two()
+    pairs = [
+        [made(each, updated_modules=name, accum_grad=2, use_amp=use_amp) for name in names] for each in (model, fresh)
+    ]
+    for step_num in range(1, at + 1):
+        if step_num < at:
+            train(model, pairs[0], step_num, first=step_num)
+            continue
+        failing = model.encoder.register_forward_hook(lambda module, args, result: Fails.apply(result))
+        losses = model(batch(step_num))
+        with pytest.raises(MemoryError):
+            pairs[0][0].step(losses, None, "a", step_num, 1)
+        failing.remove()
+    assert all(p.grad is None for p in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pairs[0][0].state_dict()
+    assert same(train(model, pairs[0], 6, first=at + 1), train(fresh, pairs[1], 6, first=at + 1))
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_an_update_that_fails_leaves_no_gradients(use_amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fresh = Two(), Two()
+    scheduler, plain = (made(each, use_amp=use_amp) for each in (model, fresh))
+
+    def fails(closure: Any = None) -> None:
+        raise MemoryError("no room for its state")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(scheduler.optimizer, "step", fails)
+        train(model, [scheduler], 1)
+    assert all(p.grad is None for p in model.parameters())
+    assert same(train(model, [scheduler], 3, first=2), train(fresh, [plain], 3, first=2))
+    assert repr(scheduler.state_dict()) == repr(plain.state_dict())
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_goes_its_own_way(copied_by: Any) -> None:
+    model, wanted = Two(), Two()
+    one, other = made(model, updated_modules="encoder", use_amp=True), made(model, updated_modules="decoder")
+    one.step(model(batch(9)), None, "a", 1, 1)  # the other one's gradients wait for it
+    other.step({"loss": model(batch(9))["loss"]}, None, "b", 1, 1)
+    wanted.load_state_dict(model.state_dict())
+    plain = [made(wanted, updated_modules="encoder", use_amp=True), made(wanted, updated_modules="decoder")]
+    before = copied(model)
+    twin, twins = copied_by((model, [one, other]))
+    assert same(train(twin, twins, 4, first=2), train(wanted, plain, 4, first=2))
+    assert same(before, copied(model))
+    assert all(peer._early is None for peer in (one, other))
