@@ -12,14 +12,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.training.lightning import SparsifyCallback
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.lightning_sharded import check_sharded
 from tests.oracle import oracle_mask
-from tests.training.lightning_fits import PLAN, Net, batches, quiet, trainer, zero_rows
+from tests.training.lightning_fits import PLAN, Collected, Net, Numbered, batches, quiet, trainer, zero_rows
 
 pytestmark = pytest.mark.dist
 
@@ -28,34 +27,8 @@ DUE = (1, 3, 5, 7, 9)
 LEFT = round(PLAN["level"] * 40)
 
 
-class Numbered(Net):
-    """What a rank trains on depends on the step and the rank alone."""
-
-    def ids(self) -> Tensor:
-        generator = torch.Generator().manual_seed(7 * self.trainer.global_step + self.trainer.global_rank)
-        return torch.randint(40, (4, 3), generator=generator)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return super().training_step([self.ids()], batch_idx)
-
-
-class Collected(Numbered):
-    """Its table is TorchRec's, not sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        item = EmbeddingBagConfig(name="item", num_embeddings=40, embedding_dim=8, feature_names=["f"])
-        self.tables = EmbeddingBagCollection(tables=[item])
-        del self._modules["bag"]
-
-    @property
-    def bag(self) -> Any:
-        return self.tables.embedding_bags["item"]
-
-    def loss(self, ids: Tensor) -> Tensor:
-        keyed = KeyedJaggedTensor(["f"], ids.flatten(), lengths=torch.full((len(ids),), ids.shape[1]))
-        loss: Tensor = (self.over(self.tables(keyed).values()).tanh() - 1).square().mean()
-        return loss
+class NumberedCollected(Numbered, Collected):
+    """Both."""
 
 
 class Before(pl.Callback):
@@ -135,7 +108,7 @@ MASKS = {
     "accumulated, clipped": (Numbered, "bag", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "unused parameters": (Numbered, "bag", {"strategy": "ddp_find_unused_parameters_true"}),
     "mixed precision": (Numbered, "bag", {"precision": "bf16-mixed"}),
-    "a collection of TorchRec's": (Collected, "item", {}),
+    "a collection of TorchRec's": (NumberedCollected, "item", {}),
 }
 
 

@@ -14,10 +14,23 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from dist_sparse.training.lightning import SparsifyCallback
 
-__all__ = ["PLAN", "Net", "adam", "batches", "checkpoint", "quiet", "sparsified", "trainer", "zero_rows"]
+__all__ = [
+    "PLAN",
+    "Collected",
+    "Net",
+    "Numbered",
+    "adam",
+    "batches",
+    "checkpoint",
+    "quiet",
+    "sparsified",
+    "trainer",
+    "zero_rows",
+]
 
 ROWS = 40
 PLAN: dict[str, Any] = {"level": 0.6, "begin": 1, "end": 9, "every": 2}
@@ -51,6 +64,37 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.make(self.parameters())
+
+
+class Numbered(Net):
+    """What a rank trains on depends on the step and the rank alone: no DataLoader of torch's can go back into the
+    middle of an epoch."""
+
+    def ids(self) -> Tensor:
+        generator = torch.Generator().manual_seed(7 * self.trainer.global_step + self.trainer.global_rank)
+        return torch.randint(ROWS, (4, 3), generator=generator)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return super().training_step([self.ids()], batch_idx)
+
+
+class Collected(Net):
+    """Its table is TorchRec's, not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        item = EmbeddingBagConfig(name="item", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])
+        self.tables = EmbeddingBagCollection(tables=[item])
+        del self._modules["bag"]
+
+    @property
+    def bag(self) -> Any:
+        return self.tables.embedding_bags["item"]
+
+    def loss(self, ids: Tensor) -> Tensor:
+        keyed = KeyedJaggedTensor(["f"], ids.flatten(), lengths=torch.full((len(ids),), ids.shape[1]))
+        loss: Tensor = (self.over(self.tables(keyed).values()).tanh() - 1).square().mean()
+        return loss
 
 
 def zero_rows(weight: Tensor) -> int:

@@ -232,6 +232,17 @@ class TestFaultsOfTheAncestor:
         with pytest.raises(ValueError, match="Invalid data_scheduler_class of type int"):
             TrainingAwareDataSparsity(DataNormSparsifier, {}, 3, {})
 
+    @pytest.mark.parametrize("args", [{"levle": 0.5}, {"norm": "L3"}, None])
+    @pytest.mark.parametrize("aware", [True, False])
+    def test_wrong_arguments_are_refused_before_it_trains(self, aware: bool, args: Any, tmp_path: Path) -> None:
+        callback = made(aware)
+        callback.data_sparsifier_args = args
+        module = module_of(pl, Inner())
+        before = module.model.bag.weight.clone()
+        with pytest.raises((TypeError, AssertionError), match=r"levle|only L1 and L2|must be a mapping"), quiet():
+            trainer(tmp_path, callback).fit(module, batches())
+        assert torch.equal(module.model.bag.weight, before)
+
     def test_a_ready_schedule(self, tmp_path: Path) -> None:
         """A step an epoch; its arguments are left as they are."""
         plan = {"final": 0.5, "end": 2}

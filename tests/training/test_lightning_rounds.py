@@ -13,13 +13,12 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn, optim
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dist_sparse import sparsify
 from dist_sparse.training.lightning.rounds import OptimizerRounds
-from tests.training.lightning_fits import PLAN, Net, adam, batches, quiet, sparsified, trainer, zero_rows
+from tests.training.lightning_fits import PLAN, Collected, Net, adam, batches, quiet, sparsified, trainer, zero_rows
 
 
 def looped(module: Net, steps: int, *, accumulate: int = 1, clip: float = 0.0) -> list[int]:
@@ -171,20 +170,6 @@ def test_goes_on_from_saved_counts() -> None:
     assert after.rounds == 2
     both[0].step()
     assert after.rounds == 3
-
-
-class Collected(Net):
-    """Its table is TorchRec's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        item = EmbeddingBagConfig(name="item", num_embeddings=40, embedding_dim=8, feature_names=["f"])
-        self.tables = EmbeddingBagCollection(tables=[item])
-        del self._modules["bag"]
-
-    @property
-    def bag(self) -> Any:
-        return self.tables.embedding_bags["item"]
 
 
 def test_a_table_of_torchrecs(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dist_sparse import sparsify
 from dist_sparse.training.lightning import SparsifyCallback
-from tests.training.lightning_fits import PLAN, Net, adam, batches, checkpoint, quiet, trainer, zero_rows
+from tests.training.lightning_fits import PLAN, Net, Numbered, adam, batches, checkpoint, quiet, trainer, zero_rows
 from tests.training.test_enforce_errors import hooks
 
 LEFT = round(0.6 * 40)
@@ -135,14 +135,6 @@ class TestAfterIt:
         again = Net()
         fit(again, callback, tmp_path)
         assert again.trained[:2] == [0, 0] and zero_rows(again.bag.weight) == LEFT
-
-
-class Numbered(Net):
-    """What it trains on depends on the step alone: no DataLoader of torch's can go back into the middle of an epoch."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        generator = torch.Generator().manual_seed(self.trainer.global_step)
-        return super().training_step([torch.randint(40, (4, 3), generator=generator)], batch_idx)
 
 
 class TestCheckpoints:

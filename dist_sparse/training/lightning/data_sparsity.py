@@ -52,8 +52,9 @@ class PostTrainingDataSparsity(Callback):
         self.sparsified: nn.Module | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses a module without ``model`` before it is trained."""
+        """Refuses a module without ``model``, and arguments that the class does not take, before it is trained."""
         _model_of(pl_module, self)
+        self.data_sparsifier_class(**self.data_sparsifier_args)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copies the model, sparsifies the copy and logs the sparsity of every parameter."""
