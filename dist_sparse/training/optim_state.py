@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from dist_sparse.groups import group_over, world_ranks
 
@@ -48,9 +52,12 @@ def load_states(scheduler: OptimScheduler, saved: Mapping[str, Any]) -> None:
     try:
         _check_parts(saved, sparsity)
         optimizer.load_state_dict(saved["optimizer"])
+        _check_optimizer(optimizer, before)
         # None and {} are of runs without AMP, and of a scaler that was disabled: the scale stays what it is.
         if scaler is not None and saved.get("scaler"):
             scaler.load_state_dict(saved["scaler"])
+            if not 0 < (found := scaler.get_scale()) < math.inf:
+                raise ValueError(f"Invalid scale {found} of the scaler: must be a finite number > 0.")
     except ValueError as fault:
         error = fault
     except Exception as fault:  # torch's ways to say that something is not there, or of another type
@@ -79,3 +86,20 @@ def _check_parts(saved: Any, sparsity: list[str]) -> None:
         raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
     if unknown := [name for name in _SPARSITY if name in saved and name not in sparsity]:
         raise ValueError(f"The state has {unknown}, which this OptimScheduler was not given.")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+    """``load_state_dict()`` only counts groups and parameters; with another one's state, ``step()`` would fail."""
+    groups = zip(before["param_groups"], optimizer.param_groups, strict=True)
+    if missing := [name for old, new in groups for name in old if name not in new]:
+        raise ValueError(f"The state is of another optimizer than {type(optimizer).__name__}: it lacks {missing}.")
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return  # others' states may have any shape
+    for at, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for name, part in optimizer.state.get(parameter, {}).items():
+            alike = isinstance(part, Tensor) and part.dim() == parameter.dim()
+            if alike and any(size not in (1, whole) for size, whole in zip(part.shape, parameter.shape, strict=True)):
+                raise ValueError(
+                    f"The state is of other parameters: {name} of number {at} has the shape {tuple(part.shape)}, the "
+                    f"parameter {tuple(parameter.shape)}."
+                )

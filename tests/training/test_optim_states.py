@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_resumed_is_uninterrupted(use_amp: bool, accum_grad: int) -> None:
     assert repr(second[0].state_dict()) == repr(first[0].state_dict())
 
 
+def turned(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run whose modules were named in another order."""
+    model = Two()
+    other = Steady("Adam", {"lr": 0.1}, model, updated_modules=["decoder", "encoder"])
+    train(model, [other], 2)
+    return {**state, "optimizer": other.optimizer.state_dict()}
+
+
 def corrupted(change: Callable[[dict[str, Any]], Any], state: dict[str, Any]) -> Any:
     return change({**state, "optimizer": {**state["optimizer"]}})
 
@@ -63,6 +72,13 @@ def corrupted(change: Callable[[dict[str, Any]], Any], state: dict[str, Any]) ->
         (lambda s: {**s, "optimizer": {}}, "KeyError: 'param_groups'"),
         (lambda s: {**s, "optimizer": None}, "The state does not fit"),
         (lambda s: {**s, "optimizer": {**s["optimizer"], "param_groups": []}}, "parameter group"),
+        (lambda s: {**s, "optimizer": Steady("SGD", {"lr": 0.1}, Two()).optimizer.state_dict()}, r"it lacks \['betas'"),
+        (
+            lambda s: turned(s),
+            r"of other parameters: exp_avg of number 0 has the shape \(3, 6\), the parameter \(6, 4\)",
+        ),
+        (lambda s: {**s, "scaler": {**s["scaler"], "scale": math.nan}}, "Invalid scale nan"),
+        (lambda s: {**s, "scaler": {**s["scaler"], "scale": 0.0}}, "Invalid scale 0.0"),
         (lambda s: {**s, "scaler": {"scale": 3.0}}, "KeyError: 'growth_factor'"),
         (lambda s: {**s, "scaler": {**s["scaler"], "scale": "much"}}, "The state does not fit"),
         (lambda s: {**s, "data_scheduler": {}}, r"has \['data_scheduler'\], which this OptimScheduler was not given"),
@@ -82,6 +98,38 @@ def test_a_bad_state_changes_nothing(change: Callable[[dict[str, Any]], Any], sa
         scheduler.load_state_dict(corrupted(change, other.state_dict()))
     assert repr(scheduler.state_dict()) == before
     assert same(train(model, [scheduler], 4, first=3), train(twin, [plain], 4, first=3))
+
+
+OF_TORCH = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+)
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_every_optimizer_of_torch_resumes(name: str) -> None:
+    def make() -> tuple[nn.Module, Steady]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3, bias=False)  # Muon takes matrices only
+        if name == "SparseAdam":
+            model = nn.EmbeddingBag(9, 3, sparse=True)
+        return model, Steady(name, {"lr": 0.01}, model)
+
+    def steps(model: nn.Module, scheduler: Steady, numbers: range) -> dict[str, Tensor]:
+        for step_num in numbers:
+            x = torch.arange(8).view(2, 4) % (step_num + 4)
+            loss = model(x if name == "SparseAdam" else x.float()).square().mean()
+            scheduler.step({"loss": loss}, None, "a", step_num, 1)
+        return copied(model)
+
+    model, scheduler = make()
+    steps(model, scheduler, range(1, 4))
+    weights, state = through_a_file((model.state_dict(), scheduler.state_dict()))
+    resumed, other = make()
+    resumed.load_state_dict(weights)
+    other.load_state_dict(state)
+    assert same(steps(model, scheduler, range(4, 7)), steps(resumed, other, range(4, 7)))
 
 
 class Net(nn.Module):
