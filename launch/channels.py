@@ -56,17 +56,26 @@ class Channels:
         selector.register(self._server, selectors.EVENT_READ, self._accept)
 
     def open(self, source: Source) -> list[int]:
-        """Files for a process to write to: one for both of its outputs, or two. The caller closes them."""
-        files = []
-        for display in self._displays:
-            # Sources differ by output: each keeps the line that it has not finished there.
-            own = source if display is self._displays[0] else source.twin()
-            reader, writer = os.openpty() if display.terminal else os.pipe()
-            if display.terminal:
-                _plain(writer)
-            files.append(writer)
-            self._readers[reader] = (own, display)
-            self._listen(reader)
+        """Files for a process to write to: one for both of its outputs, or two. The caller closes them.
+
+        Raises:
+            OSError: too many files are open; none stays so.
+        """
+        files: list[int] = []
+        try:
+            for display in self._displays:
+                # Sources differ by output: each keeps the line that it has not finished there.
+                own = source if display is self._displays[0] else source.twin()
+                reader, writer = os.openpty() if display.terminal else os.pipe()
+                if display.terminal:
+                    _plain(writer)
+                files.append(writer)
+                self._readers[reader] = (own, display)
+                self._listen(reader)
+        except OSError:
+            for file in files:
+                os.close(file)
+            raise
         self.resize()
         return files
 

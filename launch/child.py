@@ -24,7 +24,7 @@ from typing import Any
 __all__ = ["JOB", "SOCKET", "agent", "rank"]
 
 JOB = "DIST_SPARSE_LAUNCH_JOB"
-"""Its value is one job's alone; every process of the job has it in its environment."""
+"""One job's random mark, behind those of the jobs that it runs in; every process has it in its environment."""
 
 SOCKET = "DIST_SPARSE_LAUNCH_SOCKET"
 """The path of the launcher's Unix socket."""
@@ -45,12 +45,13 @@ def rank() -> None:
     die_with_parent(signal.SIGKILL)
     hello = {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"])}
     with socket.socket(socket.AF_UNIX) as launcher:
-        # A launcher that is gone, or that sees no torchrun any more, gives no files: nothing is started then.
+        # A launcher that is gone, or that sees no torchrun any more, gives no files: nothing is started then. Nor where
+        # it may not open more.
         launcher.connect(os.environ.pop(SOCKET))
         launcher.sendall(json.dumps(hello).encode() + b"\n")
         _, files, _, _ = socket.recv_fds(launcher, 1, 2)
     if not files:
-        sys.exit("The job is over.")
+        sys.exit("No files from the launcher: the job is over, or too many are open (see `ulimit -n`).")
     os.dup2(files[0], 1)
     os.dup2(files[-1], 2)
     os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])

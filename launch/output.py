@@ -77,7 +77,7 @@ class Display:
 
     Args:
         fd: where to write.
-        terminal: whether it is one: only there unfinished lines are shown.
+        terminal: whether it is one that can draw over a line: only there unfinished lines are shown.
         colour: whether the labels are coloured; the ranks' own text stays as it is.
         wake: as `writer`, which does the writing and knows how far it is, calls it.
     """
@@ -124,9 +124,9 @@ class Display:
 
 
 def wants_colour(choice: str, terminal: bool, environ: dict[str, str]) -> bool:
-    """Whether to colour: as `choice` says, and for "auto" on terminals, unless NO_COLOR is set or TERM is dumb."""
+    """Whether to colour: as `choice` says, and for "auto" on terminals, unless NO_COLOR is set."""
     if choice == "auto":
-        return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        return terminal and not environ.get("NO_COLOR")
     return choice == "always"
 
 

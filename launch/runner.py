@@ -57,9 +57,9 @@ def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
     if shutil.which(spec.python) is None:
         raise ValueError(f"Invalid python={spec.python!r}: there is no such program.")
-    words, dropped = _words(spec), [f"{key}={os.environ[key]}" for key in environment(spec, os.environ)[1]]
+    words, dropped = _words(spec), environment(spec, os.environ)[1]
     if dropped:
-        print(f"launch: not passed on, torchrun would take options from it: {', '.join(dropped)}", file=sys.stderr)
+        print(f"launch: not passed on, torchrun would take options from: {', '.join(dropped)}", file=sys.stderr)
     sys.stdout.flush()
     return _Job(spec, words, colour).run()
 
@@ -122,7 +122,9 @@ class _Job:
 
     def _start(self, channels: Channels) -> None:
         variables, _ = environment(self._spec, os.environ)
-        variables |= {JOB: self._mark, SOCKET: channels.path}
+        # A launcher inside a job of another: what it starts is part of that one too.
+        marks = [*filter(None, [os.environ.get(JOB)]), self._mark]
+        variables |= {JOB: " ".join(marks), SOCKET: channels.path}
         files = channels.open(Source())
         try:
             self._torchrun = subprocess.Popen(
@@ -219,7 +221,7 @@ class _Job:
                 os.killpg(self._torchrun.pid, signal.SIGKILL)
             self._torchrun.wait()
         until = time.monotonic() + _LAST_WORDS
-        while (left := list(_marked(f"{JOB}={self._mark}"))) and time.monotonic() < until:
+        while (left := list(_marked(self._mark))) and time.monotonic() < until:
             for process in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
@@ -239,17 +241,18 @@ class _Job:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """The processes of this user with `mark` in the environment they were started with."""
-    wanted = mark.encode()
+    """The processes of this user with `mark` among the jobs in the environment they were started with."""
+    begin, wanted = f"{JOB}=".encode(), mark.encode()
     for entry in os.scandir("/proc") if sys.platform == "linux" else ():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                variables = Path(entry.path, "environ").read_bytes().split(b"\0")
+                if any(each.startswith(begin) and wanted in each for each in variables):
                     yield int(entry.name)
 
 
 def _display(number: int, colour: str, wake: Callable[[], None]) -> Display:
-    terminal = os.isatty(number)
+    terminal = os.isatty(number) and os.environ.get("TERM") != "dumb"  # which can't draw over a line
     return Display(number, terminal=terminal, colour=wants_colour(colour, terminal, dict(os.environ)), wake=wake)
 
 

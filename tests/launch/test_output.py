@@ -149,7 +149,6 @@ def test_only_labels_are_coloured() -> None:
         ("auto", False, {}, False),
         ("auto", True, {"NO_COLOR": "1"}, False),
         ("auto", True, {"NO_COLOR": ""}, True),
-        ("auto", True, {"TERM": "dumb"}, False),
         ("always", False, {"NO_COLOR": "1"}, True),
         ("never", True, {}, False),
     ],

@@ -74,6 +74,20 @@ def test_ranks_that_ignore_signals_are_killed_with_their_children(tmp_path: Path
         assert finish(running, seconds=LIMIT)[0] == 143
 
 
+def test_a_job_inside_a_job_ends_with_it(tmp_path: Path) -> None:
+    """The outer launcher kills the inner one, and with it what the inner one would have waited for."""
+    inner = f"""
+import subprocess
+words = [sys.executable, "-m", "launch", "--nproc", "2", "--grace", "60", {str(tmp_path / "inner.py")!r}]
+subprocess.run(words)
+"""
+    Path(script(tmp_path, STUBBORN)).rename(tmp_path / "inner.py")
+    with job(tmp_path, ["--grace", "1", script(tmp_path, inner)]) as running:
+        running.wait_until("ready0", "ready1")
+        running.process.send_signal(signal.SIGTERM)
+        assert finish(running, seconds=LIMIT)[0] == 143
+
+
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     with job(tmp_path, words(tmp_path, STUBBORN, grace="600")) as running:
         running.wait_until("ready0", "ready1")

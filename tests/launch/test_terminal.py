@@ -58,3 +58,13 @@ def test_a_bar_is_drawn_in_place(tmp_path: Path) -> None:
     assert [line for line in lines if "line" in line] == [f"[1] line {step}" for step in (0, 5, 10, 15)]
     assert lines.count(f"[0] width {COLUMNS - 5}") == lines.count(f"[1] width {COLUMNS - 5}") == 1
     assert "\x1b[36m[0]\x1b[0m" in drawn
+
+
+def test_a_terminal_that_can_not_draw_gets_lines(tmp_path: Path) -> None:
+    """As in an editor's shell: a bar comes once, in its last state."""
+    text = BAR.rpartition("print(")[0]  # what is no terminal has no width
+    words = [*LAUNCH, "--nproc", "2", script(tmp_path, text)]
+    status, drawn = on_terminal(words, FOLDER=str(tmp_path), TERM="dumb")
+    assert status == 0
+    assert "\x1b" not in drawn
+    assert [line for line in drawn.splitlines() if "line" in line] == [f"[1] line {step}" for step in (0, 5, 10, 15)]
