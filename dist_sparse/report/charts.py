@@ -28,6 +28,8 @@ _SMOOTHED = 30
 """A line with more points is drawn faintly, below a running mean."""
 
 Point = tuple[float, float | None]
+Totals = list[tuple[float, dict[str, float | None]]]
+"""Of each due step, of all tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,15 @@ Chart = LineChart | BarChart | ScoreChart
 def charts(run: Run) -> list[Chart]:
     """All charts for which the run has something to show, in the order of the page."""
     found: list[Chart] = []
+    totals: Totals = [(float(due.step), due_totals(due)) for due in run.due]
     if run.due:
-        found.append(_sparsity(run))
+        found.append(_sparsity(run, totals))
     found += _values(run)
     if (bars := _bytes(run)) is not None:
         found.append(bars)
     found += score_charts(run)
     if run.due:
-        found += _changes(run)
+        found += _changes(run, totals)
     if (time := _time(run)) is not None:
         found.append(time)
     return [chart for chart in found if not isinstance(chart, LineChart) or chart.lines]
@@ -90,10 +93,10 @@ def shown_tables(run: Run) -> list[str]:
     return sorted(blocks, key=lambda name: (-blocks[name], name))[:MOST_TABLES]
 
 
-def _sparsity(run: Run) -> LineChart:
+def _sparsity(run: Run, totals: Totals) -> LineChart:
     lines = [
-        _held(run, "all blocks", "main", _totals(run, "sparsity")),
-        _held(run, "target", "target", _totals(run, "target")),
+        _held(run, "all blocks", "main", _known(totals, "sparsity")),
+        _held(run, "target", "target", _known(totals, "target")),
     ]
     lines += [_held(run, name, "table", points) for name, points in _per_table(run, lambda t: t.sparsity).items()]
     return LineChart(
@@ -163,16 +166,16 @@ def _bytes(run: Run) -> BarChart | None:
     return BarChart(key="bytes", title=title, note=note, bars=tuple(bars[:MOST_TABLES]))
 
 
-def _changes(run: Run) -> list[Chart]:
+def _changes(run: Run, totals: Totals) -> list[Chart]:
     churn = [
-        Line(name="flipped", points=_thinned(_totals(run, "churn"))),
-        Line(name="regrown", role="other", points=_thinned(_totals(run, "regrown"))),
+        Line(name="flipped", points=_thinned(_known(totals, "churn"))),
+        Line(name="regrown", role="other", points=_thinned(_known(totals, "regrown"))),
     ]
     churn += [
         Line(name=name, role="table", points=_thinned(points))
         for name, points in _per_table(run, lambda t: t.churn).items()
     ]
-    dead = [_held(run, "all tables", "main", _totals(run, "dead_rows"))]
+    dead = [_held(run, "all tables", "main", _known(totals, "dead_rows"))]
     dead += [_held(run, name, "table", points) for name, points in _per_table(run, lambda t: t.dead_rows).items()]
     cut = sorted({t.name for due in run.due for t in due.record.tables if t.dead_rows is None})
     unknown = f" Of {len(cut):,} table{'s' * (len(cut) > 1)} cut by columns, known in the end only." if cut else ""
@@ -214,8 +217,8 @@ def _end(run: Run) -> int:
     return max([run.last_step or 0, *(due.step for due in run.due[-1:])])
 
 
-def _totals(run: Run, name: str) -> list[Point]:
-    return [(float(due.step), value) for due in run.due if (value := due_totals(due)[name]) is not None]
+def _known(totals: Totals, name: str) -> list[Point]:
+    return [(step, value) for step, of in totals if (value := of[name]) is not None]
 
 
 def _per_table(run: Run, value: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:

@@ -43,9 +43,12 @@ class LogFile:
         """One line; numbers that are not finite become null."""
         if self._held is None:
             return
-        text = json.dumps(_finite(line), allow_nan=False) + "\n"
         try:
-            self._held.write(text)
+            text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+        except ValueError:
+            text = json.dumps(_finite(line), allow_nan=False, separators=(",", ":"))
+        try:
+            self._held.write(text + "\n")
         except OSError as error:
             self._give_up(error)
 
@@ -120,20 +123,17 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: another line is no JSON object; names file and line.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: {error}.") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            read = json.loads(line)
-            if not isinstance(read, dict):
-                raise ValueError("no object")
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                return
-            raise ValueError(f"{file}, line {number}: {error}.") from error
-        yield read
+    with file.open("rb") as held:
+        for number, line in enumerate(held, start=1):
+            try:
+                read = json.loads(line.decode("utf-8"))
+                if not isinstance(read, dict):
+                    raise ValueError("no object")
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{file}, line {number}: {error}.") from error
+            yield read
 
 
 def _about(config: Any) -> dict[str, Any]:

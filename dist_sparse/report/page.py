@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.report.charts import LineChart, charts
+from dist_sparse.report.charts import Chart, LineChart, charts
 from dist_sparse.report.drawing import drawn
 from dist_sparse.report.numbers import numbers, status, target_text, time_text
 from dist_sparse.report.plots import png_files
@@ -44,18 +44,19 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: 
     """
     run = run if isinstance(run, Run) else read_run(run)
     out = run.folder / _REPORT if out is None else Path(out)
-    files = {out: page(run).encode()}
+    figures = charts(run)
+    files = {out: page(run, figures).encode()}
     if pngs:
-        files |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(charts(run)).items()}
+        files |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(figures).items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     for file, content in files.items():
         file.write_bytes(content)
     return out
 
 
-def page(run: Run) -> str:
-    """The HTML of a run."""
-    found, figures = numbers(run), charts(run)
+def page(run: Run, figures: Sequence[Chart]) -> str:
+    """The HTML of a run and its charts."""
+    found = numbers(run)
     over_steps = [drawn(c) for c in figures if isinstance(c, LineChart) and c.key not in ("churn", "dead_rows")]
     masks = [drawn(c) for c in figures if c.key in ("churn", "dead_rows")]
     scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]

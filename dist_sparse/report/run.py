@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
+from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
 from dist_sparse.shards import ROW
 from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.record import MaskChange, StepRecord
@@ -66,7 +68,8 @@ class Run:
         sessions: times that the run was started or resumed, as far as the log shows.
         last_step: the last one with a line; None for an empty log.
         values: a series for each name that ``RunLog.step`` was given.
-        due: due steps, ascending.
+        due: due steps, ascending; without ``scores``.
+        scores: of each table the histogram that is worth showing.
         tables: how they stood at the last end; empty before.
         dead_rows: of those tables, where the end says it.
         spent: where the time went.
@@ -86,6 +89,7 @@ class Run:
     tables: tuple[TableStats, ...]
     spent: Spent
     dead_rows: Mapping[str, int] = field(default_factory=dict)
+    scores: Mapping[str, Scored] = field(default_factory=dict)
     compared: Mapping[str, Run] = field(default_factory=dict)
 
     def last(self, name: str) -> float | None:
@@ -137,6 +141,8 @@ class _Reader:
         self._values: dict[str, list[tuple[int, float | None]]] = {}
         self._due: list[tuple[int, DueStep]] = []
         """With the sessions that they belong to."""
+        self._scores: dict[int, Latest] = {}
+        """By session."""
         self._tables: tuple[TableStats, ...] = ()
         self._dead: dict[str, int] = {}
         self._last: int | None = None
@@ -157,8 +163,18 @@ class _Reader:
             due = DueStep(step=step, record=_record(line))
             while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
                 self._due.pop()  # a resumed run does these again
+                for session, latest in self._scores.items():
+                    if session < self._sessions:
+                        latest.forget(step)
             self._due.append((self._sessions, due))
+            for change, table in zip(due.record.tables, line["tables"], strict=True):
+                if table.get("scores"):  # as logs had them before there were lines for them
+                    self._take_scores(scored(step, change, _pairs(table["scores"])))
             self._masks += _float(line["seconds"])
+            return
+        if kind == "scores":
+            for table in line["tables"]:
+                self._take_scores(_scored(table))
             return
         if kind == "values":
             self._tell_session(_float(line["seconds"]))
@@ -178,6 +194,10 @@ class _Reader:
             raise ValueError(f"kind {kind!r}")
         self._last = step if step >= 0 else self._last
 
+    def _take_scores(self, new: Scored | None) -> None:
+        if new is not None:
+            self._scores.setdefault(self._sessions, Latest()).take(new)
+
     def _tell_session(self, elapsed: float | None) -> None:
         """A clock that goes back, or a line after an end, is the first of another session, whatever the log says."""
         if self._ended or (elapsed is not None and elapsed < self._elapsed):
@@ -196,6 +216,10 @@ class _Reader:
         series.append((step, value))
 
     def read(self) -> dict[str, Any]:
+        scores = Latest()
+        for latest in self._scores.values():
+            for one in latest.of.values():
+                scores.take(one)
         enforced = self._enforced and self._ends == self._sessions
         return {
             "finished": self._ended,
@@ -205,6 +229,7 @@ class _Reader:
             "due": tuple(due for _, due in self._due),
             "tables": self._tables,
             "dead_rows": self._dead,
+            "scores": scores.of,
             "spent": Spent(
                 total=self._before + self._elapsed,
                 masks=self._masks,
@@ -225,15 +250,29 @@ def _record(line: Mapping[str, Any]) -> StepRecord:
 
 def _change(table: Mapping[str, Any]) -> MaskChange:
     return MaskChange(
-        name=_str(table["name"]),
+        name=sys.intern(_str(table["name"])),
         target=_optional(_float, table["target"]),
         threshold=_optional(_float, table["threshold"]),
-        scores=tuple((_float(edge), _int(count)) for edge, count in table["scores"]),
+        scores=(),
         blocks=_int(table["blocks"]),
         removed_blocks=_int(table["removed_blocks"]),
         flipped_blocks=_optional(_int, table["flipped_blocks"]),
         regrown_blocks=_optional(_int, table["regrown_blocks"]),
         dead_rows=_optional(_int, table["dead_rows"]),
+    )
+
+
+def _pairs(scores: Any) -> list[tuple[float, int]]:
+    return [(_float(edge), _int(count)) for edge, count in scores]
+
+
+def _scored(table: Mapping[str, Any]) -> Scored:
+    return Scored(
+        name=_str(table["name"]),
+        threshold=_float(table["threshold"]),
+        first=bucket_of(_float(table["low"])),
+        counts=tuple(_int(count) for count in table["counts"]),
+        **{name: _int(table[name]) for name in ("step", "blocks", "removed_blocks", "zeros")},
     )
 
 

@@ -8,7 +8,10 @@ due step is written one due step later, and the last one by :meth:`RunLog.close`
 
 - ``values``: ``step``, ``seconds`` since the start, and ``values``, what :meth:`RunLog.step` was given;
 - ``masks``: what the due step at ``step`` did: its ``number``, ``seconds``, ``collectives``, ``bytes`` (of rank 0), and
-  for each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.record.MaskChange`, ``sparsity`` and ``churn``;
+  for each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.record.MaskChange` but ``scores``, and
+  ``sparsity`` and ``churn``;
+- ``scores``: the histograms of those ``tables`` where a newer one is worth showing than what was written before
+  (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets an octave from the score ``low`` up;
 - ``resumed``: the first line of another session, when it ``started``;
 - ``end``: ``tables``, as :class:`~dist_sparse.TableStats` has them and with their ``dead_rows``, and where the
   ``seconds`` went.
@@ -33,12 +36,17 @@ from torch import Tensor
 
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.report.folder import RUN, LogFile, open_log
+from dist_sparse.report.histograms import Latest, scored
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.inspection import TableStats
-from dist_sparse.sparsifiers.record import Recorder, StepRecord
+from dist_sparse.sparsifiers.record import MaskChange, Recorder, StepRecord
 from dist_sparse.training.enforce import MaskEnforcer
 
 __all__ = ["RUN", "RunLog", "Sink", "table_json"]
+
+_NOTED = (*(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores"), "sparsity", "churn")
+_SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} | {"regrown": "regrown_blocks"}
+"""What sinks get of it, and by which name."""
 
 
 class Sink(Protocol):
@@ -64,10 +72,12 @@ class RunLog:
         config: what is worth knowing of the run, JSON-able; kept in ``run.json``.
         sinks: take every number too, on rank 0 (:mod:`dist_sparse.report.sinks`).
         resume: goes on with the log that is in the folder.
+        scores_every: due steps from one writing of score histograms to the next, >= 1. Of each table the last one that
+            is worth showing is written, also when the log is closed.
 
     Raises:
-        ValueError: the folder has a log and ``resume`` is False, or another format; ``config`` is not JSON; on every
-            rank, and nothing is written. Collective.
+        ValueError: the folder has a log and ``resume`` is False, or another format; ``config`` is not JSON;
+            ``scores_every`` is no such number; on every rank, and nothing is written. Collective.
     """
 
     def __init__(
@@ -79,18 +89,22 @@ class RunLog:
         config: Mapping[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
         resume: bool = False,
+        scores_every: int = 10,
     ) -> None:
         self.folder = Path(folder)
         self._sparsifier, self._enforcer = sparsifier, enforcer
         self._speaks = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         self._sinks = tuple(sinks) if self._speaks else ()
         self._file: LogFile | None = None
+        self._scores, self._unwritten = Latest(), dict[str, None]()
+        self._scores_every, self._scores_from = scores_every, 0
         error: Exception | None = None
-        if self._speaks:
-            try:
+        try:
+            _check_every(scores_every)
+            if self._speaks:
                 self._file = open_log(self.folder, dict(config or {}), resume)
-            except Exception as fault:
-                error = fault
+        except Exception as fault:
+            error = fault
         self._recorder: Recorder | None = None
         self._attached = False
         try:
@@ -147,6 +161,7 @@ class RunLog:
         if self._recorder is not None and self._sparsifier is not None:
             self._recorder.complete()
             self._write_masks(self._recorder.take())
+            self._write_scores()
             stats, dead = self._sparsifier.table_stats(), self._sparsifier.dead_rows()
             tables = [table_json(table) | {"dead_rows": dead[table.name]} for table in stats]
             seconds["masks"] = self._masks_seconds
@@ -171,6 +186,7 @@ class RunLog:
         if self._attached and self._sparsifier is not None:
             self._sparsifier.stop_recording()  # nobody would take what it goes on counting
         self._attached, self._recorder = False, None
+        self._write_scores()
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
@@ -205,17 +221,27 @@ class RunLog:
                 continue  # of a log before this one, or of nobody's
             step = self._steps_of.pop(record.number, self._last)
             self._masks_seconds += record.seconds
-            tables = [
-                dataclasses.asdict(change) | {"sparsity": change.sparsity, "churn": change.churn}
-                for change in record.tables
-            ]
+            if not self._speaks:
+                continue
+            tables = [{name: getattr(change, name) for name in _NOTED} for change in record.tables]
             line = {name: getattr(record, name) for name in ("number", "seconds", "collectives", "bytes")}
             self._write({"kind": "masks", "step": step, **line, "tables": tables})
             for change in record.tables:
-                shown = {"sparsity": change.sparsity, "target": change.target, "churn": change.churn}
-                shown |= {"regrown": change.regrown_blocks, "dead_rows": change.dead_rows}
-                known = {f"{name}/{change.name}": float(v) for name, v in shown.items() if v is not None}
-                self._tell(step, known)
+                new = scored(step, change, change.scores)
+                if new is not None and self._scores.take(new):
+                    self._unwritten[new.name] = None
+            if self._unwritten and record.number >= self._scores_from:
+                self._write_scores()
+                self._scores_from = record.number + self._scores_every
+            if self._sinks:
+                shown = [(f"{name}/{change['name']}", change[of]) for change in tables for name, of in _SHOWN.items()]
+                self._tell(step, {name: float(value) for name, value in shown if value is not None})
+
+    def _write_scores(self) -> None:
+        tables = [self._scores.of[name].to_json() for name in self._unwritten]
+        self._unwritten.clear()
+        if tables:
+            self._write({"kind": "scores", "step": self._last, "tables": tables})
 
 
 def _step(step: int, last: int) -> int:
@@ -228,6 +254,11 @@ def _step(step: int, last: int) -> int:
     if not known > last:
         raise ValueError(f"Invalid {step=}: the last one was {last}.")
     return known
+
+
+def _check_every(scores_every: int) -> None:
+    if not isinstance(scores_every, int) or isinstance(scores_every, bool) or scores_every < 1:
+        raise ValueError(f"Invalid {scores_every=}: must be an int >= 1.")
 
 
 def _check(name: str, value: float | Tensor) -> None:

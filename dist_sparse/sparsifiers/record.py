@@ -34,7 +34,7 @@ _COUNTS = 4
 """Removed blocks, flipped ones, regrown ones, dead rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions
 class MaskChange:
     """What one due step made of one table, over all ranks.
 

@@ -18,7 +18,7 @@ from dist_sparse.report.drawing import log_ticks, ticks
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page, write_report
 from dist_sparse.report.plots import figure
-from dist_sparse.report.run import read_run
+from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.scores import ScoreChart
 from dist_sparse.report.words import amount, duration, percent, size
 from tests.report.folders import DRIVING, HOSTILE, edit, write_many
@@ -57,6 +57,10 @@ class Page(HTMLParser):
         return next(attrs["data-value"] for _, attrs in self.tags if attrs.get("id") == f"head-{key}")
 
 
+def page_of(run: Run) -> str:
+    return page(run, charts(run))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     train(tmp_path / "run", config={"lr": 0.1})
@@ -68,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_page_says_what_the_run_did(folder: Path) -> None:
     run = read_run(folder)
-    shown = Page(page(run))
+    shown = Page(page_of(run))
     assert shown.heading("sparsity") == "0.5" and shown.heading("bytes") == "160"
     assert shown.heading("loss") == repr(run.last("loss"))
     titles = {attrs.get("id") for tag, attrs in shown.tags if tag == "figure"}
@@ -79,7 +83,7 @@ def test_the_page_says_what_the_run_did(folder: Path) -> None:
 
 
 def test_the_page_needs_nothing_else(folder: Path) -> None:
-    text = page(read_run(folder))
+    text = page_of(read_run(folder))
     assert not re.search(r"https?:|@import|url\(", text)
     for tag, attrs in Page(text).tags:
         assert not {"src", "href", "srcset", "onclick", "onerror", "onload"} & set(attrs), (tag, attrs)
@@ -115,7 +119,7 @@ def test_names_from_the_log_are_text(folder: Path) -> None:
     about |= {"started": HOSTILE, "versions": {HOSTILE: HOSTILE}, "config": {HOSTILE: [HOSTILE]}}
     (folder / RUN).write_text(json.dumps(about))
     (folder / "dense").rename(folder / "<b>dense")
-    text = page(read_run(folder))
+    text = page_of(read_run(folder))
     shown = Page(text)
     assert text.count("<script>") == 1 and "<img" not in text and "<b>dense" not in text
     assert HOSTILE in "".join(shown.words) and not any("onerror" in attrs for _, attrs in shown.tags)
@@ -146,7 +150,7 @@ def test_a_run_that_has_not_ended_is_shown_as_far_as_it_went(folder: Path) -> No
     lines = (folder / LINES).read_text().splitlines(keepends=True)
     for kept in range(len(lines)):
         (folder / LINES).write_text("".join(lines[:kept]))
-        text = page(read_run(folder))
+        text = page_of(read_run(folder))
         assert 'class="warn"' in text and Page(text)
     assert "Blocks kept" in text and "failed, or is still going" in text
 
@@ -155,7 +159,7 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for step in range(5):
             log.step(step, loss=float("nan") if step == 2 else 1.0 * step, flat=3, lost=float("inf"))
-    text = page(read_run(tmp_path))
+    text = page_of(read_run(tmp_path))
     assert "Not finite at 1 of these steps, first at step 2." in text and 'id="value_flat"' in text
     figures = {chart.key: chart for chart in charts(read_run(tmp_path))}
     assert [y for _, y in figures["value_loss"].lines[0].points] == [0, 1, None, 3, 4]  # type: ignore[union-attr]
@@ -165,7 +169,7 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
 
 def test_many_tables_and_many_steps(tmp_path: Path) -> None:
     write_many(tmp_path / "run", tables=1000, due=3, steps=20_000)
-    text = page(read_run(tmp_path / "run"))
+    text = page_of(read_run(tmp_path / "run"))
     shown = Page(text)
     assert len(text) < 1_500_000
     found = charts(read_run(tmp_path / "run"))
@@ -190,7 +194,7 @@ def test_thinned_lines_keep_their_peaks(tmp_path: Path) -> None:
 
 def test_files(folder: Path, tmp_path: Path) -> None:
     out = write_report(folder, tmp_path / "elsewhere" / "r.html")
-    assert out.read_text() == page(read_run(folder))
+    assert out.read_text() == page_of(read_run(folder))
     pngs = sorted(tmp_path.glob("elsewhere/*.png"))
     assert {file.name for file in pngs} == {f"r-{chart.key}.png" for chart in charts(read_run(folder))}
     assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5_000 for file in pngs)

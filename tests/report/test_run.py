@@ -41,7 +41,8 @@ def test_a_run(folder: Path) -> None:
     [change] = run.due[-1].record.tables
     [table] = run.tables
     assert change.removed_blocks == table.removed_blocks == 10 and change.churn is not None
-    assert sum(count for _, count in change.scores) == table.blocks == 20
+    scores = run.scores[change.name]
+    assert scores.zeros + sum(scores.counts) == table.blocks == 20 and scores.step == 6
     assert run.spent.enforcement is not None
     assert run.spent.total > run.spent.masks + run.spent.enforcement > run.spent.masks > 0
     assert run.compared["dense"].last("loss") == 1.0

@@ -73,7 +73,10 @@ def test_a_run(tmp_path: Path) -> None:
     assert table["name"] == "weight" or table["name"]
     assert (table["target"], table["sparsity"], table["removed_blocks"], table["dead_rows"]) == (0.5, 0.5, 10, 10)
     assert 0 < table["churn"] < 1 and table["regrown_blocks"] == 0 and table["threshold"] > 0
-    assert sum(count for _, count in table["scores"]) == 20
+    written = [table for line in lines if line["kind"] == "scores" for table in line["tables"]]
+    assert [table["step"] for table in written] == [3, 6], "the first, and the last when the log is closed"
+    assert all(scores["zeros"] + sum(scores["counts"]) == 20 for scores in written)
+    assert "scores" not in table
     assert masks[0]["seconds"] > 0 and masks[0]["collectives"] == 0
     [end] = [line for line in lines if line["kind"] == "end"]
     assert end is lines[-1] or end == lines[-1]
@@ -250,7 +253,7 @@ def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"log\.jsonl, line 1"):
         lines_of(tmp_path)
     (tmp_path / LINES).write_bytes(b"\xff\n")
-    with pytest.raises(ValueError, match=r"log\.jsonl: 'utf-8' codec can't decode"):
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 1: 'utf-8' codec can't decode"):
         lines_of(tmp_path)
 
 
