@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from dist_sparse.training.optim_checks import is_number
 from dist_sparse.training.optim_scheduler import OptimScheduler
 
 __all__ = ["ExponentDecayLr", "Noamlr"]
@@ -23,12 +26,12 @@ class Noamlr(OptimScheduler):
         """See the class.
 
         Raises:
-            ValueError: ``warmup_steps`` or ``d_model`` is not >= 1.
+            ValueError: ``warmup_steps`` or ``d_model`` is no number >= 1.
         """
-        if not warmup_steps >= 1:
-            raise ValueError(f"Invalid {warmup_steps=}: must be >= 1.")
-        if d_model is not None and not d_model >= 1:
-            raise ValueError(f"Invalid {d_model=}: must be >= 1, or None.")
+        if not (is_number(warmup_steps) and 1 <= warmup_steps < math.inf):
+            raise ValueError(f"Invalid {warmup_steps=}: must be a finite number >= 1.")
+        if d_model is not None and not (is_number(d_model) and d_model >= 1):
+            raise ValueError(f"Invalid {d_model=}: must be a number >= 1, or None.")
         self.d_model = d_model
         self.warmup_steps = warmup_steps
         self.init_lr: float = self.get_lr() * warmup_steps**0.5 if d_model is None else d_model**-0.5
@@ -53,10 +56,10 @@ class ExponentDecayLr(OptimScheduler):
         """See the class.
 
         Raises:
-            ValueError: ``decay_factor`` is not > 0.
+            ValueError: ``decay_factor`` is no number > 0.
         """
-        if not decay_factor > 0:
-            raise ValueError(f"Invalid {decay_factor=}: must be > 0.")
+        if not (is_number(decay_factor) and 0 < decay_factor < math.inf):
+            raise ValueError(f"Invalid {decay_factor=}: must be a finite number > 0.")
         self.decay_factor = decay_factor
         self.base_lr = self.get_lr()
 

@@ -30,6 +30,7 @@ __all__ = [
     "check_counts",
     "check_fused",
     "check_sparsity",
+    "is_number",
     "learning_rate",
     "lr_arguments",
 ]
@@ -72,11 +73,11 @@ def check_arguments(
     for name, value in {"use_amp": use_amp, "distributed": distributed}.items():
         if value not in (True, False):  # else "no" means yes
             raise ValueError(f"Invalid {name}={value!r}: must be True or False.")
-    if grad_clip is not None and not (_is_number(grad_clip) and grad_clip > 0):
+    if grad_clip is not None and not (is_number(grad_clip) and grad_clip > 0):
         raise ValueError(f"Invalid {grad_clip=}: must be a number > 0, or None not to clip.")
-    if grad_norm_type != "inf" and not (_is_number(grad_norm_type) and grad_norm_type > 0):
+    if grad_norm_type != "inf" and not (is_number(grad_norm_type) and grad_norm_type > 0):
         raise ValueError(f"Invalid {grad_norm_type=}: must be a number > 0.")
-    if not (_is_number(ft_factor) and math.isfinite(ft_factor) and ft_factor >= 0):
+    if not (is_number(ft_factor) and math.isfinite(ft_factor) and ft_factor >= 0):
         raise ValueError(f"Invalid {ft_factor=}: must be a finite number >= 0.")
     if amp_dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
@@ -210,5 +211,6 @@ def _is_count(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 1
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, which neither NaN nor a bool is."""
     return not isinstance(value, bool) and isinstance(value, numbers.Real) and not math.isnan(value)

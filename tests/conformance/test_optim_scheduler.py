@@ -230,13 +230,12 @@ def test_exponential_decay_is_by_epoch_and_from_the_first_learning_rate() -> Non
 @pytest.mark.parametrize(
     ("kind", "conf"),
     [
-        (Noamlr, {"warmup_steps": 0}),
-        (Noamlr, {"d_model": 0}),
-        (ExponentDecayLr, {"decay_factor": 0.0}),
-        (ExponentDecayLr, {"decay_factor": math.nan}),
+        *((Noamlr, {"warmup_steps": value}) for value in (0, math.nan, math.inf, "4e3", None)),
+        *((Noamlr, {"d_model": value}) for value in (0, "512")),
+        *((ExponentDecayLr, {"decay_factor": value}) for value in (0.0, math.nan, math.inf, "0.5", None)),
     ],
 )
-def test_schedules_that_make_no_sense(kind: type[OptimScheduler], conf: dict[str, Any]) -> None:
+def test_schedules_that_make_no_sense(kind: Any, conf: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Invalid {next(iter(conf))}="):
         kind("SGD", {"lr": 0.1}, Two(), **conf)
 

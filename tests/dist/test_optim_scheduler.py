@@ -151,6 +151,7 @@ def check_sent(case: tuple[list[dict[str, Any]], dict[str, Any], bool, int, int]
 SENT: dict[str, Any] = {
     "each step": (plans("whole"), {}, True, 6, 0),
     "each third": (plans("whole", accum_grad=3), {}, True, 2, 0),
+    "each third, not said to be distributed": (plans("whole", accum_grad=3, distributed=False), {}, True, 6, 0),
     "each third, no context": (plans("whole", accum_grad=3), {}, False, 6, 0),
     "each third, static": (plans("whole", accum_grad=3), {"static_graph": True}, True, 3, 0),
     "each second of those due": (plans("whole", accum_grad=2, step_per_update=3), {}, True, 1, 0),
