@@ -23,6 +23,8 @@ __all__ = ["CubicSL", "LambdaSL"]
 
 T = TypeVar("T")
 
+_TORCH_AO_ONLY = {"_last_sl", "_get_sl_called_within_step", "sl_lambdas"}
+
 
 class _SlScheduler(ReadyDataScheduler):
     """What both have in common: they schedule the names that the sparsifier has at construction, and start from, or
@@ -37,6 +39,18 @@ class _SlScheduler(ReadyDataScheduler):
     def get_last_sl(self) -> list[Any]:
         """The levels after the last step, in the order of the sparsifier's names."""
         return list(self._last_param.values())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As in the base; a state of torch.ao's class of the same name is taken too: its levels are those of the names
+        in their order, its functions stay behind. Collective."""
+        state = dict(state_dict)
+        if "base_sl" in state:  # torch.ao's name for base_param
+            try:
+                state["base_param"] = _for_each("base_sl", state.pop("base_sl"), self.base_param)
+            except ValueError as error:
+                self._refuse(error)
+            state = {key: value for key, value in state.items() if key not in _TORCH_AO_ONLY}
+        super().load_state_dict(state)
 
     def _bases(self) -> dict[str, Any]:
         """The levels of the construction, by the names that are still there: a squashed table is not."""

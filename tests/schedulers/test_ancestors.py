@@ -7,6 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -335,6 +336,25 @@ class TestResume:
         with pytest.raises(ValueError, match="sparsity_level of 't0'=nan"):
             scheduler.load_state_dict({**before, "base_param": {"t0": math.nan, "t1": 0.5}})
         assert scheduler.state_dict() == before
+
+    def test_a_state_of_torch_ao_s(self) -> None:
+        """Its base levels count, not those that are here; no function gets into the next state."""
+        factor = partial(pow, 0.9)
+        for ours, theirs in [
+            (lambda s: LambdaSL(s, factor), lambda s: pruning.LambdaSL(s, factor)),
+            (CubicSL, lambda s: pruning.CubicSL(s, init_sl=0.1, init_t=[2, 3], delta_t=2, total_t=3)),
+        ]:
+            other, mine = theirs_of([0.8, 0.6]), ours_of([0.2, 0.3])
+            ancestor, scheduler = theirs(other), ours(mine)
+            levels_by_step(other, ancestor, 4)
+            scheduler.load_state_dict(ancestor.state_dict())
+            assert scheduler.state_dict().keys() == ours(ours_of([0.2, 0.3])).state_dict().keys()
+            got, expected = levels_by_step(mine, scheduler, 5), levels_by_step(other, ancestor, 5)
+            assert [level for level, _ in got] == [level for level, _ in expected]
+            before = scheduler.state_dict()
+            with pytest.raises(ValueError, match="base_sl of length 1"):
+                scheduler.load_state_dict({**ancestor.state_dict(), "base_sl": [0.5]})
+            assert scheduler.state_dict() == before
 
     def test_a_state_of_other_names_warns(self) -> None:
         source = sparsifier_of("x[0]")
