@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     stem = options.out / f"{date.today().isoformat()}-{name}"
     table = stem.with_suffix(".csv")
-    options.out.mkdir(parents=True, exist_ok=True)
-    if not options.resume:
-        table.unlink(missing_ok=True)
     try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        if not options.resume:
+            table.unlink(missing_ok=True)
         to_do = left_to_do(table, wanted, run)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     _measure(table, [c for c in to_do if c.mode != "training"], run, "dense and post")
     for block in dict.fromkeys(options.training_blocks):  # a job of its own for each, because a job has 15 minutes

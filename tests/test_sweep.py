@@ -110,6 +110,19 @@ def test_wrong_options_are_refused_with_the_rule(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.network
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        movielens.fetch()
+    except DataError as error:
+        pytest.skip(f"OFFLINE, the sweep is not tested: {error}")
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as refusal:
+        main(["--out", str(tmp_path / "file")])
+    assert refusal.value.code == 2
+    assert "File exists" in capsys.readouterr().err
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.network
