@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shutil
 import subprocess
@@ -105,6 +106,20 @@ class TestSite:
         pages = "".join(page.read_text() for page in (copy / "site" / "api").glob("*.html"))
         for name in documented():
             assert f'id="{name}"' in pages
+
+    def test_every_public_method_has_an_anchor(self, copy: Path) -> None:
+        """On the class itself, or on a base that is in the reference too."""
+        pages = "".join(page.read_text() for page in (copy / "site" / "api").glob("*.html"))
+        anchors = set(re.findall(r'id="dist_sparse\.(?:\w+\.)*(\w+\.\w+)"', pages))
+        for name in documented():
+            module, _, last = name.rpartition(".")
+            if module == "dist_sparse.training.lightning":
+                pytest.importorskip("lightning")
+            kind = getattr(importlib.import_module(module), last)
+            for method, _ in inspect.getmembers(kind, inspect.isfunction) if inspect.isclass(kind) else ():
+                homes = [base for base in kind.__mro__ if base.__module__.startswith("dist_sparse.")]
+                if not method.startswith("_") and any(method in vars(base) for base in homes):
+                    assert any(f"{base.__name__}.{method}" in anchors for base in homes), f"{name}.{method}"
 
     @pytest.mark.parametrize(
         ("wrong", "named"),
