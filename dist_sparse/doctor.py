@@ -134,8 +134,11 @@ def _python_and_torch(versions: Mapping[str, str], torch: Torch) -> Iterator[Fin
     )
     found = _package("torch", versions, needed=True)
     if found.status == "ok" and torch.fault is not None:
-        again = f"{_pip()} install --force-reinstall {_TORCH}"
-        found = dataclasses.replace(found, status="wrong", says=f"does not load: {torch.fault}", mend=again)
+        found = dataclasses.replace(found, status="wrong", says=f"does not load: {torch.fault}")
+    if found.status != "ok":
+        # Not whatever is newest: TorchRec has to fit. What is there and broken would satisfy pip.
+        again = "--force-reinstall " if torch.fault is not None and found.status == "wrong" else ""
+        found = dataclasses.replace(found, mend=f"{_pip()} install {again}{_TORCH}")
     yield found
 
 
@@ -192,23 +195,23 @@ def _devices(
     if torch.fault is not None:
         return
     driver = shutil.which("nvidia-smi") is not None
-    yield Finding(
-        what="cuda",
-        status="ok" if cuda else "wrong" if driver else "missing",
-        needed=False,
-        says=f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
-        if cuda
-        else f"torch {torch.version} sees no GPU, though there is a driver"
-        if driver
-        else "no GPU: trains on the CPU",
-        mend=f'{_pip()} install {_TORCH} "fbgemm-gpu=={_LATEST}.*"' if driver and not cuda else None,
-    )
+    says, mend = "no GPU: trains on the CPU", None
+    if cuda:
+        says = f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
+    elif driver:
+        build = "CPUs" if torch.cuda is None else f"CUDA {torch.cuda}"
+        says = f"torch {torch.version}, for {build}, sees no GPU, though there is a driver"
+    if driver and not cuda and torch.cuda is None:
+        # pip takes the torch for CPUs for the one that is asked for, so it has to go.
+        mend = f"{_pip()} uninstall -y torch {' '.join(_FBGEMM)} && {_install_trio({}, cuda=True)}"
+    status: Literal["ok", "missing", "wrong"] = "ok" if cuda else "wrong" if driver else "missing"
+    yield Finding(what="cuda", status=status, needed=False, says=says, mend=mend)
     yield Finding(
         what="nccl",
         status="ok" if torch.nccl else "missing",
         needed=cuda,
         says="available" if torch.nccl else "this torch has none; ranks talk through it on GPUs only",
-        mend=f"{_pip()} install {_TORCH}" if cuda and not torch.nccl else None,
+        mend=f"{_pip()} install --force-reinstall {_TORCH}" if cuda and not torch.nccl else None,
     )
     fault = fails(GLOO, environment)
     yield Finding(
@@ -229,10 +232,8 @@ def _addresses() -> Iterator[Finding]:
     ):
         try:
             found = socket.getaddrinfo(name, None)[0][4][0]
-        except OSError as error:
-            yield Finding(
-                what=what, status="wrong", needed=False, says=f"{name} has no address: {error.strerror}", mend=mend
-            )
+        except (OSError, UnicodeError) as error:  # the latter for a name that is too long for the DNS
+            yield Finding(what=what, status="wrong", needed=False, says=f"{name} has no address: {error}", mend=mend)
         else:
             yield Finding(what=what, status="ok", needed=False, says=f"{name} is {found}")
 

@@ -28,20 +28,24 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
     """Refuses a mix of releases that were not built for each other.
 
     Raises:
-        ImportError: two of them don't fit; says which part is wrong. Unknown (nightly, internal) versions and untested
-            releases only warn.
+        ImportError: two of them don't fit, or TorchRec is older than 1.0; says which part is wrong. Unknown (nightly,
+            internal) versions and untested releases only warn.
     """
     rec, gemm, base = (_minor(version) for version in (torchrec_version, fbgemm_version, torch_version))
     have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
     if rec is None or gemm is None or base is None:
         warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
         return
+    if rec[0] < 1:
+        raise ImportError(
+            f"The torchrec is too old: {_TESTED[0][0]}.{_TESTED[0][1]} or later is needed; installed: {have}."
+        )
     wanted = (2, rec[1] + 5)
     if rec != gemm:
         raise ImportError(
             f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*; installed: {have}."
         )
-    if base != wanted:
+    if rec[0] == 1 and base != wanted:
         raise ImportError(
             f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*; installed: {have}."
         )

@@ -178,12 +178,14 @@ def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
         add("--color", choices=("auto", "always", "never"), default="auto", help="of the ranks' labels (default: auto)")
         add("--print", action="store_true", help="only prints the torchrun command; see docs/launching.md")
     if command == "torchrun":
-        add("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet: one of them, and a free port there")
-        add("--rdzv-host-env", metavar="KEY", help="instead: the variable that holds HOST; localhost if it is empty")
+        meet = parser.add_mutually_exclusive_group().add_argument
+        meet("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet: one of them, and a free port there")
+        meet("--rdzv-host-env", metavar="KEY", help="instead: the variable that holds HOST; localhost if it is empty")
         add("--rdzv-id", metavar="ID", help="of this job, the same on all nodes; long and random is best")
         add("--local-addr", metavar="ADDRESS", help="under which the others reach this node (default: its host name)")
     if command in ("torchrun", "sbatch"):
-        add("--rdzv-port", type=int, default=29400, metavar="PORT", help="where nodes meet (default: 29400)")
+        where = "where nodes meet" + (", with --rdzv-host-env" if command == "torchrun" else "")
+        add("--rdzv-port", type=int, default=29400, metavar="PORT", help=f"{where} (default: 29400)")
     if command in ("sbatch", "kubeflow"):
         add("--cpus", dest="cpu", type=int, metavar="N", help="cores of a node")
         add("--gpus", dest="gpu", type=int, metavar="N", help="GPUs of a node")

@@ -60,8 +60,16 @@ def test_gloo_without_an_address() -> None:
     [
         ({"torch": "2.13.0"}, "torchrec", "missing", "not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"'),
         ({"torch": "2.12.1"}, "fbgemm", "missing", "not installed", '"fbgemm-gpu-cpu==1.7.*" "torchrec==1.7.*"'),
-        ({"torch": "2.10.0"}, "torch", "wrong", "2.10.0 is older than torch>=2.11", 'install "torch>=2.11"'),
+        ({"torch": "2.10.0"}, "torch", "wrong", "2.10.0 is older than torch>=2.11", 'install "torch==2.13.*" --extra'),
+        ({}, "torch", "missing", "not installed", 'install "torch==2.13.*" --extra'),
         ({**GOOD, "torch": "2.14.0"}, "versions fit", "wrong", "torchrec 1.8.0 needs 2.13.*", '"torch==2.13.*"'),
+        (
+            {"torch": "2.13.0", "torchrec": "0.8.0", "fbgemm-gpu-cpu": "0.8.0"},
+            "versions fit",
+            "wrong",
+            "torchrec is too old: 1.7 or later",
+            '"torchrec==1.8.*"',
+        ),
         ({**GOOD, "fbgemm-gpu-cpu": "1.7.0"}, "versions fit", "wrong", "fbgemm-gpu is wrong", "fbgemm-gpu-cpu==1.8.*"),
         (
             {**GOOD, "fbgemm-gpu": "1.8.0"},
@@ -99,6 +107,32 @@ def test_a_gpu_asks_for_more() -> None:
     assert each["nccl"].needed and each["triton"].needed and not each["gloo"].needed
     alone = {each.what: each for each in examine({**GOOD, "fbgemm-gpu": "1.8.0"}, {}, cuda=False).findings}
     assert not alone["nccl"].needed and not alone["triton"].needed and alone["gloo"].needed
+
+
+@pytest.mark.parametrize("build", [None, "12.6"])
+def test_a_driver_whose_gpu_torch_does_not_see(
+    build: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To pip a torch for CPUs satisfies the version: it has to go first. No install mends one that is for CUDA."""
+    (tmp_path / "nvidia-smi").write_text("")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "fails", lambda code, environment: None)
+    monkeypatch.setattr(doctor, "ask_torch", lambda environment: probes.Torch(version="2.13.0", cuda=build))
+    cuda = found()["cuda"]
+    assert cuda.status == "wrong" and f"for {f'CUDA {build}' if build else 'CPUs'}, sees no GPU" in cuda.says
+    if build is None:
+        assert cuda.mend is not None and "uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu && " in cuda.mend
+        assert cuda.mend.endswith('install "torch==2.13.*" --extra-index-url URL "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
+    else:
+        assert cuda.mend is None
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_host_name_that_no_name_server_could_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "x" * 64)  # Linux allows as many
+    host = found()["host name"]
+    assert host.status == "wrong" and "has no address" in host.says
 
 
 @pytest.mark.usefixtures("no_probes")

@@ -80,6 +80,7 @@ def test_the_endpoint_may_come_from_a_variable(
         (["--python", "/no/such", "-m", "a"], "Invalid python='/no/such': there is no such program"),
         (["torchrun", "--nnodes", "2", "-m", "a"], "Invalid rendezvous.endpoint=None"),
         (["torchrun", "--nnodes", "2", "--rdzv-endpoint", "a:1", "-m", "a"], "Invalid rendezvous.id=None"),
+        (["torchrun", "--rdzv-endpoint", "a:1", "--rdzv-host-env", "A", "-m", "a"], "not allowed with argument"),
         (["sbatch", "--rdzv-port", "0", "a.py"], "Invalid port=0"),
         (["sbatch", "--time", "2h", "a.py"], "Invalid walltime='2h'"),
         (["kubeflow", "--nnodes", "1:2", "a.py"], "a fixed number of nodes"),
