@@ -18,17 +18,25 @@ __all__ = ["load", "save"]
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes a new file beside ``path`` and moves it there: whoever dies on the way leaves the last checkpoint."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a new file beside ``path`` and moves it there: whoever dies on the way leaves the last checkpoint.
+
+    Raises:
+        DataError: it can't be written: a full disk, a folder that is none or is not ours.
+    """
     new = path.with_name(f".{path.name}.new")
     try:
-        with new.open("wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())  # else a power failure may leave the name with nothing behind it
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with new.open("wb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())  # else a power failure may leave the name with nothing behind it
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # of a full disk, torch only says that its own count is wrong
+        why = error if isinstance(error, OSError) else error.__context__ or error
+        raise DataError(f"{path} can't be written, and is as it was: {why}") from error
 
 
 def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,8 +54,8 @@ def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise DataError(f"There is no checkpoint to resume from: {path} does not exist.") from error
     except Exception as error:  # torch.load has a type for every way of being another file
-        raise DataError(f"{path} is not a checkpoint: {str(error).splitlines()[0]}") from error
-    if not isinstance(state, dict) or "plan" not in state:
+        raise DataError(f"{path} is not a checkpoint: {type(error).__name__}: {error}".splitlines()[0]) from error
+    if not isinstance(state, dict) or not isinstance(state.get("plan"), dict):
         raise DataError(f"{path} is not a checkpoint of this example: it holds no plan.")
     saved = state["plan"]
     if wrong := [name for name, value in plan.items() if saved.get(name) != value]:

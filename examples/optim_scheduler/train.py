@@ -137,10 +137,13 @@ class Job:
             DataError: there is none, or it is of another run.
         """
         state = checkpoint.load(self.options.checkpoint, self._plan())
-        self.net.load_state_dict(state["model"])
-        self.tables.load_state_dict(state["tables"])
-        self.layers.load_state_dict(state["layers"])
-        self.done = state["done"]
+        try:
+            self.net.load_state_dict(state["model"])
+            self.tables.load_state_dict(state["tables"])
+            self.layers.load_state_dict(state["layers"])
+            self.done = int(state["done"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"{self.options.checkpoint} does not fit: {type(error).__name__}: {error}") from error
 
     def auc(self) -> float:
         """Over the test examples of all ranks, but for the last that fill no batch."""

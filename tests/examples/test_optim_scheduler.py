@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -186,6 +187,22 @@ class TestJob:
             other.resume()
 
     @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda s: {"plan": s["plan"]}, "does not fit: KeyError: 'model'"),
+            (lambda s: {**s, "tables": s["layers"]}, "does not fit: ValueError: The state lacks"),
+            (lambda s: {**s, "model": {}}, "does not fit: RuntimeError: .*Ranker"),
+            (lambda s: {**s, "done": None}, "does not fit: TypeError"),
+        ],
+    )
+    def test_a_part_that_does_not_fit_is_named(self, npz: Path, tmp_path: Path, change: Any, says: str) -> None:
+        path = tmp_path / "c.pt"
+        job(npz, "--checkpoint", path, "--stop-at", 2).train()
+        checkpoint.save(path, change(read(path)))
+        with pytest.raises(DataError, match=says):
+            job(npz, "--checkpoint", path, "--resume").resume()
+
+    @pytest.mark.parametrize(
         ("arguments", "says"),
         [(("--batch-size", 2000), "too few for updates of 2 x 2000"), (("--accumulate", 60), "too few for updates")],
     )
@@ -203,20 +220,35 @@ class TestCheckpoint:
         assert torch.equal(checkpoint.load(path, {})["x"], torch.ones(3))
         assert list(path.parent.iterdir()) == [path]
 
+    def test_a_full_disk_is_named_and_leaves_the_last(self, tmp_path: Path) -> None:
+        path, before = tmp_path / "c.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
+        checkpoint.save(path, {"plan": {}, "x": torch.ones(3)})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            with pytest.raises(DataError, match=r"c\.pt can't be written, and is as it was: .*File too large"):
+                checkpoint.save(path, {"plan": {}, "x": torch.ones(1_000_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert torch.equal(checkpoint.load(path, {})["x"], torch.ones(3)) and list(tmp_path.iterdir()) == [path]
+        with pytest.raises(DataError, match="can't be written"):
+            checkpoint.save(path / "under_a_file.pt", {})
+
     @pytest.mark.parametrize(
         ("content", "says"),
         [
             (None, "no checkpoint to resume from: .*does not exist"),
-            ("text", "is not a checkpoint: "),
+            ("hello", "is not a checkpoint: "),
             (argparse.Namespace(plan={}), "is not a checkpoint: "),  # an object, which could be any code
             ([1, 2], "holds no plan"),
             ({"model": {}}, "holds no plan"),
+            ({"plan": 3}, "holds no plan"),
+            ("", "is not a checkpoint: EOFError"),
         ],
     )
     def test_what_is_none_is_refused(self, tmp_path: Path, content: object, says: str) -> None:
         path = tmp_path / "c.pt"
-        if content == "text":
-            path.write_text("hello")
+        if isinstance(content, str):
+            path.write_text(content)
         elif content is not None:
             torch.save(content, path)
         with pytest.raises(DataError, match=says):
