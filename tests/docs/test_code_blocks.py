@@ -133,7 +133,7 @@ def test_every_block_says_what_it_is(file: Path) -> None:
 def test_shell_commands_exist(file: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = file.read_text(encoding="utf-8")
-    shell = "".join(block.code for block in read(file) if block.kind == "console")
+    shell = "".join(block.code for block in read(file) if block.kind == "console").replace("\\\n", "")
     for command in re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE)) + shell.splitlines():
         words = command.split()
         if words[:1] == ["make"]:

@@ -23,7 +23,7 @@ def test_two_launchers_train_as_two_nodes() -> None:
     command = next(block.code for block in read(PAGE) if block.kind == "console")
     said = next(block.code for block in read(PAGE) if block.kind == "text")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        words = shlex.split(command.replace(":29400", f":{free.getsockname()[1]}"))
+        words = shlex.split(command.replace("\\\n", "").replace(":29400", f":{free.getsockname()[1]}"))
     assert words[0] == ".venv/bin/python"
     words[0] = sys.executable
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
