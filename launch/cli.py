@@ -80,12 +80,14 @@ def _do(options: argparse.Namespace) -> int:
 
 
 def _write(text: str, file: Path | None = None) -> None:
+    # UTF-8 wherever it is written, and what in a word was none as it was.
+    data = text.encode("utf-8", "surrogateescape")
     if file is not None:
-        file.write_text(text)
+        file.write_bytes(data)
         return
     refuse_closed()
     try:
-        sys.stdout.write(text)
+        sys.stdout.buffer.write(data)
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more when it ends

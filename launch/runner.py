@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,9 +50,12 @@ def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
         colour: "auto", "always" or "never": whether the ranks' labels are coloured.
 
     Raises:
-        ValueError: `spec` says not where several nodes meet; there is no such script or interpreter here.
+        ValueError: `spec` says not where several nodes meet; there is no such script or interpreter here; this is not
+            the main thread.
         OSError: standard output or standard error is closed.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("run() must be called in the main thread: it takes over the signals.")
     refuse_closed()
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")

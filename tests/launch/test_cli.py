@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
+from launch.runner import run
+from launch.spec import LaunchSpec
 
 from .jobs import ROOT
 
@@ -122,6 +126,21 @@ def test_files_are_written_where_they_should(tmp_path: Path, capsys: pytest.Capt
     assert main(["sbatch", "--output", str(tmp_path / "job.sh"), "a.py"]) == 0
     assert not capsys.readouterr().out
     assert (tmp_path / "job.sh").read_text().startswith("#!/usr/bin/env bash\n")
+
+
+def test_files_hold_the_bytes_of_the_words_in_every_locale(tmp_path: Path) -> None:
+    words = [sys.executable, "-X", "utf8=0", "-m", "launch", "sbatch", "a.py", b"\xff", "é"]
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    shown = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, check=True).stdout
+    assert shown.endswith(b"-- a.py '\xff' '" + "é".encode() + b"'\n")
+    written = [*words[:6], "--output", str(tmp_path / "job.sh"), *words[6:]]
+    subprocess.run(written, cwd=ROOT, env=environ, check=True)
+    assert (tmp_path / "job.sh").read_bytes().splitlines()[-1] == shown.splitlines()[-1]
+
+
+def test_only_the_main_thread_can_run_a_job() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="in the main thread"):
+        pool.submit(run, LaunchSpec(script=__file__)).result()
 
 
 def test_the_launcher_needs_no_torch() -> None:
