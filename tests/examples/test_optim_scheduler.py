@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,6 @@ def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     test = {"test_user": users[cut:], "test_item": items[cut:]}
     np.savez(path, num_users=USERS, num_items=ITEMS, **train, **test)
     return path
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine the threads of small operations wait for each other more than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def start(*arguments: object, world: int = 1) -> subprocess.CompletedProcess[str]:
