@@ -24,6 +24,7 @@ __all__ = [
     "held",
     "is_attached",
     "masks_to",
+    "name_for",
     "original",
     "restore",
     "squash",
@@ -55,15 +56,32 @@ def check_name(name: object) -> str:
 
     Raises:
         TypeError: it is not a string.
-        KeyError: it is empty, holds a dot, or is an attribute that every module has.
+        KeyError: it is empty, holds a dot, or is an attribute of torch's containers.
     """
     if not isinstance(name, str):
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
-    if hasattr(nn.Module(), name):
-        raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
+    if _is_attribute(name):
+        raise KeyError(f"Invalid {name=}: torch's containers have an attribute of that name.")
     return name
+
+
+def name_for(path: str, taken: set[str]) -> str:
+    """A name for the parameter or module at ``path``: with '_' for '.', and a number behind it where it is taken ("a.b"
+    and "a_b" differ) or can't be a buffer's. Adds it to ``taken``."""
+    wanted = name = path.replace(".", "_")
+    number = 1
+    while name in taken or _is_attribute(name):
+        number += 1
+        name = f"{wanted}_{number}"
+    taken.add(name)
+    return name
+
+
+def _is_attribute(name: str) -> bool:
+    """Of a module, of the dict in which parametrizations are kept ("items"), or of a parametrized module."""
+    return hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__")
 
 
 def attach(container: Container, name: str, weight: Tensor, mask: Tensor, parametrization: Any) -> None:

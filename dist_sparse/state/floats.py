@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.sparsifiers.plain import name_for
+
 __all__ = ["FloatTable", "find_tables"]
 
 _TYPES: Final = (nn.Embedding, nn.EmbeddingBag)  # exactly: a subclass may do anything in its forward
@@ -59,7 +61,7 @@ def find_tables(model: nn.Module, selected: Any) -> list[FloatTable]:
             continue
         weight = _weight(module, path)
         if id(weight) not in tables:
-            tables[id(weight)] = FloatTable(name=_unique(path, names), path=path, weight=weight)
+            tables[id(weight)] = FloatTable(name=name_for(path, names), path=path, weight=weight)
         table = tables[id(weight)]
         table.places.append((parent, child, module))
         if not any(module is known for known in table.modules):
@@ -145,13 +147,3 @@ def _check_not_shared(model: nn.Module, tables: dict[int, FloatTable], wanted: s
                     f"Embedding {owner!r} can't be quantized: its weight is also {f'{path}.{name}'!r}, which would "
                     f"stay as it is and no longer be tied; {way_out}."
                 )
-
-
-def _unique(path: str, taken: set[str]) -> str:
-    """A name that a sparsifier takes and no other table has: 'a.b' and 'a_b' differ."""
-    name, number = path.replace(".", "_"), 1
-    while name in taken or hasattr(nn.Module(), name):
-        number += 1
-        name = f"{path.replace('.', '_')}_{number}"
-    taken.add(name)
-    return name

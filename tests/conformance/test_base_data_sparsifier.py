@@ -82,7 +82,7 @@ class TestAddData:
         assert sparsifier.get_mask("w").dtype == dtype
         assert sparsifier.get_data("w") is data
 
-    @pytest.mark.parametrize("name", ["", "a.b", "a.", 3, None, "training", "forward"])
+    @pytest.mark.parametrize("name", ["", "a.b", "a.", 3, None, "training", "forward", "items"])
     def test_bad_names_register_nothing(self, library: type, name: Any) -> None:
         sparsifier = library()
         with pytest.raises((KeyError, TypeError, ValueError)):

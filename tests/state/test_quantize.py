@@ -157,6 +157,13 @@ def test_the_names_that_a_sparsifier_sees() -> None:
     post_training_sparse_quantize(model, Noting)
     assert seen == {"a_b": (2, 4), "a_b_2": (3, 4), "a_b_2_2": (4, 4), "add_module_2": (5, 4), "x_0": (6, 4)}
 
+    shop = nn.Module()
+    shop.items = nn.Embedding(7, 4)  # an attribute of the dict in which torch keeps parametrizations
+    shop.parametrizations = nn.Embedding(8, 4)
+    seen.clear()
+    post_training_sparse_quantize(shop, Noting)
+    assert seen == {"items_2": (7, 4), "parametrizations_2": (8, 4)}
+
 
 def test_shared_embeddings_are_quantized_once_and_shared_again() -> None:
     class Tied(nn.Module):

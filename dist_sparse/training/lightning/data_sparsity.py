@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dist_sparse.sparsifiers.base import SUPPORTED_TYPES
+from dist_sparse.sparsifiers.plain import name_for
 from dist_sparse.training.lightning.package import Callback
 
 if TYPE_CHECKING:
@@ -164,20 +165,11 @@ def _register(model: nn.Module, data_sparsifier: Any) -> None:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, tuple[str, nn.Parameter]]]:
-    """Name in the sparsifier -> name in the model, and parameter; those that can be registered.
-
-    Where "a.b" and "a_b" would both be "a_b", or a name can't be a buffer's, later ones have a number behind.
-    """
+    """Name in the sparsifier -> name in the model, and parameter; those that can be registered."""
     used: set[str] = set()
     for path, parameter in model.named_parameters():
         if type(parameter) in SUPPORTED_TYPES and parameter.is_floating_point():
-            name = wanted = path.replace(".", "_")
-            number = 1
-            while name in used or hasattr(nn.Module(), name):
-                number += 1
-                name = f"{wanted}_{number}"
-            used.add(name)
-            yield name, (path, parameter)
+            yield name_for(path, used), (path, parameter)
 
 
 def _log_sparsity(model: nn.Module, data_sparsifier: Any) -> None:
