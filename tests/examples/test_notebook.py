@@ -39,6 +39,18 @@ def test_is_committed_without_outputs() -> None:
             assert not cell["outputs"] and cell["execution_count"] is None
 
 
+def test_ties_count_half() -> None:
+    """Examples whose rows are all removed have equal scores."""
+    torch = pytest.importorskip("torch")
+    numpy = pytest.importorskip("numpy")
+    cell = next(cell for cell in nbformat.read(FILE, as_version=4).cells if "def auc(" in cell.source)
+    for scores, expected in (([0.0, 0.0, 0.0, 0.0], 0.5), ([1.0, 0.0, 0.0, 2.0], 0.625), ([0.0, 1.0, 2.0, 3.0], 1.0)):
+        names = {"torch": torch, "nn": torch.nn, "np": numpy, "ids": {}, "test": slice(None)}
+        names["labels"] = torch.tensor([0.0, 0.0, 1.0, 1.0])
+        exec(cell.source, names)
+        assert names["auc"](lambda _, scores=scores: torch.tensor(scores)) == expected
+
+
 @pytest.mark.slow
 def test_draws_and_warns_of_nothing(executed: Any) -> None:
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
