@@ -58,10 +58,13 @@ def post_training_sparse_quantize(
     Raises:
         ImportError: FBGEMM is not installed.
         AssertionError: ``select_embeddings`` is not a list, or holds a module of another type or of another model.
-        ValueError: there is nothing to quantize, or a table can't be (sharded, max_norm, mode "max", shared with
-            something else, NaN, ...). These errors, and all of the sparsifier's, leave the model as it was.
+        ValueError: ``sparsify_first`` is no bool, there is nothing to quantize, or a table can't be (sharded, max_norm,
+            mode "max", shared with something else, NaN, ...). These errors, and all of the sparsifier's, leave the model
+            as it was.
     """
     grid.fbgemm()
+    if not isinstance(sparsify_first, bool):  # a list of embeddings, say, which would mean all of them
+        raise ValueError(f"Invalid sparsify_first of type {type(sparsify_first).__name__}: must be a bool.")
     if sparse_config.get("data_list") is not None:
         raise ValueError("Invalid data_list: the sparsifier is given the embeddings of the model and nothing else.")
     sparsifier = data_sparsifier_class(**sparse_config)

@@ -142,6 +142,8 @@ def test_selections() -> None:
         ):
             with pytest.raises(AssertionError, match=message):
                 post_training_sparse_quantize(model, DataNormSparsifier, True, select)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="Invalid sparsify_first of type list"):
+            post_training_sparse_quantize(model, DataNormSparsifier, [model[0]])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"select_embeddings=\[\]: selects nothing"):
             post_training_sparse_quantize(model, DataNormSparsifier, True, [])
 
