@@ -160,9 +160,7 @@ def _add_report(commands: Commands) -> None:
             return _failed("report", _too_deep(options.folder))
         except (ValueError, OSError, ImportError) as error:
             return _failed("report", error)
-        return _print(
-            json.dumps(numbers(found), indent=2) if options.json else f"{summary(found)}\nreport    {written}"
-        )
+        return _print(json.dumps(numbers(found), indent=2) if options.json else summary(found, written))
 
     parser = _subcommand(commands, "report", "writes charts of a run as one HTML file, and PNGs beside it", _REPORT)
     parser.add_argument("folder", metavar="RUN", help="the folder of the run")
@@ -259,7 +257,10 @@ def _too_deep(folder: str) -> str:
 
 
 def _failed(command: str, why: Exception | str) -> int:
-    print(f"dist-sparse {command}: {why}", file=sys.stderr)
+    from dist_sparse.text import printable
+
+    lines = str(why).split("\n")  # names in it may come from a model or a log
+    print(f"dist-sparse {command}: " + "\n".join(map(printable, lines)), file=sys.stderr)
     return 1
 
 

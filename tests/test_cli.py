@@ -121,6 +121,12 @@ def no_batches():
 def one():
     return two()[0]
 
+def driving():
+    return nn.ModuleDict({"a\\x1b[2J": nn.EmbeddingBag(4, 4)}), None
+
+def three_things():
+    return 1, 2, 3
+
 def broken():
     raise ValueError("of the user's own")
 
@@ -166,7 +172,10 @@ def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
         (["plan", "{model}x.py:one", "--level", "0"], "there is no file"),
         (["plan", "no_such_module.at_all:one", "--level", "0"], "there is no module 'no_such_module' here."),
         (["plan", "one", "--level", "0"], "must be package.module:function or file.py:function."),
+        (["plan", ".near:one", "--level", "0"], "must be package.module:function or file.py:function."),
         (["plan", "{model}:two", "--level", "0", "--include", "x"], "Invalid include pattern 'x'"),
+        (["plan", "{model}:driving", "--level", "0", "--include", "x"], "none of the tables a\\x1b[2J ("),
+        (["plan", "{model}:three_things", "--level", "0"], "returned a tuple of 3; must return (model, batches)."),
         (["inspect", "{model}"], "holds no run: there is no run.json, which RunLog writes."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

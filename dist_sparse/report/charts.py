@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dist_sparse.report.numbers import due_totals, numbers
 from dist_sparse.report.run import Run, Series
 from dist_sparse.report.scores import ScoreChart, score_charts
-from dist_sparse.report.words import duration, percent, size
+from dist_sparse.report.words import duration, number_of, percent, size
 from dist_sparse.sparsifiers.record import MaskChange
 
 __all__ = ["MOST_TABLES", "BarChart", "Chart", "Line", "LineChart", "charts", "shown_tables"]
@@ -178,7 +178,7 @@ def _changes(run: Run, totals: Totals) -> list[Chart]:
     dead = [_held(run, "all tables", "main", _known(totals, "dead_rows"))]
     dead += [_held(run, name, "table", points) for name, points in _per_table(run, lambda t: t.dead_rows).items()]
     cut = sorted({t.name for due in run.due for t in due.record.tables if t.dead_rows is None})
-    unknown = f" Of {len(cut):,} table{'s' * (len(cut) > 1)} cut by columns, known in the end only." if cut else ""
+    unknown = f" Of {number_of(len(cut), 'table')} cut by columns, known in the end only." if cut else ""
     found: list[Chart] = []
     if any(line.points for line in churn):
         note = f"Share of blocks that a due step removed or brought back, and of those brought back. {_thin_lines(run)}"

@@ -51,12 +51,13 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
-    """Round numbers from ``10**left`` to ``10**right``: powers of ten, and 2 and 5 times those where there is room."""
+    """Round numbers from ``10**left`` to ``10**right``: powers of ten, and 2 and 5 times those where there is room;
+    as :func:`ticks` where there are fewer than three of those."""
     powers = range(math.floor(left), math.ceil(right) + 1)
     for times in ((1, 2, 5), (1, 3), (1,)):
         found = [float(f"{n}e{p}") for p in powers for n in times if left - 1e-9 <= math.log10(n) + p <= right + 1e-9]
         if len(found) <= most:
-            return found
+            return found if len(found) > 2 else ticks(10**left, 10**right, 4)
     return found[:: -(-len(found) // most)]
 
 
@@ -85,7 +86,7 @@ def _lines(chart: LineChart) -> str:
         return percent(y) if chart.share else amount(y)
 
     marks = [(100 * y_of(y) / _HEIGHT, _tick(y, chart.share)) for y in ticks(low, high, 4)]
-    below = [(x_of(x) / 10, _short(x)) for x in ticks(left, right, 4)]
+    below = [(x_of(x) / 10, _short(x)) for x in ticks(left, right, 4) if x.is_integer()]
     ends = "; ".join(f"{line.name} ends at {said(y)}" for line in named if (y := _last(line)) is not None)
     tips = _tips(chart, x_of, said)
     legend = f'<ul class="legend">{legend}</ul>' if len(named) > 1 else ""
@@ -108,8 +109,8 @@ def _scores(chart: ScoreChart) -> str:
     shapes, tips = "", ""
     for piece in chart.bins:
         x, wide, height = x_of(piece.low), x_of(piece.high) - x_of(piece.low), _HEIGHT * piece.density / tallest
-        gone = "gone" if piece.high <= chart.threshold else "kept" if piece.low > chart.threshold else "both"
-        shapes += f'<rect class="{gone}" x="{x}" y="{_HEIGHT - height:.1f}" width="{wide:.1f}" height="{height:.1f}"/>'
+        kind = piece.kind(chart.threshold)
+        shapes += f'<rect class="{kind}" x="{x}" y="{_HEIGHT - height:.1f}" width="{wide:.1f}" height="{height:.1f}"/>'
         text = f"{count(piece.blocks)} blocks of score {amount(piece.low)} to {amount(piece.high)}"
         tips += _tip(x / 10, wide / 10, [text])
     at = ""

@@ -25,7 +25,8 @@ def model_and_batches(entry: str) -> tuple[Any, Any]:
     """
     made = _function(entry)()
     if not isinstance(made, tuple) or len(made) != 2:
-        raise EntryError(f"Invalid {entry=}: returned {type(made).__name__}; must return (model, batches).")
+        said = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise EntryError(f"Invalid {entry=}: returned {said}; must return (model, batches).")
     return made
 
 
@@ -37,7 +38,7 @@ def _function(entry: str) -> Callable[[], Any]:
         EntryError: there is no such file, module or function. What the module itself raises comes out as it is.
     """
     where, separator, name = entry.rpartition(":")
-    if not separator or not where or not name:
+    if not separator or not where or not name or where.startswith("."):
         raise EntryError(f"Invalid {entry=}: must be package.module:function or file.py:function.")
     if where.endswith(".py"):
         file = Path(where)

@@ -12,6 +12,7 @@ from typing import Any
 
 from dist_sparse.report.numbers import numbers, status
 from dist_sparse.report.run import Run
+from dist_sparse.report.words import number_of
 from dist_sparse.text import mib, printable, shape_text, table_lines
 
 __all__ = ["inspect_json", "inspect_text"]
@@ -32,7 +33,7 @@ def inspect_json(run: Run) -> dict[str, Any]:
 def inspect_text(run: Run) -> str:
     """The same for people."""
     known = inspect_json(run)
-    ranks = f"{run.world} rank{'s' if run.world > 1 else ''}"
+    ranks = number_of(run.world, "rank")
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     lines = [f"{run.folder}: started {run.started} on {ranks}; {versions}", status(run), ""]
     if known["tables"]:

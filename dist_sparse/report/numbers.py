@@ -7,10 +7,11 @@ ended, its tables stand as the last noted due step left them, and bytes are None
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dist_sparse.report.run import DueStep, Run
-from dist_sparse.report.words import amount, count, duration, percent, size
+from dist_sparse.report.words import amount, count, duration, number_of, percent, size
 from dist_sparse.sparsifiers.record import MaskChange
 from dist_sparse.text import printable
 
@@ -103,27 +104,30 @@ def status(run: Run) -> str:
     )
 
 
-def summary(run: Run) -> str:
-    """The numbers in a few lines of text."""
+def summary(run: Run, report: Path | None = None) -> str:
+    """The numbers in a few lines of text, and where the report is."""
     found = numbers(run)
-    lines = [status(run)]
+    rows: list[tuple[str, str]] = []
     if found["sparsity"] is not None:
-        lines.append(f"sparsity  {percent(found['sparsity'])} of {count(found['blocks'])} blocks, {target_text(found)}")
+        blocks = f"{percent(found['sparsity'])} of {count(found['blocks'])} blocks"
+        rows.append(("sparsity", f"{blocks}, {target_text(found)}"))
     if found["bytes_dense"]:
-        share = percent(found["bytes_kept"] / found["bytes_dense"])
-        lines.append(
-            f"kept      {size(found['bytes_kept'])} of {size(found['bytes_dense'])} of the registered tables ({share})"
-        )
+        kept, dense = found["bytes_kept"], found["bytes_dense"]
+        rows.append(("kept", f"{size(kept)} of {size(dense)} of the registered tables ({percent(kept / dense)})"))
     for name, value in found["last"].items():
         others = [
             f"{other} {amount(of['last'][name])}" for other, of in found["compared"].items() if name in of["last"]
         ]
-        lines.append(f"{name:<9} {amount(value)}" + (f"  ({', '.join(others)})" if others else ""))
+        rows.append((name, amount(value) + (f"  ({', '.join(others)})" if others else "")))
     if found["due_steps"]:
         share = found["seconds"]["share"]
         of_all = "" if share is None else f"; sparsity took {percent(share)}"
-        lines.append(f"time      {time_text(run, found)}{of_all}")
-    return "\n".join(printable(line) for line in lines)
+        rows.append(("time", f"{time_text(run, found)}{of_all}"))
+    if report is not None:
+        rows.append(("report", str(report)))
+    rows = [(printable(name), printable(text)) for name, text in rows]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join([printable(status(run)), *(f"{name:<{width}}  {text}" for name, text in rows)])
 
 
 def target_text(found: Mapping[str, Any]) -> str:
@@ -134,7 +138,7 @@ def target_text(found: Mapping[str, Any]) -> str:
 def time_text(run: Run, found: Mapping[str, Any]) -> str:
     """What sparsity took of the time."""
     spent = run.spent
-    masks = f"masks {duration(spent.masks)} in {count(found['due_steps'])} due steps"
+    masks = f"masks {duration(spent.masks)} in {number_of(found['due_steps'], 'due step')}"
     if spent.enforcement is None:
         return f"{masks}; enforcement not noted; all {duration(spent.total)}"
     return f"{masks}; enforcement {duration(spent.enforcement)}; all {duration(spent.total)}"

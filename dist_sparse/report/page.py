@@ -20,7 +20,7 @@ from dist_sparse.report.plots import png_files
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.scores import ScoreChart
 from dist_sparse.report.style import SCRIPT, STYLE
-from dist_sparse.report.words import amount, count, escape, percent, size
+from dist_sparse.report.words import amount, count, escape, number_of, percent, size
 
 __all__ = ["page", "write_report"]
 
@@ -50,7 +50,10 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: 
         files |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(figures).items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     for file, content in files.items():
-        file.write_bytes(content)
+        try:
+            file.write_bytes(content)
+        except OSError as error:  # a full disk, which does not say of which file
+            raise OSError(error.errno, error.strerror, str(file)) from error
     return out
 
 
@@ -61,7 +64,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
     masks = [drawn(c) for c in figures if c.key in ("churn", "dead_rows")]
     scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]
     name = run.folder.resolve().name
-    ranks = f"{count(run.world)} rank{'s' * (run.world != 1)}"
+    ranks = number_of(run.world, "rank")
     versions = "".join(f", {name} {version}" for name, version in run.versions.items())
     state = f'<p class="{"soft" if run.finished else "warn"}">{escape(status(run))}</p>'
     body = [
@@ -111,7 +114,8 @@ def _heads(run: Run, found: dict[str, Any]) -> str:
         add("sparsity", "Sparsity", found["sparsity"], percent(found["sparsity"]), target_text(found))
     if found["bytes_dense"]:
         kept = found["bytes_kept"] / found["bytes_dense"]
-        more = f"of {size(found['bytes_dense'])} dense ({percent(kept)}), in {count(len(run.tables))} registered tables"
+        registered = number_of(len(run.tables), "registered table")
+        more = f"of {size(found['bytes_dense'])} dense ({percent(kept)}), in {registered}"
         add("bytes", "Bytes kept", found["bytes_kept"], size(found["bytes_kept"]), more)
     for key, name in (("auc", "AUC"), ("ne", "NE"), ("loss", "Loss")):
         tested = f"test_{key}"
@@ -175,7 +179,8 @@ def _all_tables(tables: Sequence[dict[str, Any]]) -> str:
                 _cell(t["dead_rows"]),
             ]
         )
-    return f"<h2>All {count(len(rows))} tables</h2>" + _table("All tables", heads, rows, sortable=True)
+    title = "The one table" if len(rows) == 1 else f"All {count(len(rows))} tables"
+    return f"<h2>{title}</h2>" + _table("All tables", heads, rows, sortable=True)
 
 
 def _cell(value: float | None) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from torch import nn
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.report.lookups import Hits, TableIds, hits, read_ids
 from dist_sparse.report.run_log import table_json
+from dist_sparse.report.words import number_of
 from dist_sparse.shards import ROW, ShardedData, resolve_block
 from dist_sparse.sparsifiers.due import make_masks
 from dist_sparse.sparsifiers.inspection import TableStats
@@ -131,9 +132,10 @@ class Plan:
         saved = self.table_bytes - self.kept_bytes
         lines += ["", f"{mib(self.kept_bytes)} of {mib(self.table_bytes)} MiB of weights are kept, {mib(saved)} go."]
         if known:
+            of = number_of(self.batches or 0, "batch", "batches")
             lines.append(
-                f"Of the lookups in {self.batches} batches, dead rows: those whose row would have nothing left; dead "
-                "weights: of what they read."
+                f"Of the lookups in {of}, dead rows: those whose row would have nothing left; dead weights: of what "
+                "they read."
             )
         return "\n".join(lines)
 

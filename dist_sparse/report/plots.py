@@ -19,6 +19,7 @@ __all__ = ["figure", "png_files"]
 
 _DPI = 150
 _MAIN, _GONE = "#1d5fc4", "#b3500a"
+_KINDS = {"gone": (_GONE, "removed"), "kept": (_MAIN, "kept"), "both": ("#8a6a4a", "both")}
 _OTHERS = ("#b3500a", "#18794e", "#8a3fb5", "#b02a52")
 _LOOKS: dict[str, dict[str, Any]] = {
     "main": {"color": _MAIN, "linewidth": 2.2, "zorder": 5},
@@ -92,9 +93,10 @@ def _lines(axes: Any, chart: LineChart) -> None:
 
 
 def _scores(axes: Any, chart: ScoreChart) -> None:
-    for piece in chart.bins:
-        gone = piece.low <= chart.threshold
-        axes.bar(piece.low, piece.density, width=piece.high - piece.low, align="edge", color=_GONE if gone else _MAIN)
+    for kind, (colour, label) in _KINDS.items():
+        for i, piece in enumerate(one for one in chart.bins if one.kind(chart.threshold) == kind):
+            wide = piece.high - piece.low
+            axes.bar(piece.low, piece.density, wide, align="edge", color=colour, label=None if i else label)
     axes.set_xscale("log")
     axes.set_xlabel(f"score ({percent(chart.zeros)} of the blocks scored 0 and are not drawn)")
     axes.set_ylabel("blocks per octave")

@@ -23,6 +23,7 @@ once, and that output ends there. :mod:`dist_sparse.report.folder` writes and re
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import operator
 import time
 import warnings
@@ -119,7 +120,7 @@ class RunLog:
         self._before = self._seen = 0 if self._recorder is None else self._recorder.count
         self._steps_of: dict[int, int] = {}
         self._masks_seconds = 0.0
-        self._last = -1
+        self._last, self._closed = -1, False
 
     def step(self, step: int, **values: float | Tensor | None) -> None:
         """Notes the values of one training step, after ``sparsifier.step()``. Local.
@@ -132,8 +133,10 @@ class RunLog:
                 out. Those of rank 0 are written.
 
         Raises:
-            ValueError: ``step`` is no int, or not larger than the last one; a value is not a number.
+            ValueError: ``step`` is no int, or not larger than the last one; a value is not a number; the log is closed.
         """
+        if self._closed:
+            raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
         step = _step(step, self._last)
         given = {name: value for name, value in values.items() if value is not None}
         for name, value in given.items():  # on every rank: an error on rank 0 alone would leave the others waiting
@@ -183,6 +186,7 @@ class RunLog:
             self._shut()
 
     def _shut(self) -> None:
+        self._closed = True
         if self._attached and self._sparsifier is not None:
             self._sparsifier.stop_recording()  # nobody would take what it goes on counting
         self._attached, self._recorder = False, None
@@ -261,12 +265,12 @@ def _check_every(scores_every: int) -> None:
         raise ValueError(f"Invalid {scores_every=}: must be an int >= 1.")
 
 
-def _check(name: str, value: float | Tensor) -> None:
+def _check(name: str, value: object) -> None:
     """Refuses what is no number, without reading a tensor."""
     if isinstance(value, Tensor):
         fits = value.numel() == 1 and not value.is_complex() and not value.is_meta
-    else:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and _is_float(value)
+    else:  # those of NumPy too
+        fits = not isinstance(value, bool) and isinstance(value, numbers.Real) and _is_float(value)
     if not fits:
         raise ValueError(f"Invalid {name}={value!r}: must be a number or a tensor of one.")
 
@@ -275,7 +279,7 @@ def _float(value: float | Tensor) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _is_float(value: float) -> bool:
+def _is_float(value: numbers.Real) -> bool:
     try:
         float(value)
     except OverflowError:

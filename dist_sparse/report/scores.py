@@ -30,6 +30,10 @@ class Bin:
     blocks: int
     density: float
 
+    def kind(self, threshold: float) -> str:
+        """Whether its blocks are ``gone``, ``kept``, or ``both``: some of each."""
+        return "gone" if self.high <= threshold else "kept" if self.low > threshold else "both"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreChart:

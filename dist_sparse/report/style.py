@@ -20,7 +20,7 @@ STYLE = """
 body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
 overflow-wrap:anywhere}
 main,header,footer{max-width:84rem;margin:0 auto;padding:0 1.25rem}
-header{padding-top:1.75rem}footer{padding-bottom:2.5rem;color:var(--soft);font-size:.85rem}
+header{padding-top:1.75rem}footer{padding-top:1rem;padding-bottom:2.5rem;color:var(--soft);font-size:.85rem}
 h1{font-size:1.6rem;line-height:1.2;margin:0 0 .35rem}h2{font-size:1.15rem;margin:2.25rem 0 .75rem}
 h3{font-size:1rem;margin:0}p{margin:.2rem 0}.soft,figcaption p,.none{color:var(--soft);font-size:.85rem}
 .warn{background:var(--warnbg);color:var(--warn);padding:.5rem .8rem;border-radius:.5rem;margin:.8rem 0}

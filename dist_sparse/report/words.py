@@ -10,7 +10,7 @@ import html
 
 from dist_sparse.text import printable
 
-__all__ = ["amount", "count", "duration", "escape", "percent", "size"]
+__all__ = ["amount", "count", "duration", "escape", "number_of", "percent", "size"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -25,6 +25,11 @@ def amount(value: float) -> str:
 def count(value: int) -> str:
     """All digits, in groups of three: ``53,562``."""
     return f"{value:,}"
+
+
+def number_of(value: int, noun: str, nouns: str | None = None) -> str:
+    """``1 table``, ``1,200 tables``; ``nouns`` where an s is not enough."""
+    return f"{count(value)} {noun if value == 1 else nouns or noun + 's'}"
 
 
 def percent(share: float | None) -> str:

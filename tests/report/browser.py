@@ -76,7 +76,7 @@ class Browser:
 
     def screenshot(self, file: Path, height: int | None = None) -> None:
         """A PNG of the whole page, or of its upper part; for those who want to look themselves."""
-        size = self.value("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+        size = self.value("[window.innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": size[0], "height": min(size[1], height or size[1]), "scale": 1}
         came = self._do("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(came["data"]))

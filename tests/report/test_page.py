@@ -20,7 +20,7 @@ from dist_sparse.report.page import page, write_report
 from dist_sparse.report.plots import figure
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.scores import ScoreChart
-from dist_sparse.report.words import amount, duration, percent, size
+from dist_sparse.report.words import amount, duration, number_of, percent, size
 from tests.report.folders import DRIVING, HOSTILE, edit, write_many
 from tests.report.test_run_log import train
 
@@ -217,6 +217,9 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--no-png"]) == 0
     said = capsys.readouterr().out
     assert "50.0 % of 20 blocks" in said and str(folder / "report.html") in said
+    assert (
+        len({line.find(text) for line in said.splitlines() for text in ("50.0 % of", str(folder / "rep"))} - {-1}) == 1
+    )
     assert main(["report", str(folder), "--no-png", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
     assert main(["report", str(folder / "none")]) == 1
@@ -235,9 +238,36 @@ def test_ticks() -> None:
     assert log_ticks(-2, 0) == [0.01, 0.03, 0.1, 0.3, 1]
     assert log_ticks(-0.9, 0) == [0.2, 0.5, 1]
     assert len(log_ticks(-30, 8)) <= 6
+    assert log_ticks(-0.1, 0.3) == [1, 1.5] and log_ticks(0, 0.04) == [1, 1.025, 1.05, 1.075]
+
+
+def test_a_table_and_a_step_by_themselves(folder: Path, tmp_path: Path) -> None:
+    """No "1 tables", and no half steps below a chart of two."""
+    assert "in 1 registered table<" in (text := page_of(read_run(folder))) and "<h2>The one table</h2>" in text
+    with RunLog(tmp_path / "two") as log:
+        for step in range(2):
+            log.step(step, loss=step)
+    drawn = page_of(read_run(tmp_path / "two"))
+    assert re.findall(r"<span style=\"left:[^>]*>([^<]*)</span>", drawn) == ["0", "1"]
+
+
+def test_a_png_tells_bars_apart_that_are_removed_in_part(folder: Path) -> None:
+    [chart] = [chart for chart in charts(read_run(folder)) if isinstance(chart, ScoreChart)]
+    kinds = {piece.kind(chart.threshold) for piece in chart.bins}
+    drawn = figure(chart).axes[0]
+    assert len({bar.get_facecolor() for bar in drawn.patches}) == len(kinds) > 1
+    said = drawn.get_legend_handles_labels()[1]
+    assert len(said) == len(set(said)) and {"kept", "both"} <= {*said}
+
+
+def test_a_page_that_the_disk_has_no_room_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--no-png", "--out", "/dev/full"]) == 1
+    assert "No space left on device: '/dev/full'" in capsys.readouterr().err
 
 
 def test_words() -> None:
+    assert [number_of(v, "table") for v in (0, 1, 1200)] == ["0 tables", "1 table", "1,200 tables"]
+    assert number_of(2, "batch", "batches") == "2 batches"
     assert [amount(v) for v in (0.699, 1385728.0, -1.2346e-7, 0.0, 47.6953)] == [
         *("0.6990", "1,385,728", "-1.235e-07", "0", "47.70")
     ]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -87,6 +88,7 @@ def test_a_run(tmp_path: Path) -> None:
     name = table["name"]
     assert (6, 0.5) in [(step, told[f"sparsity/{name}"]) for step, told in heard.told if f"sparsity/{name}" in told]
     assert [step for step, told in heard.told if "loss" in told] == list(range(9))
+    assert len([told for _, told in heard.told if "loss" not in told]) == 3, "one call a due step, however many tables"
 
 
 def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
@@ -240,7 +242,17 @@ def test_bad_values(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"Invalid step=.*: must be an int >= 0"):
             log.step(bad)  # type: ignore[arg-type]
     log.close()
+    with pytest.raises(ValueError, match="is closed: it takes no step 5"):
+        log.step(5, loss=1.0)
     assert [line["kind"] for line in lines_of(tmp_path)] == ["values", "end"]
+
+
+def test_numbers_of_numpy(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.step(np.int64(1), loss=np.float32(0.5), hits=np.int32(3), auc=np.float64(0.25))
+        with pytest.raises(ValueError, match="Invalid loss="):
+            log.step(2, loss=np.bool_(True))
+    assert lines_of(tmp_path)[0]["values"] == {"loss": 0.5, "hits": 3.0, "auc": 0.25}
 
 
 def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
