@@ -59,8 +59,8 @@ def post_training_sparse_quantize(
         ImportError: FBGEMM is not installed.
         AssertionError: ``select_embeddings`` is not a list, or holds a module of another type or of another model.
         ValueError: ``sparsify_first`` is no bool, there is nothing to quantize, or a table can't be (sharded, max_norm,
-            mode "max", shared with something else, NaN, ...). These errors, and all of the sparsifier's, leave the model
-            as it was.
+            mode "max", shared with something else, NaN, ...). These errors, and all of the sparsifier's, leave the
+            model as it was.
     """
     grid.fbgemm()
     if not isinstance(sparsify_first, bool):  # a list of embeddings, say, which would mean all of them
