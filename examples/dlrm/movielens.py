@@ -64,9 +64,8 @@ def fetch(cache: Path = CACHE) -> Path:
         for name, expected in _ROWS.items():
             _table(new / name, expected)
         folder.mkdir(exist_ok=True)
-        for (
-            name
-        ) in _ROWS:  # file by file and last of all: a folder with all three is a whole one, whoever else is fetching
+        # File by file and last of all: a folder with all three is a whole one, whoever else is fetching.
+        for name in _ROWS:
             os.replace(new / name, folder / name)
     return folder
 

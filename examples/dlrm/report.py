@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dist_sparse.text import table_lines
 from dlrm.train import Result, TableRow
 
 __all__ = ["overhead", "runs_table", "tables_table"]
@@ -27,14 +28,14 @@ def tables_table(tables: Sequence[TableRow]) -> str:
                 str(table.kept_bytes),
             )
         )
-    return _aligned(head, lines, left=(0, 2))
+    return "\n".join(table_lines(head, lines, right=(1, 3, 4, 5, 6, 7)))
 
 
 def runs_table(results: Sequence[Result]) -> str:
     """One line per run."""
     head = ("run", "AUC", "NE", "table bytes", "ms/step")
     lines = [(r.name, f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results]
-    return _aligned(head, lines, left=(0,))
+    return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4)))
 
 
 def overhead(sparse: Result) -> str:
@@ -44,15 +45,3 @@ def overhead(sparse: Result) -> str:
         f"{sparse.enforce_ms:.2f} ms to keep removed weights at 0, {sparse.masks_ms:.2f} ms to move the masks.\n"
         f"Read at the end: all {sparse.removed} removed weights are 0."
     )
-
-
-def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-    text = []
-    for line in (head, ["-" * width for width in widths], *lines):
-        cells = (
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        text.append("  ".join(cells).rstrip())
-    return "\n".join(text)
