@@ -1,7 +1,7 @@
 """How do tests start the launcher, and how do they find what it leaves behind?
 
 Every process of a test's job has the test's own mark in its environment, so that survivors are found through /proc,
-whatever session or parent they have. Jobs end by themselves in a minute at most, also if the launcher is broken.
+whatever session or parent they have. Jobs end by themselves in five minutes at most, also if the launcher is broken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["LAUNCH", "ROOT", "Job", "alive", "finish", "job", "script", "wait_fo
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = (sys.executable, "-m", "launch")
-TIMEOUT = 90.0
+TIMEOUT = 300.0
 
 
 class Job(NamedTuple):
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 def script(folder: Path, text: str) -> str:
-    """A script of a rank: it knows `rank`, `say(name)` writes a file, and it does not outlive a minute."""
+    """A script of a rank: it knows `rank`, `say(name)` writes a file, and it does not outlive five minutes."""
     head = (
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
@@ -50,7 +50,7 @@ def script(folder: Path, text: str) -> str:
         "    part = Path(os.environ['FOLDER'], name + '.part')\n"
         "    part.write_text(text)\n"
         "    part.rename(part.with_suffix(''))\n"
-        "signal.alarm(60)\n"
+        "signal.alarm(300)\n"
     )
     path = folder / "job.py"
     path.write_text(head + text)
