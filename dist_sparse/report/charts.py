@@ -7,6 +7,7 @@ a chart stays small: a line has at most 400 points, a chart the lines of at most
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ MOST_TABLES = 30
 """In one chart: the largest."""
 
 _MOST_POINTS, _MOST_OTHERS = 400, 12
+_HUGE = 1e300
+"""Larger values are drawn as this, so that differences and sums are finite."""
+
 _SMOOTHED = 30
 """A line with more points is drawn faintly, below a running mean."""
 
@@ -84,7 +88,7 @@ def charts(run: Run) -> list[Chart]:
         found += _changes(run, totals)
     if (time := _time(run)) is not None:
         found.append(time)
-    return [chart for chart in found if not isinstance(chart, LineChart) or chart.lines]
+    return _named_apart([chart for chart in found if not isinstance(chart, LineChart) or chart.lines])
 
 
 def shown_tables(run: Run) -> list[str]:
@@ -237,7 +241,7 @@ def _thin_lines(run: Run) -> str:
 
 
 def _smoothed(name: str, series: Series, role: str, named: bool) -> list[Line]:
-    points: list[Point] = [(float(step), value) for step, value in series]
+    points: list[Point] = [(float(s), None if y is None else min(max(y, -_HUGE), _HUGE)) for s, y in series]
     called = name if role == "other" or not named else "this run"
     if len(points) <= _SMOOTHED:
         return [Line(name=called, role=role, points=_thinned(points))]
@@ -272,6 +276,18 @@ def _drawn(lines: Sequence[Line]) -> tuple[Line, ...]:
 def _not_finite(series: Series) -> str:
     lost = [step for step, value in series if value is None]
     return f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}." if lost else ""
+
+
+def _named_apart(found: list[Chart]) -> list[Chart]:
+    """Keys name files: two that differ in punctuation or case only would be one."""
+    named: dict[str, Chart] = {}
+    for chart in found:
+        key, number = chart.key, 1
+        while key.lower() in named:
+            number += 1
+            key = f"{chart.key}_{number}"
+        named[key.lower()] = dataclasses.replace(chart, key=key)
+    return list(named.values())
 
 
 def _key(kind: str, name: str) -> str:

@@ -27,6 +27,9 @@ from dist_sparse.sparsifiers.record import MaskChange, StepRecord
 
 __all__ = ["DueStep", "Run", "Series", "Spent", "read_run"]
 
+_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading something else than a RunLog writes may raise."""
+
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
 
@@ -119,7 +122,7 @@ def _read(folder: Path) -> Run:
     for number, line in enumerate(read_lines(lines), start=1):
         try:
             reader.take(line)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except _WRONG as error:
             raise ValueError(f"{lines}, line {number} is none that RunLog writes: {error!r}.") from error
     try:
         return Run(
@@ -130,7 +133,7 @@ def _read(folder: Path) -> Run:
             config=dict(about["config"]),
             **reader.read(),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except _WRONG as error:
         raise ValueError(f"{file} is none that RunLog writes: {error!r}.") from error
 
 
@@ -299,8 +302,8 @@ def _optional(read: Any, value: Any) -> Any:
 
 
 def _int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is not an int")
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
+        raise TypeError(f"{value!r} is not an int of 64 bits")
     return value
 
 

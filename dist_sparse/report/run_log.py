@@ -77,8 +77,8 @@ class RunLog:
             is worth showing is written, also when the log is closed.
 
     Raises:
-        ValueError: the folder has a log and ``resume`` is False, or another format; ``config`` is not JSON;
-            ``scores_every`` is no such number; on every rank, and nothing is written. Collective.
+        ValueError: the folder has a log and ``resume`` is False, or another format; ``config`` is not JSON; an argument
+            is of another type, or ``scores_every`` no such number; on every rank, and nothing is written. Collective.
     """
 
     def __init__(
@@ -95,15 +95,16 @@ class RunLog:
         self.folder = Path(folder)
         self._sparsifier, self._enforcer = sparsifier, enforcer
         self._speaks = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        self._sinks = tuple(sinks) if self._speaks else ()
+        self._sinks: tuple[Sink, ...] = ()
         self._file: LogFile | None = None
         self._scores, self._unwritten = Latest(), dict[str, None]()
         self._scores_every, self._scores_from = scores_every, 0
         error: Exception | None = None
         try:
-            _check_every(scores_every)
+            _check_arguments(sparsifier, enforcer, config, sinks, scores_every)
             if self._speaks:
                 self._file = open_log(self.folder, dict(config or {}), resume)
+                self._sinks = tuple(sinks)
         except Exception as fault:
             error = fault
         self._recorder: Recorder | None = None
@@ -253,14 +254,19 @@ def _step(step: int, last: int) -> int:
         known = -1 if isinstance(step, bool) else operator.index(step)  # ints of NumPy too
     except TypeError:
         known = -1
-    if known < 0:
-        raise ValueError(f"Invalid {step=}: must be an int >= 0.")
+    if not 0 <= known < 2**63:
+        raise ValueError(f"Invalid {step=}: must be an int >= 0 of 64 bits.")
     if not known > last:
         raise ValueError(f"Invalid {step=}: the last one was {last}.")
     return known
 
 
-def _check_every(scores_every: int) -> None:
+def _check_arguments(sparsifier: object, enforcer: object, config: object, sinks: object, scores_every: object) -> None:
+    kinds: dict[str, tuple[object, type]] = {"config": (config, Mapping), "sinks": (sinks, Sequence)}
+    kinds |= {"sparsifier": (sparsifier, BaseDataSparsifier), "enforcer": (enforcer, MaskEnforcer)}
+    for name, (given, kind) in kinds.items():
+        if not isinstance(given, kind) and (given is not None or name == "sinks"):
+            raise ValueError(f"Invalid {name} of type {type(given).__name__}: must be a {kind.__name__}.")
     if not isinstance(scores_every, int) or isinstance(scores_every, bool) or scores_every < 1:
         raise ValueError(f"Invalid {scores_every=}: must be an int >= 1.")
 

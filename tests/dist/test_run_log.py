@@ -115,6 +115,8 @@ def several_due_steps_wait() -> None:
 
 def refused_on_every_rank() -> None:
     folder = shared_folder()
+    with pytest.raises(ValueError, match=r"rank 0: ValueError: Invalid sinks of type NoneType"):
+        RunLog(folder, sinks=None if dist.get_rank() == 0 else ())  # type: ignore[arg-type]
     RunLog(folder).close()
     with pytest.raises(ValueError, match=r"rank 0: ValueError: .* holds the log of a run"):
         RunLog(folder)

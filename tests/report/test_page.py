@@ -260,6 +260,23 @@ def test_a_png_tells_bars_apart_that_are_removed_in_part(folder: Path) -> None:
     assert len(said) == len(set(said)) and {"kept", "both"} <= {*said}
 
 
+def test_names_that_make_one_file_name(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for step in range(2):
+            log.step(step, **{"a/b": step, "a b": step, "A_B": step, "a b_2": step})
+    keys = [chart.key for chart in charts(read_run(tmp_path))]
+    assert len({key.lower() for key in keys}) == 4, keys
+
+
+@pytest.mark.parametrize("steps", [3, 60])
+def test_values_at_the_ends_of_float64(steps: int, tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for step in range(steps):
+            log.step(step, loss=1.7e308 * (1 if step % 2 else -1))
+    assert "inf" not in re.findall(r'<path class="[^"]*" d="([^"]*)"', page_of(read_run(tmp_path)))[-1]
+    assert write_report(tmp_path).is_file()
+
+
 def test_a_page_that_the_disk_has_no_room_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--no-png", "--out", "/dev/full"]) == 1
     assert "No space left on device: '/dev/full'" in capsys.readouterr().err

@@ -142,6 +142,9 @@ def test_folders_without_a_run(folder: Path, tmp_path: Path) -> None:
         read_run(folder)
 
 
+_NO_BLOCK = {"dtype": "float32", "shape": [1, 1], "name": "", "sharding": "", "shards": 1, "sparse_block_shape": []}
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
@@ -149,6 +152,9 @@ def test_folders_without_a_run(folder: Path, tmp_path: Path) -> None:
         ("values", {"step": "3"}, "'3' is not an int"),
         ("values", {"values": {"loss": "low"}}, "'low' is not a finite number"),
         ("values", {"values": 3}, "no attribute 'items'"),
+        ("values", {"values": {"loss": 10**400}}, "too large to convert to float"),
+        ("values", {"step": 2**63}, "is not an int of 64 bits"),
+        ("end", {"tables": [_NO_BLOCK]}, "index out of range"),
         ("masks", {"tables": [{"name": "t"}]}, "'target'"),
         ("masks", {"seconds": None}, "None is not a finite number"),
         ("end", {"tables": [{"dtype": "nn"}]}, "dtype 'nn'"),

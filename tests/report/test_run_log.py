@@ -230,6 +230,9 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 def test_bad_values(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON serializable"):
         RunLog(tmp_path / "none", config={"model": nn.Linear(1, 1)})
+    for wrong in ({"config": [1]}, {"sinks": None}, {"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}):
+        with pytest.raises(ValueError, match=f"Invalid {next(iter(wrong))} of type .*: must be a "):
+            RunLog(tmp_path / "none", **wrong)  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
     log = RunLog(tmp_path)
     log.step(3, loss=1.0)
@@ -238,7 +241,7 @@ def test_bad_values(tmp_path: Path) -> None:
     for bad in ("high", torch.zeros(2), True, 10**400, torch.zeros(1, dtype=torch.complex64)):
         with pytest.raises(ValueError, match="Invalid loss="):
             log.step(4, loss=bad)  # type: ignore[arg-type]
-    for bad in (4.5, "4", True, -1):
+    for bad in (4.5, "4", True, -1, 2**63):
         with pytest.raises(ValueError, match=r"Invalid step=.*: must be an int >= 0"):
             log.step(bad)  # type: ignore[arg-type]
     log.close()
