@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -257,7 +258,14 @@ def _count(tensor: Tensor) -> None:
 
 
 def _encode(value: Json) -> bytes:
-    return json.dumps(value, sort_keys=True, default=lambda other: f"<{type(other).__name__}>").encode()
+    return json.dumps(value, sort_keys=True, default=_as_json).encode()
+
+
+def _as_json(value: object) -> Json:
+    """Numbers of NumPy as Python's; of anything else the type, which is as much as ranks can compare."""
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return f"<{type(value).__name__}>"
 
 
 def _digest(value: Json) -> int:

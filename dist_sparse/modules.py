@@ -266,10 +266,11 @@ def _named(found: list[_Found]) -> list[tuple[str, _Found]]:
 def _patterns(patterns: Patterns | bool) -> tuple[str, ...]:
     if patterns is None:
         return ()
-    given = (patterns,) if isinstance(patterns, str) else patterns
-    if isinstance(given, bool) or not all(isinstance(pattern, str) for pattern in given):
+    if isinstance(patterns, str):
+        return (patterns,)
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"Invalid patterns {patterns!r}: must be a string or a sequence of strings.")
-    return tuple(given)
+    return tuple(patterns)
 
 
 def _matching(

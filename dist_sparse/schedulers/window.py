@@ -73,7 +73,10 @@ class ReadyDataScheduler(BaseDataScheduler):
         """
         before = dict(self.__dict__)
         try:
-            super().load_state_dict(state_dict)
+            try:
+                super().load_state_dict(state_dict)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                self._refuse(ValueError(f"Invalid state of {type(self).__name__}: {error}."))
             self._check_plan_everywhere({**self.base_param, **self.data_sparsifier.data_groups})
             values = self._agreed_values()
         except BaseException:
@@ -124,7 +127,7 @@ class ReadyDataScheduler(BaseDataScheduler):
                 raise ValueError(
                     f"Invalid names or globs {unmatched}: must match data of the sparsifier, which has {list(names)}."
                 )
-        except ValueError as error:
+        except Exception as error:
             self._refuse(error)
 
     def _check_plan(self) -> None:

@@ -285,10 +285,13 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
             names: which; None is all.
 
         Raises:
-            ValueError: a name is unknown; nothing is squashed.
+            ValueError: a name is unknown, or a mask does not fit its data; nothing is squashed.
         """
         for name in names or ():
             self._known(name)
+        for name in self.state if names is None else names:
+            if name in self.state:
+                getattr(self._container, name)  # raises if it can't be masked
         if any(name in self._tables for name in (self.data_groups if names is None else names)):
             located = self._tables.locate()
             self._tables.follow(located)

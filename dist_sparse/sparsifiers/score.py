@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,18 +103,18 @@ class ScoreSparsifier(BaseDataSparsifier):
         zeros = config["zeros_per_block"]
         if zeros is None:
             zeros = area
-        if not isinstance(zeros, int) or not 0 <= zeros <= area:
+        if not isinstance(zeros, numbers.Integral) or not 0 <= int(zeros) <= area:
             raise ValueError(
                 f"Invalid zeros_per_block={zeros!r} of {data.name!r}: must be an int in [0, {area}], "
                 f"the area of the block {block}."
             )
         level = config["sparsity_level"]
-        if not isinstance(level, (int, float)) or math.isnan(level):
+        if not isinstance(level, numbers.Real) or math.isnan(level):
             raise ValueError(f"Invalid sparsity_level={level!r} of {data.name!r}: must be a number.")
         grid = grid_of(Rect(0, 0, *data.shape), block)
         blocks = grid.rows * grid.cols
-        k = round(min(max(level, 0.0), 1.0) * blocks) if zeros else 0
-        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=self._measure(data.name, config))
+        k = round(min(max(float(level), 0.0), 1.0) * blocks) if zeros else 0
+        return Goal(data=data, block=block, k=k, zeros=max(int(zeros), 1), measure=self._measure(data.name, config))
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Whole blocks stay whole when a user gives another block and says nothing of zeros_per_block."""

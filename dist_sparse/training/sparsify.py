@@ -5,6 +5,7 @@ A sparsifier, a schedule and an enforcer with the choices that most models want;
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,11 +104,16 @@ def sparsify(
         ValueError, AssertionError: as the three parts do; nothing is left attached. What one rank alone is told wrong
             is an error on every rank.
     """
-    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm=norm)
+    error: Exception | None = None
+    try:
+        _check(level, schedule)
+        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm=norm)
+    except Exception as fault:
+        error = fault
+    group_over(world_ranks()).agree("sparsify()", {}, error)
     sparsifier.add_model(model, include=include, exclude=exclude, dense=dense)
     every = min(every, max(end - begin, 1)) if isinstance(end, int) and isinstance(begin, int) else every
     scheduler = schedule(sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=every)
-    error: Exception | None = None
     enforcer = MaskEnforcer(sparsifier, optimizer_state)
     try:
         enforcer.attach(optimizer)
@@ -119,3 +125,12 @@ def sparsify(
         enforcer.detach()
         raise
     return SparseTraining(sparsifier, scheduler, enforcer)
+
+
+def _check(level: object, schedule: object) -> None:
+    """Refuses what the schedule would refuse under another name, or not at all."""
+    levels = level if isinstance(level, Mapping) else {"*": level}
+    if not levels or not all(isinstance(one, numbers.Real) and 0 <= float(one) <= 1 for one in levels.values()):
+        raise ValueError(f"Invalid {level=}: must be a number in [0, 1], or such numbers by name or glob.")
+    if not callable(schedule):
+        raise ValueError(f"Invalid {schedule=}: must be the class of a ready scheduler.")

@@ -43,6 +43,18 @@ class TestMendedBugs:
         assert sparsifier.get_mask("a").sum(1).tolist() == [0, 2, 2]
         assert sparsifier.get_mask("b").sum(1).tolist() == [0, 0, 2]
 
+    def test_all_names_are_squashed_or_none(self) -> None:
+        a, b = torch.ones(2, 2), torch.ones(2, 2)
+        sparsifier = Ours([("a", a), ("b", b)])
+        sparsifier.get_mask("a").zero_()
+        sparsifier.get_mask("b").data = torch.zeros(3)
+        with pytest.raises(ValueError, match="does not fit"):
+            sparsifier.squash_mask()
+        assert torch.equal(a, torch.ones(2, 2)) and torch.equal(sparsifier.get_data("a"), a)
+        sparsifier.get_mask("b").data = torch.zeros(2, 2)
+        sparsifier.squash_mask()
+        assert not a.any() and not b.any()
+
     def test_bug_3_squash_all_when_some_are(self) -> None:
         a, b = torch.ones(3, 2), torch.ones(3, 2)
         sparsifier = Ours([("a", a), ("b", b)])

@@ -12,6 +12,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -139,7 +140,7 @@ class TestMask:
         mask = mask_of(library, random(blocks, 4), sparsity_level=0.5)
         assert int((mask.sum(1) == 0).sum()) == removed
 
-    @pytest.mark.parametrize("level, kept", [(0.0, 64), (-5.0, 64), (1.0, 0), (3.0, 0)])
+    @pytest.mark.parametrize("level, kept", [(0.0, 64), (-5.0, 64), (1.0, 0), (3.0, 0), (np.float32(0.5), 32)])
     def test_level_is_clipped(self, library: Any, level: float, kept: int) -> None:
         assert mask_of(library, random(8, 8), sparsity_level=level).sum() == kept
 

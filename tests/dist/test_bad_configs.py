@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,11 @@ def other_config(bad: int, key: str, value: Any) -> None:
 
 def other_level(bad: int) -> None:
     other_config(bad, "sparsity_level", 0.75)
+
+
+def other_level_of_numpy(bad: int) -> None:
+    """It is compared by its value, not by its type."""
+    other_config(bad, "sparsity_level", np.float32(0.75))
 
 
 def other_block(bad: int) -> None:
@@ -165,6 +171,7 @@ CASES: dict[str, Callable[[int], None]] = {
     case.__name__: case
     for case in (
         other_level,
+        other_level_of_numpy,
         other_block,
         other_zeros,
         unknown_level,

@@ -302,6 +302,10 @@ def check_one_call() -> None:
     resumed = sparsify(again, whole.optimizers(again), **plan)
     resumed.load_state_dict(states[0])
     assert resumed.scheduler.last_epoch == 6
+    rank = dist.get_rank()
+    for wrong in ({"norm": "L3"}, {"level": 2}, {"schedule": None}, {"include": 3}, {"block": 3}):
+        with pytest.raises(ValueError, match="rank 1: "):
+            sparsify(again, whole.optimizers(again), **(plan | wrong if rank == 1 else plan))
     check_zero(pieces(again, False), masks_of(resumed.sparsifier, pieces(again, False)))
 
 

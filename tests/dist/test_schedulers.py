@@ -247,6 +247,9 @@ def load_of_another_step_is_refused() -> None:
     refused(
         lambda: scheduler.load_state_dict({**before, "every": per_rank(1, 0)}), "rank 1: ValueError: Invalid every=0"
     )
+    refused(lambda: scheduler.load_state_dict(per_rank(before, None)), "rank 1: ValueError: Invalid state of CubicData")
+    refused(lambda: scheduler.load_state_dict({**before, "every": per_rank("x", 1)}), "rank 0: ValueError: Invalid ev")
+    refused(lambda: scheduler.load_state_dict({**before, "last_epoch": per_rank(4, "x")}), "rank 1: ")
     assert scheduler.state_dict() == before and levels(sparsifier) == {"a": 0.0}
     scheduler.load_state_dict({**before, "last_epoch": 8})
     assert levels(sparsifier) == {"a": 0.8}

@@ -149,7 +149,11 @@ class TestSparsify:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"level": 1.5}, r"final=1\.5: a sparsity_level must be in \[0, 1\]"),
+            ({"level": 1.5}, r"Invalid level=1\.5: must be a number in \[0, 1\]"),
+            ({"level": None}, "Invalid level=None"),
+            ({"level": {"bag": 0.5, "emb": float("nan")}}, r"Invalid level=\{'bag': 0\.5, 'emb': nan\}"),
+            ({"level": {}}, r"Invalid level=\{\}"),
+            ({"schedule": None}, "Invalid schedule=None"),
             ({"level": {"nothing": 0.5}}, "must match data of the sparsifier"),
             ({"end": -1}, r"Invalid end=-1"),
             ({"begin": 5, "end": 4}, r"Invalid end=4"),
@@ -159,6 +163,7 @@ class TestSparsify:
             ({"every": 2.5}, r"Invalid every=2\.5"),
             ({"block": (0, 4)}, "sparse_block_shape"),
             ({"include": "nothing"}, "matches none of the tables"),
+            ({"include": 3}, "Invalid patterns 3"),
             ({"optimizer_state": "drop"}, "Invalid optimizer_state='drop'"),
             ({"optimizer": None}, "Invalid optimizer of type NoneType"),
             ({"optimizer": []}, "No optimizer given steps 'bag'"),
