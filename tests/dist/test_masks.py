@@ -66,8 +66,8 @@ def check_cell(case: tuple[str, int]) -> None:
             for pattern in WEIGHTS[norm]:
                 level = LEVELS[turn % len(LEVELS)] if pattern is not _ties else 0.5
                 turn += 1
-                set_weights(model, {table: pattern(full) for table, full in original.items()})
-                before = gathered(model)
+                before = {table: pattern(full).clone() for table, full in original.items()}
+                set_weights(model, before)
                 for group in sparsifier.data_groups.values():
                     group["sparsity_level"] = level
                 sparsifier.step()
