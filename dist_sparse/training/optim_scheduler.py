@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.training.backward import Backward, Claim, Peers
+from dist_sparse.training.backward import Peers
+from dist_sparse.training.optim_backward import take_gradients, takes_over
 from dist_sparse.training.optim_checks import (
     check_alone,
     check_arguments,
@@ -146,7 +147,7 @@ class OptimScheduler(abc.ABC):
         self._unfinished = 0
         self._standing = True
         self._peers = Peers(model)
-        replaced = [peer for peer in self._peers if self._takes_over(peer)]
+        replaced = [peer for peer in self._peers if takes_over(self, peer)]
         check_alone(self, [peer for peer in self._peers if peer._standing and peer not in replaced])
         for peer in replaced:
             peer._standing, peer._early = False, None
@@ -227,7 +228,7 @@ class OptimScheduler(abc.ABC):
         due = self._due(step_num)
         with clock(["loss_backward_time", optim_name]):
             if due:
-                self._backward(losses, step_num, epoch_num)
+                take_gradients(self, losses, step_num, epoch_num)
                 self._unfinished = 0 if step_num % self.accum_grad == 0 else self._unfinished + 1
         with clock(["optim_time", optim_name]):
             if due and step_num % self.accum_grad == 0 and update(self, self._real_step(step_num), logger):
@@ -293,72 +294,6 @@ class OptimScheduler(abc.ABC):
         if not isinstance(loss, Tensor):
             raise ValueError(f"Invalid loss {name!r} of type {type(loss).__name__}: must be a tensor.")
         return loss
-
-    def _claim(self, losses: Mapping[str, Tensor], step_num: int) -> Claim:
-        loss = self._loss(losses)
-        return Claim(
-            owner=self,
-            parameters=self._owned.parameters,
-            whole=self._owned.whole,
-            loss=loss,
-            parts=self.accum_grad,
-            scaled=self.scaler.scale if self.scaler is not None else lambda loss: loss,
-            scale=None if self.scaler is None else id(self.scaler),
-            reduced=step_num % self.accum_grad == 0,
-        )
-
-    def _joins(self, losses: Mapping[str, Tensor], step_num: int, first: OptimScheduler) -> bool:
-        """Whether a backward that ``first`` makes now should be for this object too. One that was not stepped since
-        somebody last did it the favour may come back, so that it is done again."""
-        known = (self.optim_loss or "loss") in losses
-        return self._beside(first) and known and self._turn != step_num and self._due(step_num)
-
-    def _beside(self, other: OptimScheduler) -> bool:
-        """Whether this object is still expected to be stepped beside another one."""
-        return self._standing and not (self._early is not None and other._takes_over(self))
-
-    def _takes_over(self, other: OptimScheduler) -> bool:
-        """Whether this object is in charge of all that another is, by the same loss. Then, if this one is newer, or is
-        stepped and the other was not since, the other is not expected any more (a notebook's last cell may hold it),
-        until it is stepped."""
-        mine = {id(part) for part in (*self._owned.parameters, *self._owned.fused)}
-        theirs = {id(part) for part in (*other._owned.parameters, *other._owned.fused)}
-        return theirs <= mine and (self.optim_loss or "loss") == (other.optim_loss or "loss")
-
-    def _backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        self._standing = True
-        claim = self._claim(losses, step_num)
-        lr = self._next_lr(step_num, epoch_num)
-        if self._early is not None and self._early[0] is claim.loss:
-            for parameter, grad in zip(claim.parameters, self._early[1], strict=True):
-                parameter.grad = grad
-            self._set_lr(lr)
-            self._early, self._turn = None, step_num
-            return
-        others = [peer for peer in self._peers if peer is not self and peer._joins(losses, step_num, self)]
-        claims = [claim, *(peer._claim(losses, step_num) for peer in others)]
-        backward = Backward(
-            self.model, claims, fused=self._fused, gathered=self._gathered, replicating=self._replicating
-        )
-        moving = [peer for peer in self._peers if peer._owned.moves_in_backward and peer is not self]
-        if any(peer not in others and peer._beside(self) for peer in moving):
-            raise ValueError(
-                "Fused tables move inside every backward, but the OptimScheduler in charge of them is not due at "
-                f"{step_num=}, or has no part in this loss. Give all the same losses and step_per_update, and delete "
-                "those that are no longer stepped."
-            )
-        lrs = [(peer, peer._next_lr(step_num, epoch_num)) for peer in moving if peer in others]
-        self._early, self._turn = None, step_num
-        for peer, its in [*lrs, (self, lr)]:
-            peer._set_lr(its)
-        try:
-            with self._unsynchronized(step_num):
-                for peer, gradients in backward.run().items():
-                    peer._early = (peer._loss(losses), gradients)
-        except BaseException:  # out of memory, say: what it has left are the gradients of some layers
-            for peer in (self, *others):
-                peer._drop()
-            raise
 
     def _drop(self) -> None:
         """Forgets the gradients of a real step that is not finished."""

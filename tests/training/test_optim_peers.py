@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dist_sparse import OptimScheduler
 from dist_sparse.training.backward import Peers
+from dist_sparse.training.optim_backward import joins
 from tests.training.optim_loop import Steady, Two, batch, copied, same, train
 
 LR = 0.1
@@ -189,7 +190,7 @@ def test_one_whose_place_was_taken_is_left_out() -> None:
     later = over(alone, None)
     assert close(got, train(alone, [later], 5, first=3))
     assert first._early is not None and len(taken) == 3
-    assert not first._joins(model(batch(6)), 6, second)
+    assert not joins(first, model(batch(6)), 6, second)
 
 
 def test_a_load_forgets_what_was_taken_for_it() -> None:
