@@ -327,6 +327,24 @@ def check_foreign(views: bool) -> None:
     assert torch.equal(model.module.decoder.weight.grad, kept)
 
 
+def check_ignored(which: str) -> None:
+    """What DDP leaves to its rank keeps the gradient of that rank; the rest is averaged."""
+    model, alone = Two(), Two()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["decoder.weight"])
+    wrapped = DistributedDataParallel(model)
+    pair = made(wrapped, plans(which))
+    losses = wrapped(batch(dist.get_rank()))
+    for scheduler in pair:
+        scheduler.step(losses, None, "a", 1, 1)
+    of_rank = [alone(batch(rank)) for rank in range(WORLD)]
+    names, late = [name for name, _ in alone.named_parameters()], "other" if which == "two losses" else "loss"
+    for name, parameter in zip(names, alone.parameters(), strict=True):
+        loss = late if name.startswith("decoder") else "loss"
+        grads = [torch.autograd.grad(losses[loss], parameter, retain_graph=True)[0] for losses in of_rank]
+        grad = grads[dist.get_rank()] if name == "decoder.weight" else sum(grads) / WORLD
+        assert torch.allclose(model.get_parameter(name), parameter - 0.2 * grad, atol=1e-6), name
+
+
 CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     "unused, foreign: in one step": (check_unused_and_foreign, ((True, True), (False, False)) * 2),
     "unused, foreign: on one rank": (check_unused_and_foreign, ((False, True), (False, False)) * 2),
@@ -342,6 +360,8 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     },
     "foreign": (check_foreign, False),
     "foreign, views": (check_foreign, True),
+    "ignored: one loss": (check_ignored, "one loss"),
+    "ignored: two losses": (check_ignored, "two losses"),
     "refused": (check_refused, None),
 }
 
