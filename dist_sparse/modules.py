@@ -80,6 +80,10 @@ class ModelTables:
         """
         return [found.locate(name) for name, found in self._select()]
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """The pieces of the selected tensors on this rank, by name."""
+        return {data.name: [shard.tensor for shard in data.shards] for data in self.locate()}
+
     def _select(self) -> list[tuple[str, _Found]]:
         everything = _named(list(_Walk(self.model).find(self.model)))
         tables = [(name, found) for name, found in everything if not found.dense]

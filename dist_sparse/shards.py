@@ -142,6 +142,10 @@ class Source(Protocol):
         """Its tensors as they lie now. Does not communicate; the same names in the same order on every rank."""
         ...
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """This rank's pieces alone, by name: what a thousand names can be asked for at each of a thousand calls."""
+        ...
+
 
 def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     """A user's ``sparse_block_shape`` as two ints, with ``ROW`` resolved for a matrix of ``shape``.

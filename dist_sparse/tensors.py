@@ -46,9 +46,16 @@ class TensorSource:
             raise ValueError(
                 f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or two dimensions."
             )
-        return [
-            _from_sharded_tensor(self._name, data) if hasattr(data, "local_shards") else _from_dtensor(self._name, data)
-        ]
+        return [_from_sharded_tensor(self._name, data) if _in_pieces(data) else _from_dtensor(self._name, data)]
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """The pieces on this rank, under its name."""
+        data = self.data
+        return {self._name: [s.tensor for s in data.local_shards()] if _in_pieces(data) else [data.to_local().detach()]}
+
+
+def _in_pieces(data: Any) -> bool:
+    return hasattr(data, "local_shards")
 
 
 def _from_sharded_tensor(name: str, data: Any) -> ShardedData:

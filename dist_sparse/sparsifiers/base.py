@@ -369,10 +369,7 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
 
     def _held(self) -> dict[str, list[Tensor]]:
         """The tensors on this rank that are registered, by name."""
-        held = {name: [plain.held(self._container, name)] for name in self.state}
-        if self._tables:
-            held |= {name: [shard.tensor for shard in data.shards] for name, data in self._tables.locate().items()}
-        return held
+        return {name: [plain.held(self._container, name)] for name in self.state} | self._tables.held()
 
     def _register(self, source: Source, located: list[ShardedData], configs: Mapping[str, dict[str, Any]]) -> None:
         self._tables.add(source, located, {data.name: self._bit_block(data, configs[data.name]) for data in located})

@@ -105,6 +105,11 @@ class ShardedTables:
                 )
         return {name: located[name] for name in self._masks}
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """The pieces of the registered tables on this rank, by name."""
+        pieces = {name: tensors for source in self._sources for name, tensors in source.held().items()}
+        return {name: pieces[name] for name in self._masks if name in pieces}
+
     def masks(self, name: str) -> list[BlockMask]:
         """The masks of this rank's shards, in their order. The list is live: :meth:`commit` replaces it."""
         return self._masks[name]

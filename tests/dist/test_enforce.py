@@ -40,7 +40,7 @@ pytestmark = pytest.mark.dist
 
 FUSED = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 BLOCKS: tuple[tuple[int, Any], ...] = ((1, ROW), (1, 4), (2, 3))
-STEPS, EVERY = 30, 3
+STEPS, EVERY = 50, 5
 
 
 def check_training(case: tuple[str, int, int]) -> None:
