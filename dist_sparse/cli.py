@@ -98,12 +98,24 @@ def _main(words: Sequence[str] | None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version of the package and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
     for add in (_add_launch, _add_inspect, _add_report, _add_plan, _add_doctor):
         add(commands)
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version  # slow to load
+
+        try:
+            print(f"dist-sparse {version('dist_sparse')}")
+        except PackageNotFoundError:
+            print("dist-sparse, not installed: its version is in pyproject.toml")
+        parser.exit()
 
 
 def _add_launch(commands: Commands) -> None:
