@@ -153,7 +153,7 @@ def check_refused(case: tuple[list[Any], dict[str, Any], str, Path]) -> None:
 
 
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "a level of one rank": ([], {"level": 1.5}, r"rank 1: ValueError: Invalid final=1\.5"),
+    "a level of one rank": ([], {"level": 1.5}, r"rank 1: ValueError: Invalid level=1\.5"),
     "a plan of one rank": ([], {"end": 11}, "The ranks disagree"),
     "a table of one rank": ([], {"include": "nothing"}, "rank 1: .*matches none of the tables"),
     "replicas that drift": ([Drifting()], {}, r"rank.*1"),

@@ -270,7 +270,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"level": 1.5}, r"final=1\.5: a sparsity_level must be in \[0, 1\]"),
+            ({"level": 1.5}, r"Invalid level=1\.5"),
             ({"block": (0, 4)}, "sparse_block_shape"),
             ({"include": "nothing"}, "matches none of the tables"),
         ],
