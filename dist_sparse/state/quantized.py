@@ -47,7 +47,7 @@ class _Table(nn.Module):
 
 
 class QuantizedEmbedding(_Table):
-    """An ``nn.Embedding`` in 8 bits.
+    """An ``nn.Embedding`` in 8 bits. ``weight()`` makes floats of the whole table: ``(num_embeddings, embedding_dim)``.
 
     Attributes:
         num_embeddings, embedding_dim, padding_idx: of the float module. (Its ``padding_idx`` says what is not trained;
@@ -67,7 +67,7 @@ class QuantizedEmbedding(_Table):
 
 class QuantizedEmbeddingBag(_Table):
     """An ``nn.EmbeddingBag`` in 8 bits, for the modes "sum" and "mean". Bags are reduced in float32 (float64 for a
-    float64 module), then rounded to the dtype of the float module.
+    float64 module), then rounded to the dtype of the float module. ``weight()`` as in :class:`QuantizedEmbedding`.
 
     Attributes:
         num_embeddings, embedding_dim, mode, include_last_offset, padding_idx: of the float module. Ids that are
