@@ -38,6 +38,7 @@ class _Table(nn.Module):
         return grid.decode(self.rows, self.embedding_dim).to(self._result.dtype).contiguous()
 
     def extra_repr(self) -> str:
+        """What ``repr`` says of the module."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, dtype={self._result.dtype}, bits=8"
 
@@ -47,7 +48,7 @@ class _Table(nn.Module):
 
 
 class QuantizedEmbedding(_Table):
-    """An ``nn.Embedding`` in 8 bits. ``weight()`` makes floats of the whole table: ``(num_embeddings, embedding_dim)``.
+    """An ``nn.Embedding`` in 8 bits.
 
     Attributes:
         num_embeddings, embedding_dim, padding_idx: of the float module. (Its ``padding_idx`` says what is not trained;
@@ -67,7 +68,7 @@ class QuantizedEmbedding(_Table):
 
 class QuantizedEmbeddingBag(_Table):
     """An ``nn.EmbeddingBag`` in 8 bits, for the modes "sum" and "mean". Bags are reduced in float32 (float64 for a
-    float64 module), then rounded to the dtype of the float module. ``weight()`` as in :class:`QuantizedEmbedding`.
+    float64 module), then rounded to the dtype of the float module.
 
     Attributes:
         num_embeddings, embedding_dim, mode, include_last_offset, padding_idx: of the float module. Ids that are
@@ -126,4 +127,5 @@ class QuantizedEmbeddingBag(_Table):
         return bags.to(self._result.dtype)
 
     def extra_repr(self) -> str:
+        """What ``repr`` says of the module."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
