@@ -112,10 +112,10 @@ class _Version(argparse.Action):
         from importlib.metadata import PackageNotFoundError, version  # slow to load
 
         try:
-            print(f"dist-sparse {version('dist_sparse')}")
+            text = f"dist-sparse {version('dist_sparse')}"
         except PackageNotFoundError:
-            print("dist-sparse, not installed: its version is in pyproject.toml")
-        parser.exit()
+            text = "dist-sparse, not installed: its version is in pyproject.toml"
+        parser.exit(_print(text))
 
 
 def _add_launch(commands: Commands) -> None:

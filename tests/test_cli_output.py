@@ -14,6 +14,7 @@ from dist_sparse.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = Path("/dev/full")
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # then a write fails at once, and not a flush after it
 
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 
@@ -44,25 +45,39 @@ def run(tmp_path: Path) -> Path:
 
 
 @needs_full
-@pytest.mark.parametrize("words", ["inspect run", "inspect run --json", "--help", "inspect --help"])
-def test_a_full_disk(words: str, run: Path) -> None:
-    done = shell(f"$D {words} > {FULL}", run)
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ("inspect run", {}),
+        ("inspect run --json", {}),
+        ("--help", {}),
+        ("inspect --help", {}),
+        ("--version", {}),
+        ("inspect run", UNBUFFERED),
+        ("--version", UNBUFFERED),
+    ],
+)
+def test_a_full_disk(words: str, variables: dict[str, str], run: Path) -> None:
+    done = shell(f"$D {words} > {FULL}", run, **variables)
     assert (done.returncode, done.stderr) == (
         1,
         "dist-sparse: can't write to standard output: No space left on device\n",
     )
 
 
-def test_a_closed_output(run: Path) -> None:
-    done = shell("$D inspect run >&-", run)
+@pytest.mark.parametrize("words", ["inspect run", "--version"])
+def test_a_closed_output(words: str, run: Path) -> None:
+    done = shell(f"$D {words} >&-", run)
     assert (done.returncode, done.stderr) == (1, "dist-sparse: can't write: standard output is closed\n")
 
 
-def test_a_reader_that_has_enough(run: Path) -> None:
+@pytest.mark.parametrize("variables", [{}, UNBUFFERED], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("words", ["inspect run --json", "--version"])
+def test_a_reader_that_has_enough(words: str, variables: dict[str, str], run: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        assert shell("$D inspect run --json; echo $? >&2", run, stdout=writer).stderr == "141\n"
+        assert shell(f"$D {words}; echo $? >&2", run, stdout=writer, **variables).stderr == "141\n"
     finally:
         os.close(writer)
 
