@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dist_sparse.probes import GLOO, LOOKUP, Torch, ask_torch, fails
-from dist_sparse.versions import check_versions, fitting
+from dist_sparse.versions import advised, check_versions, fitting
 
 __all__ = ["Diagnosis", "Finding", "examine", "installed"]
 
-_LATEST: Final = "1.8"
-_TORCH: Final = '"torch==2.13.*" --extra-index-url URL'
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OPTIONAL: Final = {
     "tensorboard": "numbers of a run in TensorBoard",
@@ -136,9 +134,10 @@ def _python_and_torch(versions: Mapping[str, str], torch: Torch) -> Iterator[Fin
     if found.status == "ok" and torch.fault is not None:
         found = dataclasses.replace(found, status="wrong", says=f"does not load: {torch.fault}")
     if found.status != "ok":
-        # Not whatever is newest: TorchRec has to fit. What is there and broken would satisfy pip.
+        # Not whatever is newest: TorchRec has to fit, the one that is here or the one that will be. What is there and
+        # broken would satisfy pip.
         again = "--force-reinstall " if torch.fault is not None and found.status == "wrong" else ""
-        found = dataclasses.replace(found, mend=f"{_pip()} install {again}{_TORCH}")
+        found = dataclasses.replace(found, mend=f"{_pip()} install {again}{_torch(versions)}")
     yield found
 
 
@@ -211,7 +210,7 @@ def _devices(
         status="ok" if torch.nccl else "missing",
         needed=cuda,
         says="available" if torch.nccl else "this torch has none; ranks talk through it on GPUs only",
-        mend=f"{_pip()} install --force-reinstall {_TORCH}" if cuda and not torch.nccl else None,
+        mend=f"{_pip()} install --force-reinstall {_torch(versions)}" if cuda and not torch.nccl else None,
     )
     fault = fails(GLOO, environment)
     yield Finding(
@@ -327,14 +326,15 @@ def _fit(torch_version: str, torchrec_version: str, fbgemm_version: str) -> tupl
 def _install_trio(versions: Mapping[str, str], cuda: bool, again: bool = False) -> str:
     """The command that installs the TorchRec and FBGEMM that fit the torch that is here; else all three.
 
+    Where no torch fits any, they are of the TorchRec's release, if that is known, and else the latest.
+
     Args:
         versions: what is here.
         cuda: there is a GPU.
         again: install the two anew, though they are there.
     """
-    release = fitting(versions.get("torch", ""))
-    base = [] if release else [_TORCH]
-    release = release or _LATEST
+    base = [] if fitting(versions.get("torch", "")) else [_torch(versions)]
+    release = _advised(versions)[1]
     pair = [f'"{_FBGEMM[not cuda]}=={release}.*"', f'"torchrec=={release}.*"']
     # On a CPU torchrec asks for the CUDA fbgemm-gpu by name, so that pip may not follow its needs.
     first = pair if cuda else ["iopath", "numpy", "pyre-extensions", "tensordict", '"torchmetrics==1.0.3"', "tqdm"]
@@ -342,6 +342,15 @@ def _install_trio(versions: Mapping[str, str], cuda: bool, again: bool = False) 
     if not cuda or again:
         words += ["&&", _pip(), "install", *(["--force-reinstall"] if again else []), "--no-deps", *pair]
     return " ".join(words)
+
+
+def _torch(versions: Mapping[str, str]) -> str:
+    """The words for pip that ask for the torch that goes with what is here."""
+    return f'"torch=={_advised(versions)[0]}.*" --extra-index-url URL'
+
+
+def _advised(versions: Mapping[str, str]) -> tuple[str, str]:
+    return advised(versions.get("torch", ""), versions.get("torchrec", ""))
 
 
 def _pip() -> str:

@@ -10,7 +10,7 @@ import re
 import warnings
 from typing import Final
 
-__all__ = ["check_versions", "fitting"]
+__all__ = ["advised", "check_versions", "fitting"]
 
 _TESTED: Final = ((1, 7), (1, 8))
 
@@ -18,10 +18,19 @@ _TESTED: Final = ((1, 7), (1, 8))
 def fitting(torch_version: str) -> str | None:
     """The release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where none is known."""
     base = _minor(torch_version)
-    for rec in _TESTED:
-        if base == (2, rec[1] + 5):
-            return f"{rec[0]}.{rec[1]}"
-    return None
+    return next((f"{rec[0]}.{rec[1]}" for rec in _TESTED if base == _torch_of(rec)), None)
+
+
+def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
+    """The releases of torch, and of TorchRec and FBGEMM, to install where these are: such as ``("2.13", "1.8")``.
+
+    What goes with the torch; where nothing is known to, with the TorchRec; else the latest.
+    """
+    base, rec = _minor(torch_version), _minor(torchrec_version)
+    by_torch = [each for each in _TESTED if base == _torch_of(each)]
+    release = (by_torch or [each for each in _TESTED if rec == each] or _TESTED)[-1]
+    torch = _torch_of(release)
+    return f"{torch[0]}.{torch[1]}", f"{release[0]}.{release[1]}"
 
 
 def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
@@ -37,10 +46,8 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
         warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
         return
     if rec[0] < 1:
-        raise ImportError(
-            f"The torchrec is too old: {_TESTED[0][0]}.{_TESTED[0][1]} or later is needed; installed: {have}."
-        )
-    wanted = (2, rec[1] + 5)
+        raise ImportError(f"The torchrec is too old: 1.0 or later is needed; installed: {have}.")
+    wanted = _torch_of(rec)
     if rec != gemm:
         raise ImportError(
             f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*; installed: {have}."
@@ -54,6 +61,10 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
         warnings.warn(
             f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed: {have}.", stacklevel=2
         )
+
+
+def _torch_of(torchrec: tuple[int, int]) -> tuple[int, int]:
+    return 2, torchrec[1] + 5
 
 
 def _minor(version: str) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_gloo_without_an_address() -> None:
             {"torch": "2.13.0", "torchrec": "0.8.0", "fbgemm-gpu-cpu": "0.8.0"},
             "versions fit",
             "wrong",
-            "torchrec is too old: 1.7 or later",
+            "torchrec is too old: 1.0 or later",
             '"torchrec==1.8.*"',
         ),
         ({**GOOD, "fbgemm-gpu-cpu": "1.7.0"}, "versions fit", "wrong", "fbgemm-gpu is wrong", "fbgemm-gpu-cpu==1.8.*"),
@@ -87,6 +88,34 @@ def test_packages(versions: dict[str, str], what: str, status: str, says: str, m
     each = found(versions)[what]
     assert each.status == status and says in each.says, each
     assert each.mend is not None and mend in each.mend, each
+
+
+@pytest.mark.usefixtures("no_probes")
+@pytest.mark.parametrize(
+    ("versions", "torch", "release"),
+    [
+        ({"torchrec": "1.7.0", "fbgemm-gpu-cpu": "1.7.0"}, "2.12", None),
+        ({"torchrec": "1.7.0"}, "2.12", "1.7"),
+        ({"torchrec": "1.7.0", "torch": "2.10.0"}, "2.12", "1.7"),
+        ({"torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "2.13", None),
+        ({"torchrec": "1.6.0"}, "2.13", "1.8"),
+        ({"fbgemm-gpu-cpu": "1.7.0"}, "2.13", "1.8"),
+    ],
+)
+def test_torch_fits_the_torchrec_that_is_here(versions: dict[str, str], torch: str, release: str | None) -> None:
+    """What the commands install goes together, in whatever order they run."""
+    answer = found(versions)
+    mends = [str(answer[what].mend) for what in ("torch", "torchrec", "fbgemm") if answer[what].status != "ok"]
+    assert f'install "torch=={torch}.*"' in mends[0]
+    assert set(re.findall(r'"torch==([\d.]+)\.\*', " ".join(mends))) == {torch}
+    assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(mends))) == ({release} if release else set())
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_torch_without_nccl_is_replaced_by_its_own_release() -> None:
+    trio = {"torch": "2.12.1", "torchrec": "1.7.0", "fbgemm-gpu": "1.7.0"}
+    mend = {each.what: each for each in examine(trio, {}, cuda=True).findings}["nccl"].mend
+    assert mend is not None and '--force-reinstall "torch==2.12.*"' in mend
 
 
 @pytest.mark.usefixtures("no_probes")
