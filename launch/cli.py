@@ -69,25 +69,37 @@ def _do(options: argparse.Namespace) -> int:
             return run(spec, colour=options.color)
         variables = plain_variables(spec) | additions(spec, os.environ)
         assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
-        _write(" ".join([*assignments, shlex.join(argv(spec))]) + "\n")
-        return 0
-    if options.command == "sbatch":
+        text = " ".join([*assignments, shlex.join(argv(spec))]) + "\n"
+        _write(text, _as_given(text))
+    elif options.command == "sbatch":
         text = sbatch.render(spec, port=options.rdzv_port)
+        _write(text, _as_given(text), options.output)
     else:
         text = kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace)
-    _write(text, options.output)
+        _write(text, text.encode("utf-8"), options.output)  # YAML is that in every locale
     return 0
 
 
-def _write(text: str, file: Path | None = None) -> None:
-    # UTF-8 wherever it is written, and what in a word was none as it was.
-    data = text.encode("utf-8", "surrogateescape")
+def _as_given(text: str) -> bytes:
+    """With words in the bytes in which a shell gave them; UTF-8 for those from Python that the locale has none for."""
+    try:
+        return os.fsencode(text)
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape")
+
+
+def _write(text: str, data: bytes, file: Path | None = None) -> None:
     if file is not None:
         file.write_bytes(data)
         return
     refuse_closed()
     try:
-        sys.stdout.buffer.write(data)
+        sys.stdout.flush()  # what was printed before comes before
+        buffer = getattr(sys.stdout, "buffer", None)
+        if buffer is None:  # an io.StringIO, or a notebook
+            sys.stdout.write(text)
+        else:
+            buffer.write(data)
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more when it ends

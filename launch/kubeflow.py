@@ -67,7 +67,8 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
         namespace: of the job; None leaves it to kubectl.
 
     Raises:
-        ValueError: `spec` is not for a TrainJob: a range of nodes, a name that no pod can have, too many words.
+        ValueError: `spec` is not for a TrainJob: a range of nodes, a name that no pod can have, too many words, or one
+            that is no text.
     """
     if ":" in spec.nnodes:
         raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
@@ -80,6 +81,7 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
     for name, value in (("runtime", runtime), ("namespace", namespace)):
         if value is not None and not _OBJECT_NAME.fullmatch(value):
             raise ValueError(f"Invalid {name}={value!r}: must be the name of an object in Kubernetes.")
+    _refuse_bytes(spec)
     words = argv(spec, rendezvous=_meeting(spec) if spec.max_nodes > 1 else None)
     args = len(spec.args)
     command, args_of_script = words[: len(words) - args], words[len(words) - args :]
@@ -105,6 +107,26 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
             "trainer": {key: value for key, value in trainer.items() if value not in (None, [], {})},
         },
     }
+
+
+def _refuse_bytes(spec: LaunchSpec) -> None:
+    """Words of a command line that are no text in its locale have lone surrogates, which no UTF-8 can hold."""
+    rule = "is no text, and a TrainJob holds text only"
+    for name, words in (("script", [spec.script or ""]), ("args", spec.args), ("python", [spec.python])):
+        for word in words:
+            if not _is_text(word):
+                raise ValueError(f"Invalid {name}: {word!a} {rule}.")
+    for key, value in spec.env.items():
+        if not _is_text(value):
+            raise ValueError(f"Invalid env[{key!r}]: the value {rule}.")  # which may be a secret
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _meeting(spec: LaunchSpec) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +139,57 @@ def test_files_hold_the_bytes_of_the_words_in_every_locale(tmp_path: Path) -> No
     written = [*words[:6], "--output", str(tmp_path / "job.sh"), *words[6:]]
     subprocess.run(written, cwd=ROOT, env=environ, check=True)
     assert (tmp_path / "job.sh").read_bytes().splitlines()[-1] == shown.splitlines()[-1]
+
+
+@pytest.fixture
+def latin_1(tmp_path: Path) -> dict[str, str]:
+    """Variables of a real locale of 8 bits, made here."""
+    made = tmp_path / "locales"
+    made.mkdir()
+    if shutil.which("localedef") is None:
+        pytest.skip("no localedef here")
+    command = ["localedef", "--no-archive", "-i", "en_US", "-f", "ISO-8859-1", str(made / "en_US.ISO-8859-1")]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("localedef has no sources here")
+    return {**os.environ, "LOCPATH": str(made), "LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0"}
+
+
+def test_files_hold_the_bytes_of_the_words_in_a_locale_of_8_bits(latin_1: dict[str, str]) -> None:
+    def shown(*words: str | bytes) -> bytes:
+        command = [sys.executable, "-m", "launch", *words, b"\xe9", "é".encode()]
+        return subprocess.run(command, cwd=ROOT, env=latin_1, capture_output=True, check=True).stdout
+
+    for command in (["sbatch", "a.py"], ["--print", "a.py"]):
+        assert shown(*command).endswith(b"-- a.py '\xe9' '" + "é".encode() + b"'\n")
+    # YAML is UTF-8 wherever it is written: what is the same there is the text.
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load(shown("kubeflow", b"\xe8.py").decode("utf-8"))
+    assert job["spec"]["trainer"]["args"] == ["é", "Ã©"]
+
+
+def test_a_word_that_the_locale_has_no_bytes_for_is_utf_8(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """Such a word comes from Python, not from a shell."""
+    monkeypatch.setattr(os, "fsencode", lambda text: text.encode("ascii", "surrogateescape"))
+    assert main(["sbatch", "--output", str(tmp_path / "job.sh"), "a.py", "→ \udcff"]) == 0
+    assert (tmp_path / "job.sh").read_bytes().endswith("-- a.py '→ ".encode() + b"\xff'\n")
+
+
+def test_an_output_of_python_s_own() -> None:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        print("before")
+        assert main(["sbatch", "a.py", "é"]) == 0
+    assert output.getvalue().startswith("before\n#!/usr/bin/env bash\n")
+    assert output.getvalue().endswith("-- a.py 'é'\n")
+
+
+def test_what_was_printed_before_comes_before() -> None:
+    code = "import sys; from launch.cli import main; print('before'); sys.exit(main(['sbatch', 'a.py']))"
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, check=True)
+    assert done.stdout.startswith(b"before\n#!/usr/bin/env bash\n")
 
 
 def test_only_the_main_thread_can_run_a_job() -> None:
