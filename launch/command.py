@@ -77,10 +77,12 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     if spec.max_nodes == 1:
         endpoint, local_addr = f"{LOOPBACK}:0", LOOPBACK
     else:
-        for name, value in (("endpoint", endpoint), ("id", meeting.id)):
+        for name, value, how in (
+            ("endpoint", endpoint, " and reach the same store from every node"),
+            ("id", meeting.id, ", the same on all nodes"),
+        ):
             if value is None:
-                rule = f"must be given, the same on all nodes, for nnodes={spec.nnodes!r}"
-                raise ValueError(f"Invalid rendezvous.{name}=None: {rule}.")
+                raise ValueError(f"Invalid rendezvous.{name}=None: must be given{how}, for nnodes={spec.nnodes!r}.")
         if str(endpoint).endswith(":0"):
             raise ValueError(f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all know.")
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]

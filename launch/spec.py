@@ -69,7 +69,7 @@ class Rendezvous:
     """Where and under which name the nodes of a job find each other. A job on one node needs none of it.
 
     Args:
-        endpoint: `HOST:PORT`, the same on all nodes; HOST is the node that keeps the store.
+        endpoint: `HOST:PORT`, which reaches the same store from every node; HOST is the node that keeps it.
         id: the same on all nodes, and no other job's: letters, digits and `_ . -`, 128 at most, not
             beginning with `-`.
         local_addr: the address under which other nodes reach this one; None is what its host name resolves to.

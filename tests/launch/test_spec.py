@@ -142,8 +142,11 @@ def test_ids_are_random_and_never_the_same() -> None:
 @pytest.mark.parametrize(
     ("meeting", "message"),
     [
-        (Rendezvous(id="x"), "rendezvous.endpoint=None: must be given"),
-        (Rendezvous(endpoint="a:1"), "rendezvous.id=None: must be given"),
+        (
+            Rendezvous(id="x"),
+            "rendezvous.endpoint=None: must be given and reach the same store from every node, for nnodes='2'",
+        ),
+        (Rendezvous(endpoint="a:1"), "rendezvous.id=None: must be given, the same on all nodes"),
         (Rendezvous(endpoint="a:0", id="x"), "need a port that all know"),
     ],
 )
