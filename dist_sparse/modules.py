@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -81,7 +81,7 @@ class ModelTables:
         return [found.locate(name) for name, found in self._select()]
 
     def held(self) -> dict[str, list[Tensor]]:
-        """The pieces of the selected tensors on this rank, by name."""
+        """The pieces of the selected tensors on this rank, by name. Walks the model."""
         return {data.name: [shard.tensor for shard in data.shards] for data in self.locate()}
 
     def _select(self) -> list[tuple[str, _Found]]:
@@ -272,9 +272,10 @@ def _patterns(patterns: Patterns | bool) -> tuple[str, ...]:
         return ()
     if isinstance(patterns, str):
         return (patterns,)
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+    given = list(patterns) if isinstance(patterns, Collection) and not isinstance(patterns, Mapping) else None
+    if given is None or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(f"Invalid patterns {patterns!r}: must be a string or a sequence of strings.")
-    return tuple(patterns)
+    return tuple(given)
 
 
 def _matching(

@@ -143,7 +143,7 @@ class Source(Protocol):
         ...
 
     def held(self) -> dict[str, list[Tensor]]:
-        """This rank's pieces alone, by name: what a thousand names can be asked for at each of a thousand calls."""
+        """This rank's pieces alone, by name: what every ``add_data`` asks for."""
         ...
 
 

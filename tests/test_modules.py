@@ -127,6 +127,7 @@ def test_globs_select_by_name_or_path(selection: dict[str, Any], expected: list[
         ({"include": []}, "include and exclude leave none"),
         ({"include": True}, "Invalid patterns True: must be a string or a sequence of strings"),
         ({"exclude": [3]}, r"Invalid patterns \[3\]"),
+        ({"exclude": {"user": 1}}, r"Invalid patterns \{'user': 1\}"),
         ({"dense": 3}, "Invalid patterns 3: must be a string or a sequence of strings"),
     ],
 )

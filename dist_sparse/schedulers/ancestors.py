@@ -23,7 +23,7 @@ __all__ = ["CubicSL", "LambdaSL"]
 
 T = TypeVar("T")
 
-_TORCH_AO_ONLY = {"_last_sl", "_get_sl_called_within_step", "sl_lambdas"}
+_TORCH_AO_ONLY = {"base_sl", "_last_sl", "_get_sl_called_within_step", "sl_lambdas"}
 
 
 class _SlScheduler(ReadyDataScheduler):
@@ -43,14 +43,13 @@ class _SlScheduler(ReadyDataScheduler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As in the base; a state of torch.ao's class of the same name is taken too: its levels are those of the names
         in their order, its functions stay behind. Collective."""
-        state = dict(state_dict)
-        if "base_sl" in state:  # torch.ao's name for base_param
-            try:
-                state["base_param"] = _for_each("base_sl", state.pop("base_sl"), self.base_param)
-            except ValueError as error:
-                self._refuse(error)
-            state = {key: value for key, value in state.items() if key not in _TORCH_AO_ONLY}
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
+
+    def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "base_sl" not in state_dict:  # torch.ao's name for base_param
+            return state_dict
+        state = {key: value for key, value in state_dict.items() if key not in _TORCH_AO_ONLY}
+        return {**state, "base_param": _for_each("base_sl", state_dict["base_sl"], self.base_param)}
 
     def _bases(self) -> dict[str, Any]:
         """The levels of the construction, by the names that are still there: a squashed table is not."""

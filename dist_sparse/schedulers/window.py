@@ -74,10 +74,11 @@ class ReadyDataScheduler(BaseDataScheduler):
         before = dict(self.__dict__)
         try:
             try:
-                super().load_state_dict(state_dict)
+                super().load_state_dict(self._translated(state_dict))
+                names = {**self.base_param, **self.data_sparsifier.data_groups}
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 self._refuse(ValueError(f"Invalid state of {type(self).__name__}: {error}."))
-            self._check_plan_everywhere({**self.base_param, **self.data_sparsifier.data_groups})
+            self._check_plan_everywhere(names)
             values = self._agreed_values()
         except BaseException:
             self.__dict__.clear()
@@ -91,6 +92,10 @@ class ReadyDataScheduler(BaseDataScheduler):
                 UserWarning,
                 stacklevel=2,
             )
+
+    def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state of another class as one of this one."""
+        return state_dict
 
     def _next_values(self) -> Mapping[str, Any]:
         """Collective at construction. Later nothing crosses ranks: they have one plan, and all depends on the step."""

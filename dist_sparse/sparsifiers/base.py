@@ -95,6 +95,7 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
             return self._add_sharded(name, sharded, config)
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")
+        plain.check_buffer_name(name)
         if name in self._tables:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
         weight: Tensor = data.weight if type(data) in EMBEDDING_TYPES else data
@@ -285,13 +286,14 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
             names: which; None is all.
 
         Raises:
-            ValueError: a name is unknown, or a mask does not fit its data; nothing is squashed.
+            ValueError: a name is unknown, or a mask that is to be written does not fit its data; nothing is
+                squashed.
         """
         for name in names or ():
             self._known(name)
         for name in self.state if names is None else names:
-            if name in self.state:
-                getattr(self._container, name)  # raises if it can't be masked
+            if leave_parametrized and name in self.state and plain.is_attached(self._container, name):
+                plain.check_maskable(self._container, name)
         if any(name in self._tables for name in (self.data_groups if names is None else names)):
             located = self._tables.locate()
             self._tables.follow(located)

@@ -19,6 +19,8 @@ __all__ = [
     "Container",
     "Masked",
     "attach",
+    "check_buffer_name",
+    "check_maskable",
     "check_name",
     "detach",
     "held",
@@ -40,11 +42,16 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The effective weight, of the shape and dtype of ``x``."""
+        mask = self.check(x)
+        return torch.where(mask != 0, mask * x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    def check(self, x: Tensor) -> Tensor:
+        """The mask, if it fits ``x``."""
         mask = self.mask
         assert isinstance(mask, Tensor)
         if mask.shape != x.shape:
             raise ValueError(f"The mask of shape {tuple(mask.shape)} does not fit data of shape {tuple(x.shape)}.")
-        return torch.where(mask != 0, mask * x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return mask
 
 
 class Container(nn.Module):
@@ -52,19 +59,29 @@ class Container(nn.Module):
 
 
 def check_name(name: object) -> str:
-    """A name that can be a buffer's.
+    """A name that data can have.
 
     Raises:
         TypeError: it is not a string.
-        KeyError: it is empty, holds a dot, or is an attribute of torch's containers.
+        KeyError: it is empty, holds a dot, or is an attribute that every module has.
     """
     if not isinstance(name, str):
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
+    if hasattr(nn.Module(), name):
+        raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
+    return name
+
+
+def check_buffer_name(name: str) -> None:
+    """Refuses what plain data can't be called: its mask is kept by torch's parametrizations, in a dict of modules.
+
+    Raises:
+        KeyError: it is an attribute of one.
+    """
     if _is_attribute(name):
         raise KeyError(f"Invalid {name=}: torch's containers have an attribute of that name.")
-    return name
 
 
 def name_for(path: str, taken: set[str]) -> str:
@@ -98,6 +115,18 @@ def attach(container: Container, name: str, weight: Tensor, mask: Tensor, parame
 def is_attached(container: Container, name: str) -> bool:
     """Whether ``name`` still has its mask; False once squashed."""
     return parametrize.is_parametrized(container, name)
+
+
+def check_maskable(container: Container, name: str) -> None:
+    """Raises what the masking of ``name`` would raise."""
+    parts = container.parametrizations
+    assert isinstance(parts, nn.ModuleDict)
+    made = list(parts[name].children())
+    if len(made) == 1 and isinstance(made[0], Masked):
+        made[0].check(original(container, name))
+    else:
+        with torch.no_grad():
+            getattr(container, name)
 
 
 def original(container: Container, name: str) -> Tensor:

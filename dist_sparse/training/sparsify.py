@@ -51,10 +51,13 @@ class SparseTraining:
         """
         error: Exception | None = None
         wanted = {"scheduler": set(self.scheduler.state_dict()), "sparsifier": {"state", "data_groups", "_container"}}
-        for part, keys in wanted.items():
-            missing = sorted(keys - set(state_dict.get(part, ())))
-            if missing:
-                error = ValueError(f"The state lacks {missing} of the {part}; it has {sorted(state_dict)}.")
+        try:
+            for part, keys in wanted.items():
+                missing = sorted(keys - set(state_dict.get(part, ())))
+                if missing:
+                    raise ValueError(f"The state lacks {missing} of the {part}; it has {sorted(state_dict)}.")
+        except Exception as fault:
+            error = fault if isinstance(fault, ValueError) else ValueError(f"Invalid state: {fault}.")
         group_over(world_ranks()).agree("load_state_dict()", {}, error)
         self.sparsifier.load_state_dict(state_dict["sparsifier"])
         self.scheduler.load_state_dict(state_dict["scheduler"])
@@ -108,19 +111,24 @@ def sparsify(
     try:
         _check(level, schedule)
         sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm=norm)
+        enforcer = MaskEnforcer(sparsifier, optimizer_state)
     except Exception as fault:
         error = fault
-    group_over(world_ranks()).agree("sparsify()", {}, error)
+    together = group_over(world_ranks())
+    together.agree("sparsify()", {}, error)
     sparsifier.add_model(model, include=include, exclude=exclude, dense=dense)
-    every = min(every, max(end - begin, 1)) if isinstance(end, int) and isinstance(begin, int) else every
-    scheduler = schedule(sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=every)
-    enforcer = MaskEnforcer(sparsifier, optimizer_state)
+    if all(isinstance(number, int) for number in (begin, end, every)):
+        every = min(every, max(end - begin, 1))
+    try:
+        scheduler = schedule(sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=every)
+    except TypeError as fault:  # it takes other arguments: no scheduler has told the other ranks
+        together.agree("sparsify()", {}, fault)
     try:
         enforcer.attach(optimizer)
     except Exception as fault:
         error = fault
     try:
-        group_over(world_ranks()).agree("sparsify()", {}, error)
+        together.agree("sparsify()", {}, error)
     except BaseException:
         enforcer.detach()
         raise
@@ -129,8 +137,12 @@ def sparsify(
 
 def _check(level: object, schedule: object) -> None:
     """Refuses what the schedule would refuse under another name, or not at all."""
-    levels = level if isinstance(level, Mapping) else {"*": level}
-    if not levels or not all(isinstance(one, numbers.Real) and 0 <= float(one) <= 1 for one in levels.values()):
+    levels = list(level.values()) if isinstance(level, Mapping) else [level]
+    if not levels or not all(map(_is_level, levels)):
         raise ValueError(f"Invalid {level=}: must be a number in [0, 1], or such numbers by name or glob.")
     if not callable(schedule):
         raise ValueError(f"Invalid {schedule=}: must be the class of a ready scheduler.")
+
+
+def _is_level(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 <= float(value) <= 1

@@ -55,6 +55,13 @@ class TestMendedBugs:
         sparsifier.squash_mask()
         assert not a.any() and not b.any()
 
+    def test_a_mask_that_does_not_fit_can_be_dropped(self) -> None:
+        weight = torch.ones(2, 2)
+        sparsifier = Ours([("a", weight)])
+        sparsifier.get_mask("a").data = torch.zeros(3)
+        sparsifier.squash_mask(leave_parametrized=False)
+        assert torch.equal(sparsifier.get_data("a", return_original=False), torch.ones(2, 2))
+
     def test_bug_3_squash_all_when_some_are(self) -> None:
         a, b = torch.ones(3, 2), torch.ones(3, 2)
         sparsifier = Ours([("a", a), ("b", b)])

@@ -303,9 +303,14 @@ def check_one_call() -> None:
     resumed.load_state_dict(states[0])
     assert resumed.scheduler.last_epoch == 6
     rank = dist.get_rank()
-    for wrong in ({"norm": "L3"}, {"level": 2}, {"schedule": None}, {"include": 3}, {"block": 3}):
+    faults: list[dict[str, Any]] = [{"norm": "L3"}, {"level": 2}, {"schedule": None}, {"include": 3}, {"block": 3}]
+    faults += [{"optimizer_state": "bad"}, {"every": "a"}, {"schedule": lambda sparsifier: None}]
+    for wrong in faults:
         with pytest.raises(ValueError, match="rank 1: "):
             sparsify(again, whole.optimizers(again), **(plan | wrong if rank == 1 else plan))
+    for junk in (None, {}, {**states[0], "scheduler": 5}):
+        with pytest.raises(ValueError, match="rank 1: "):
+            resumed.load_state_dict(junk if rank == 1 else states[0])
     check_zero(pieces(again, False), masks_of(resumed.sparsifier, pieces(again, False)))
 
 

@@ -250,7 +250,10 @@ def load_of_another_step_is_refused() -> None:
     refused(lambda: scheduler.load_state_dict(per_rank(before, None)), "rank 1: ValueError: Invalid state of CubicData")
     refused(lambda: scheduler.load_state_dict({**before, "every": per_rank("x", 1)}), "rank 0: ValueError: Invalid ev")
     refused(lambda: scheduler.load_state_dict({**before, "last_epoch": per_rank(4, "x")}), "rank 1: ")
+    refused(lambda: scheduler.load_state_dict({**before, "base_param": per_rank(3, {})}), "rank 0: ValueError: Invalid")
     assert scheduler.state_dict() == before and levels(sparsifier) == {"a": 0.0}
+    theirs = CubicSL(sparsifier_of("a"), init_sl=0.1, total_t=5)
+    refused(lambda: theirs.load_state_dict(per_rank(None, theirs.state_dict())), "rank 0: ValueError: Invalid state of")
     scheduler.load_state_dict({**before, "last_epoch": 8})
     assert levels(sparsifier) == {"a": 0.8}
 

@@ -151,6 +151,7 @@ class TestSparsify:
         [
             ({"level": 1.5}, r"Invalid level=1\.5: must be a number in \[0, 1\]"),
             ({"level": None}, "Invalid level=None"),
+            ({"level": True}, "Invalid level=True"),
             ({"level": {"bag": 0.5, "emb": float("nan")}}, r"Invalid level=\{'bag': 0\.5, 'emb': nan\}"),
             ({"level": {}}, r"Invalid level=\{\}"),
             ({"schedule": None}, "Invalid schedule=None"),
