@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["FORMAT", "LINES", "RUN", "LogFile", "open_log", "read_about", "read_lines"]
+__all__ = ["FORMAT", "LINES", "RUN", "LogFile", "check_config", "check_log", "open_log", "read_about", "read_lines"]
 
 FORMAT = 1
 """Of the folder; a reader refuses others."""
@@ -69,30 +69,51 @@ class LogFile:
                 held.close()
 
 
-def open_log(folder: Path, config: Mapping[str, Any], resume: bool) -> LogFile:
-    """Opens the log in ``folder``, which is made if need be; the first time writes ``run.json`` too.
+def check_config(config: Mapping[str, Any]) -> Any:
+    """As ``run.json`` has it; numbers that are not finite become None.
 
     Raises:
-        ValueError: there is a log and ``resume`` is False, or another format; ``config`` is not JSON. OSError: it can't
-            be written. Then what was there is as it was.
+        ValueError: it is not JSON.
     """
     try:
-        said = json.loads(json.dumps(config), parse_constant=lambda _: None)
-    except TypeError as error:
+        return json.loads(json.dumps(dict(config)), parse_constant=lambda _: None)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Invalid config: {error}.") from error
-    run, lines = folder / RUN, folder / LINES
-    known = run.exists()
-    if known:
+
+
+def check_log(folder: Path, resume: bool) -> None:
+    """Whether ``folder`` may be given to :func:`open_log`. Writes nothing.
+
+    Raises:
+        ValueError: there is a log and ``resume`` is False, or another format. OSError: it can't be read.
+    """
+    run = folder / RUN
+    if run.exists():
         if not resume:
             raise ValueError(f"{folder} holds the log of a run: choose another folder, or resume=True.")
         read_about(run)
-        if lines.exists():
-            _cut(lines)
+
+
+def open_log(folder: Path, config: Any) -> LogFile:
+    """Opens the log in ``folder``, which is made if need be, and goes on with one that is there; the first time writes
+    ``run.json`` too.
+
+    Args:
+        folder: that :func:`check_log` has seen.
+        config: as :func:`check_config` gives it.
+
+    Raises:
+        OSError: it can't be written. Then no line was.
+    """
+    run, lines = folder / RUN, folder / LINES
+    known = run.exists()
+    if known and lines.exists():
+        _cut(lines)
     folder.mkdir(parents=True, exist_ok=True)
     log = LogFile(lines)
     try:
         if not known:
-            _write_whole(run, json.dumps(_about(said), indent=2) + "\n")
+            _write_whole(run, json.dumps(_about(config), indent=2) + "\n")
         elif lines.stat().st_size:
             log.write({"kind": "resumed", "started": _now()})
     except BaseException:

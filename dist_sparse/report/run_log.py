@@ -25,18 +25,19 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
+import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.report.folder import RUN, LogFile, open_log
+from dist_sparse.report.folder import RUN, check_config, check_log, open_log
 from dist_sparse.report.histograms import Latest, scored
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.inspection import TableStats
@@ -48,6 +49,8 @@ __all__ = ["RUN", "RunLog", "Sink", "table_json"]
 _NOTED = (*(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores"), "sparsity", "churn")
 _SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} | {"regrown": "regrown_blocks"}
 """What sinks get of it, and by which name."""
+
+_T = TypeVar("_T")
 
 
 class Sink(Protocol):
@@ -78,42 +81,38 @@ class RunLog:
 
     Raises:
         ValueError: the folder has a log and ``resume`` is False, or another format; ``config`` is not JSON; an argument
-            is of another type, or ``scores_every`` no such number; on every rank, and nothing is written. Collective.
+            is of another type, or ``scores_every`` no such number; on every rank, and nothing is written. OSError: rank
+            0 can't write there; a ValueError on several ranks. Collective: 32 bytes, twice.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         sparsifier: BaseDataSparsifier | None = None,
         *,
         enforcer: MaskEnforcer | None = None,
         config: Mapping[str, Any] | None = None,
-        sinks: Sequence[Sink] = (),
+        sinks: Iterable[Sink] = (),
         resume: bool = False,
         scores_every: int = 10,
     ) -> None:
-        self.folder = Path(folder)
+        speaks = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+
+        def checked() -> tuple[Path, Any, tuple[Sink, ...], int]:
+            _check_kinds(sparsifier, enforcer, config, resume)
+            path, listed = _path(folder), _listed(sinks)
+            if speaks:
+                check_log(path, resume)
+            return path, check_config(config or {}), listed, _scores_every(scores_every)
+
+        self.folder, known, listed, self._scores_every = _on_all(checked)
+        # Only now, when no rank refuses its arguments, may rank 0 write.
+        self._file = _on_all(lambda: open_log(self.folder, known) if speaks else None)
+        self._speaks, self._sinks = speaks, listed if speaks else ()
         self._sparsifier, self._enforcer = sparsifier, enforcer
-        self._speaks = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        self._sinks: tuple[Sink, ...] = ()
-        self._file: LogFile | None = None
-        self._scores, self._unwritten = Latest(), dict[str, None]()
-        self._scores_every, self._scores_from = scores_every, 0
-        error: Exception | None = None
-        try:
-            _check_arguments(sparsifier, enforcer, config, sinks, scores_every)
-            if self._speaks:
-                self._file = open_log(self.folder, dict(config or {}), resume)
-                self._sinks = tuple(sinks)
-        except Exception as fault:
-            error = fault
+        self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
         self._recorder: Recorder | None = None
         self._attached = False
-        try:
-            group_over(world_ranks()).agree("RunLog()", {}, error)
-        except BaseException:
-            self._shut()
-            raise
         self._started = time.perf_counter()
         if sparsifier is not None:
             self._attached = sparsifier._recorder is None
@@ -249,11 +248,28 @@ class RunLog:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
 
 
-def _step(step: int, last: int) -> int:
+def _on_all(do: Callable[[], _T]) -> _T:
+    """What ``do`` gives on this rank; an error on one rank is one on all. Collective."""
+    done: list[_T] = []
+    error: Exception | None = None
     try:
-        known = -1 if isinstance(step, bool) else operator.index(step)  # ints of NumPy too
+        done.append(do())
+    except Exception as fault:
+        error = fault
+    group_over(world_ranks()).agree("RunLog()", {}, error)
+    return done[0]
+
+
+def _index(value: Any) -> int:
+    """Ints, those of NumPy too; -1 for everything else."""
+    try:
+        return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        known = -1
+        return -1
+
+
+def _step(step: int, last: int) -> int:
+    known = _index(step)
     if not 0 <= known < 2**63:
         raise ValueError(f"Invalid {step=}: must be an int >= 0 of 64 bits.")
     if not known > last:
@@ -261,14 +277,40 @@ def _step(step: int, last: int) -> int:
     return known
 
 
-def _check_arguments(sparsifier: object, enforcer: object, config: object, sinks: object, scores_every: object) -> None:
-    kinds: dict[str, tuple[object, type]] = {"config": (config, Mapping), "sinks": (sinks, Sequence)}
-    kinds |= {"sparsifier": (sparsifier, BaseDataSparsifier), "enforcer": (enforcer, MaskEnforcer)}
+def _check_kinds(sparsifier: object, enforcer: object, config: object, resume: object) -> None:
+    kinds: dict[str, tuple[object, type]] = {
+        "config": (config, Mapping),
+        "sparsifier": (sparsifier, BaseDataSparsifier),
+    }
+    kinds |= {"enforcer": (enforcer, MaskEnforcer)}
     for name, (given, kind) in kinds.items():
-        if not isinstance(given, kind) and (given is not None or name == "sinks"):
+        if not isinstance(given, kind) and given is not None:
             raise ValueError(f"Invalid {name} of type {type(given).__name__}: must be a {kind.__name__}.")
-    if not isinstance(scores_every, int) or isinstance(scores_every, bool) or scores_every < 1:
+    if not isinstance(resume, bool):
+        raise ValueError(f"Invalid {resume=}: must be a bool.")
+
+
+def _path(folder: object) -> Path:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ValueError(f"Invalid folder of type {type(folder).__name__}: must be a str or a Path.")
+    return Path(folder)
+
+
+def _listed(sinks: object) -> tuple[Sink, ...]:
+    if not isinstance(sinks, Iterable):
+        raise ValueError(f"Invalid sinks of type {type(sinks).__name__}: must be an iterable of sinks.")
+    listed = tuple(sinks)
+    for sink in listed:
+        if not all(callable(getattr(sink, name, None)) for name in ("scalars", "close")):
+            raise ValueError(f"Invalid sink of type {type(sink).__name__}: must have scalars() and close().")
+    return listed
+
+
+def _scores_every(scores_every: object) -> int:
+    known = _index(scores_every)
+    if known < 1:
         raise ValueError(f"Invalid {scores_every=}: must be an int >= 1.")
+    return known
 
 
 def _check(name: str, value: object) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 
 CASES = (
     *("a_log", "several_due_steps_wait", "bad_values", "a_full_disk"),
-    *("refused_on_every_rank", "one_rank_has_an_exception", "quality"),
+    *("refused_on_every_rank", "one_rank_is_wrong", "rank_0_cannot_write", "one_rank_has_an_exception", "quality"),
 )
 
 
@@ -120,6 +120,40 @@ def refused_on_every_rank() -> None:
     RunLog(folder).close()
     with pytest.raises(ValueError, match=r"rank 0: ValueError: .* holds the log of a run"):
         RunLog(folder)
+
+
+def one_rank_is_wrong() -> None:
+    """It does not write, and yet the one that does leaves everything as it was."""
+    folder, rank = shared_folder(), dist.get_rank()
+    wrongs: tuple[dict[str, Any], ...] = (
+        *({"sinks": None}, {"sinks": [3]}, {"folder": None}, {"folder": 3}, {"config": {"model": object()}}),
+        *({"config": [1]}, {"resume": "no"}, {"scores_every": 0}),
+    )
+    for resume in (False, True):
+        good: dict[str, Any] = {"folder": folder / "run", "resume": resume}
+        before = everything_in(folder)
+        for wrong in wrongs:
+            with pytest.raises(ValueError, match=r"refused on every rank, nothing was changed\. rank 1: ValueError: "):
+                RunLog(**good | wrong if rank == 1 else good)
+            assert everything_in(folder) == before, wrong
+        RunLog(**good).close()
+    assert [line["kind"] for line in written(folder / "run")] == ["end", "resumed", "end"]
+
+
+def everything_in(folder: Path) -> dict[str, bytes | None]:
+    dist.barrier()
+    found = {str(file): file.read_bytes() if file.is_file() else None for file in sorted(folder.rglob("*"))}
+    dist.barrier()
+    return found
+
+
+def rank_0_cannot_write() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        (folder / "file").touch()
+    with pytest.raises(ValueError, match=r"refused on every rank.* rank 0: NotADirectoryError: "):
+        RunLog(folder / "file" / "run")
+    RunLog(folder / "run").close()
 
 
 def one_rank_has_an_exception() -> None:

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -230,9 +231,19 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 def test_bad_values(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON serializable"):
         RunLog(tmp_path / "none", config={"model": nn.Linear(1, 1)})
-    for wrong in ({"config": [1]}, {"sinks": None}, {"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}):
-        with pytest.raises(ValueError, match=f"Invalid {next(iter(wrong))} of type .*: must be a "):
-            RunLog(tmp_path / "none", **wrong)  # type: ignore[arg-type]
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="Invalid config: Circular reference"):
+        RunLog(tmp_path / "none", config={"loop": loop})
+    for wrong in ({"config": [1]}, {"sinks": None}, {"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}, {"folder": 3}):
+        with pytest.raises(ValueError, match=f"Invalid {next(iter(wrong))} of type .*: must be an? "):
+            RunLog(**{"folder": tmp_path / "none"} | wrong)  # type: ignore[arg-type]
+    for resume in ("no", None, 1):
+        with pytest.raises(ValueError, match=f"Invalid resume={resume!r}: must be a bool"):
+            RunLog(tmp_path / "none", resume=resume)  # type: ignore[arg-type]
+    for sinks in ([Heard(), 3], [SimpleNamespace(scalars=print)], [SimpleNamespace(scalars=print, close=1)], "ab"):
+        with pytest.raises(ValueError, match=f"Invalid sink of type {type(sinks[-1]).__name__}: must have scalars"):
+            RunLog(tmp_path / "none", sinks=sinks)  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
     log = RunLog(tmp_path)
     log.step(3, loss=1.0)
@@ -250,8 +261,18 @@ def test_bad_values(tmp_path: Path) -> None:
     assert [line["kind"] for line in lines_of(tmp_path)] == ["values", "end"]
 
 
+def test_sinks_are_any_iterable(tmp_path: Path) -> None:
+    heard = Heard()
+    with RunLog(tmp_path, sinks=(one for one in [heard])) as log:
+        log.step(0, loss=1.0)
+    assert heard.told == [(0, {"loss": 1.0})] and heard.closed == 1
+    with pytest.raises(ValueError, match="holds the log of a run"):
+        RunLog(tmp_path, sinks=[heard])
+    assert heard.closed == 1, "a log that was refused does not close them"
+
+
 def test_numbers_of_numpy(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
+    with RunLog(tmp_path, scores_every=np.int64(3)) as log:
         log.step(np.int64(1), loss=np.float32(0.5), hits=np.int32(3), auc=np.float64(0.25))
         with pytest.raises(ValueError, match="Invalid loss="):
             log.step(2, loss=np.bool_(True))
