@@ -1,21 +1,21 @@
 """Which histograms of scores does a run keep, and how are they written?
 
-Of each table one: a log that held all of them would grow by a kilobyte a table and due step, and most due steps move
-hardly anything. :class:`Latest` chooses, for the writer and the reader alike.
+Of each table one: a log that held all of them would grow by a kilobyte or two a table and due step, and most due steps
+move hardly anything. :class:`Latest` chooses, for the writer and the reader alike.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dist_sparse.segments import LEADING_SHIFT
 from dist_sparse.sparsifiers.record import MaskChange
 
-__all__ = ["Latest", "Scored", "bucket_of", "edge_of", "scored"]
+__all__ = ["Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
 
 _MUCH = 0.01
 """The share of blocks that a due step must have removed, which had a score until then, to be worth looking at."""
@@ -46,20 +46,20 @@ class Scored:
     removed_blocks: int
     zeros: int
     first: int
-    counts: tuple[int, ...]
+    counts: Sequence[int]
 
     @property
     def weight(self) -> int:
         """How much the due step removed: 2 for at least 1 % of the blocks, those that scored 0 anyway not counted; 1
         for any such block; 0 for none."""
-        if self.removed_blocks - self.zeros >= _MUCH * self.blocks:
+        if much(self.removed_blocks - self.zeros, self.blocks):
             return 2
         return 1 if self.threshold > 0 else 0
 
     def to_json(self) -> dict[str, Any]:
         """As it is written: ``first`` as ``low``, the smallest score of that bucket."""
         said = {name: getattr(self, name) for name in ("step", "name", "threshold", "blocks", "removed_blocks")}
-        return said | {"zeros": self.zeros, "low": edge_of(self.first), "counts": self.counts}
+        return said | {"zeros": self.zeros, "low": edge_of(self.first), "counts": list(self.counts)}
 
 
 class Latest:
@@ -78,9 +78,10 @@ class Latest:
         self.of[new.name] = new
         return True
 
-    def forget(self, step: int) -> None:
-        """Drops those of this step and later ones."""
-        self.of = {name: one for name, one in self.of.items() if one.step < step}
+
+def much(removed: int, blocks: int) -> bool:
+    """Whether a due step that removed so many of so many blocks is worth looking at: at least 1 %."""
+    return removed >= _MUCH * blocks
 
 
 def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -> Scored | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,8 +145,8 @@ class _Reader:
         self._values: dict[str, list[tuple[int, float | None]]] = {}
         self._due: list[tuple[int, DueStep]] = []
         """With the sessions that they belong to."""
-        self._scores: dict[int, Latest] = {}
-        """By session."""
+        self._scores: list[Scored] = []
+        """All that still count: where a resumed run does the steps of newer ones again, an older one shows."""
         self._tables: tuple[TableStats, ...] = ()
         self._dead: dict[str, int] = {}
         self._last: int | None = None
@@ -164,11 +165,11 @@ class _Reader:
             # Its step is that of the due step before, so it says nothing of how far the run is.
             self._tell_session(None)
             due = DueStep(step=step, record=_record(line))
+            known = len(self._due)
             while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
                 self._due.pop()  # a resumed run does these again
-                for session, latest in self._scores.items():
-                    if session < self._sessions:
-                        latest.forget(step)
+            if len(self._due) < known:
+                self._scores = [one for one in self._scores if one.step < step]
             self._due.append((self._sessions, due))
             for change, table in zip(due.record.tables, line["tables"], strict=True):
                 if table.get("scores"):  # as logs had them before there were lines for them
@@ -199,7 +200,7 @@ class _Reader:
 
     def _take_scores(self, new: Scored | None) -> None:
         if new is not None:
-            self._scores.setdefault(self._sessions, Latest()).take(new)
+            self._scores.append(new)
 
     def _tell_session(self, elapsed: float | None) -> None:
         """A clock that goes back, or a line after an end, is the first of another session, whatever the log says."""
@@ -220,9 +221,8 @@ class _Reader:
 
     def read(self) -> dict[str, Any]:
         scores = Latest()
-        for latest in self._scores.values():
-            for one in latest.of.values():
-                scores.take(one)
+        for one in self._scores:
+            scores.take(one)
         enforced = self._enforced and self._ends == self._sessions
         return {
             "finished": self._ended,
@@ -274,7 +274,7 @@ def _scored(table: Mapping[str, Any]) -> Scored:
         name=_str(table["name"]),
         threshold=_float(table["threshold"]),
         first=bucket_of(_float(table["low"])),
-        counts=tuple(_int(count) for count in table["counts"]),
+        counts=array("q", [_int(count) for count in table["counts"]]),  # a long run has very many
         **{name: _int(table[name]) for name in ("step", "blocks", "removed_blocks", "zeros")},
     )
 

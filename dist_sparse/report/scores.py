@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dist_sparse.report.histograms import Scored, edge_of
+from dist_sparse.report.histograms import Scored, edge_of, much
 from dist_sparse.report.run import Run
 from dist_sparse.report.words import amount, count, percent
+from dist_sparse.sparsifiers.record import MaskChange
 
 __all__ = ["Bin", "ScoreChart", "score_charts"]
 
@@ -50,18 +51,25 @@ class ScoreChart:
 def score_charts(run: Run) -> list[ScoreChart]:
     """A histogram for each of the tables with the most blocks, as :class:`~dist_sparse.report.histograms.Latest` chose
     it."""
-    last = {change.name: due.step for due in run.due for change in due.record.tables}
     shown = [one for one in run.scores.values() if one.zeros + sum(one.counts) > 0]
     shown = sorted(shown, key=lambda one: (-one.blocks, one.name))[:_MOST_CHARTS]
-    return [_chart(f"scores_{place}", one, last.get(one.name, one.step)) for place, one in enumerate(shown, start=1)]
+    later: dict[str, list[MaskChange]] = {one.name: [] for one in shown}
+    steps = {one.name: one.step for one in shown}
+    for due in run.due:
+        for change in due.record.tables:
+            if change.name in steps and due.step > steps[change.name]:
+                later[change.name].append(change)
+    return [_chart(f"scores_{place}", one, later[one.name]) for place, one in enumerate(shown, start=1)]
 
 
-def _chart(key: str, one: Scored, last: int) -> ScoreChart:
+def _chart(key: str, one: Scored, later: list[MaskChange]) -> ScoreChart:
     blocks = one.zeros + sum(one.counts)
     note = f"{count(blocks)} blocks before the masks moved at step {count(one.step)}; {percent(one.zeros / blocks)}"
     note += f" scored 0. Threshold: {amount(one.threshold)}; what is not above it goes."
-    if one.step < last:
-        note += " Later due steps removed less than 1 % more."
+    if any(much((change.flipped_blocks or 0) - (change.regrown_blocks or 0), change.blocks) for change in later):
+        note += " The histograms of later due steps were not written."
+    elif later:
+        note += " Later due steps removed less than 1 % more each."
     return ScoreChart(
         key=key,
         title=f"Block scores of {one.name}",

@@ -58,8 +58,6 @@ def test_the_last_that_removed_much_is_kept() -> None:
     assert not latest.take(one(3, removed=60, zeros=60)) and not latest.take(one(4, removed=0, threshold=0.0))
     assert latest.of["t"].step == 2
     assert latest.take(one(5, removed=61, zeros=60))
-    latest.forget(5)
-    assert latest.of == {}
 
 
 @pytest.mark.parametrize("score", [3e-45, 1e-38, 0.1, 1.0, 3.0e38])
@@ -130,13 +128,61 @@ def test_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
         table["scores"] = []
     with log.open("a") as held:
         held.write(json.dumps(again | {"step": 70}) + "\n")
-    assert read_run(tmp_path / "run").scores == {}, "of step 80, which is done again"
+    shown = {name: one.step for name, one in read_run(tmp_path / "run").scores.items()}
+    assert shown == {"table_0": 60, "table_1": 60}, "step 80 is done again"
     table = read_run(tmp_path / "run").due[-1].record.tables[0]
     said = {"step": 70, "name": table.name, "threshold": 0.5, "blocks": 1000, "removed_blocks": 500}
     with log.open("a") as held:
         held.write(json.dumps({"kind": "scores", "step": 70, "tables": [said | _COUNTS]}) + "\n")
     run = read_run(tmp_path / "run")
     assert run.scores["table_0"].step == 70 and run.sessions == 2
+
+
+def test_an_older_histogram_when_newer_steps_are_done_again(tmp_path: Path) -> None:
+    """The level stays after the crash, so that the second session has none worth showing."""
+    weight = nn.EmbeddingBag(200, 8).weight.detach()
+
+    def session(levels: dict[int, float], **options: Any) -> None:
+        model = nn.EmbeddingBag(200, 8, _weight=weight.clone())
+        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, 4), norm="L1")
+        sparsifier.add_model(model)
+        with pytest.raises(KeyError), RunLog(tmp_path, sparsifier, scores_every=1, **options) as log:
+            for step, level in levels.items():
+                for config in sparsifier.data_groups.values():
+                    config["sparsity_level"] = level
+                sparsifier.step()
+                log.step(step, loss=1.0)
+                if step == 10:
+                    weight.copy_(model.weight)  # a checkpoint
+            raise KeyError
+
+    session({0: 0.3, 10: 0.5, 20: 0.6})
+    assert [one.step for one in read_run(tmp_path).scores.values()] == [20]
+    session({20: 0.5, 30: 0.5}, resume=True)
+    assert [table["step"] for table in scores_of(tmp_path)] == [0, 10, 20, 20, 30]
+    run = read_run(tmp_path)
+    assert [due.step for due in run.due] == [0, 10, 20, 30] and run.sessions == 2
+    [shown] = run.scores.values()
+    assert (shown.step, shown.removed_blocks) == (10, 200)
+
+
+def test_what_a_note_says_of_later_due_steps(tmp_path: Path) -> None:
+    """A run that is killed loses the histograms since the last writing; one that moves nothing has no more to show."""
+    lost, little = (
+        " The histograms of later due steps were not written.",
+        " Later due steps removed less than 1 % more each.",
+    )
+    steps_at(tmp_path / "rising", [0.02 * step for step in range(1, 26)])
+    [chart] = score_charts(read_run(tmp_path / "rising"))
+    assert "at step 24;" in chart.note and chart.note.endswith("it goes.")
+    lines = (tmp_path / "rising" / LINES).read_text().splitlines(keepends=True)
+    last = max(place for place, line in enumerate(lines) if '"scores"' in line)
+    (tmp_path / "rising" / LINES).write_text("".join(lines[:last]))
+    [chart] = score_charts(read_run(tmp_path / "rising"))
+    assert "at step 20;" in chart.note and chart.note.endswith(lost)
+    steps_at(tmp_path / "still", [0.5] * 12)
+    [chart] = score_charts(read_run(tmp_path / "still"))
+    assert "at step 0;" in chart.note and chart.note.endswith(little)
 
 
 _COUNTS: dict[str, Any] = {"zeros": 0, "low": 0.25, "counts": [500, 500]}
