@@ -67,16 +67,27 @@ class Peers:
     """The optimizers in charge of one model, in the order in which they were made; it does not keep them alive."""
 
     _of: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+    _new: ClassVar[list[weakref.ref[Any]]] = []
 
     def __init__(self, model: nn.Module) -> None:
-        self._known = self._of.setdefault(unwrapped(model), [])
+        self._model = model
 
     def join(self, owner: Any) -> None:
-        """One more."""
-        self._known.append(weakref.ref(owner, self._known.remove))
+        """One more. Whose peer it is, is found out when somebody next looks: ``owner.model`` may be a copy that is not
+        finished yet."""
+        self._new.append(weakref.ref(owner, self._new.remove))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([owner for known in list(self._known) if (owner := known()) is not None])
+        for new in list(self._new):
+            if (owner := new()) is not None:
+                try:
+                    known = self._of.setdefault(unwrapped(owner.model), [])
+                except AttributeError:  # a wrapper without its module: a copy that has failed half-way
+                    continue
+                known.append(weakref.ref(owner, known.remove))
+                self._new.remove(new)
+        known = self._of.get(unwrapped(self._model), [])
+        return iter([owner for ref in list(known) if (owner := ref()) is not None])
 
 
 class Backward:

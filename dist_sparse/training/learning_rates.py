@@ -26,12 +26,12 @@ class Noamlr(OptimScheduler):
         """See the class.
 
         Raises:
-            ValueError: ``warmup_steps`` or ``d_model`` is no number >= 1.
+            ValueError: ``warmup_steps`` or ``d_model`` is no finite number >= 1.
         """
         if not (is_number(warmup_steps) and 1 <= warmup_steps < math.inf):
             raise ValueError(f"Invalid {warmup_steps=}: must be a finite number >= 1.")
-        if d_model is not None and not (is_number(d_model) and d_model >= 1):
-            raise ValueError(f"Invalid {d_model=}: must be a number >= 1, or None.")
+        if d_model is not None and not (is_number(d_model) and 1 <= d_model < math.inf):
+            raise ValueError(f"Invalid {d_model=}: must be a finite number >= 1, or None.")
         self.d_model = d_model
         self.warmup_steps = warmup_steps
         self.init_lr: float = self.get_lr() * warmup_steps**0.5 if d_model is None else d_model**-0.5

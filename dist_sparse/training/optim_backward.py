@@ -25,17 +25,18 @@ def take_gradients(scheduler: OptimScheduler, losses: Mapping[str, Tensor], step
     and keeps those of the others; sets the learning rates, because fused weights move in it. Collective under DDP.
 
     Raises:
-        ValueError: the losses, or who is in charge of fused tables, do not fit together; nothing has changed. After any
-            other error the gradients of unfinished real steps are dropped.
+        AssertionError, KeyError: the loss is not there.
+        ValueError: it is no tensor, its learning rate no number, or the losses, or who is in charge of fused tables, do
+            not fit together. Nothing has changed then. After an error of the backward itself, the gradients of
+            unfinished real steps are dropped.
     """
-    scheduler._standing = True
     claim = _claim(scheduler, losses, step_num)
     lr = scheduler._next_lr(step_num, epoch_num)
     if scheduler._early is not None and scheduler._early[0] is claim.loss:
         for parameter, grad in zip(claim.parameters, scheduler._early[1], strict=True):
             parameter.grad = grad
         scheduler._set_lr(lr)
-        scheduler._early, scheduler._turn = None, step_num
+        scheduler._early, scheduler._turn, scheduler._standing = None, step_num, True
         return
     others = [peer for peer in scheduler._peers if peer is not scheduler and joins(peer, losses, step_num, scheduler)]
     claims = [claim, *(_claim(peer, losses, step_num) for peer in others)]
@@ -54,7 +55,7 @@ def take_gradients(scheduler: OptimScheduler, losses: Mapping[str, Tensor], step
             "those that are no longer stepped."
         )
     lrs = [(peer, peer._next_lr(step_num, epoch_num)) for peer in moving if peer in others]
-    scheduler._early, scheduler._turn = None, step_num
+    scheduler._early, scheduler._turn, scheduler._standing = None, step_num, True
     for peer, its in [*lrs, (scheduler, lr)]:
         peer._set_lr(its)
     try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -27,9 +28,9 @@ __all__ = [
     "check_alone",
     "check_arguments",
     "check_averaging",
-    "check_counts",
     "check_fused",
     "check_sparsity",
+    "count",
     "is_number",
     "learning_rate",
     "lr_arguments",
@@ -59,7 +60,7 @@ def check_arguments(
         AssertionError: of an interval or the loss's name, as in the ancestor. ValueError: of the others.
     """
     for name, every in {"accum_grad": accum_grad, "step_per_update": step_per_update}.items():
-        if not _is_count(every):
+        if _index(every) < 1:
             raise AssertionError(f"Invalid {name}={every!r}: must be an integer >= 1.")
     if optim_loss is not None and not isinstance(optim_loss, str):
         raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None for 'loss'.")
@@ -83,15 +84,15 @@ def check_arguments(
         raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
 
 
-def check_counts(**counts: Any) -> None:
-    """Refuses numbers of a step or an epoch that do not count from 1.
+def count(name: str, given: Any) -> int:
+    """The number of a step or an epoch; integers of NumPy and tensors of one integer are numbers, too.
 
     Raises:
-        ValueError: one is no integer, or less than 1.
+        ValueError: it is no integer, or less than 1.
     """
-    for name, count in counts.items():
-        if not _is_count(count):
-            raise ValueError(f"Invalid {name}={count!r}: must be an integer; it counts from 1.")
+    if (number := _index(given)) < 1:
+        raise ValueError(f"Invalid {name}={given!r}: must be an integer; it counts from 1.")
+    return number
 
 
 def check_sparsity(sparsifier: Any, scheduler: Any) -> None:
@@ -199,16 +200,22 @@ def learning_rate(asked: Any, ft_factor: float) -> float:
         ValueError: it is no finite number >= 0: one such step would make weights of NaN.
     """
     try:
-        lr = ft_factor * float(asked)
-    except (TypeError, ValueError):
+        lr = math.nan if isinstance(asked, (str, bytes)) else ft_factor * float(asked)
+    except (TypeError, ValueError, OverflowError):
         lr = math.nan
     if not 0 <= lr < math.inf:
         raise ValueError(f"Invalid learning rate {asked!r} of update_lr(): must be a finite number >= 0.")
     return lr
 
 
-def _is_count(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 1
+def _index(value: Any) -> int:
+    """What is no integer, as bools are none, is 0: it does not count."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return 0
+    try:
+        return operator.index(value)
+    except TypeError:
+        return 0
 
 
 def is_number(value: Any) -> bool:

@@ -24,9 +24,9 @@ from dist_sparse.training.optim_checks import (
     check_alone,
     check_arguments,
     check_averaging,
-    check_counts,
     check_fused,
     check_sparsity,
+    count,
     learning_rate,
     lr_arguments,
 )
@@ -178,9 +178,9 @@ class OptimScheduler(abc.ABC):
         With fused tables, give ``epoch_num`` too, or they have the learning rate of the last epoch in the first step
         of the next one, and that of step 1 in the first step of an object made later.
         """
-        check_counts(step_num=step_num)
+        step_num = count("step_num", step_num)
         if epoch_num is not None:
-            check_counts(epoch_num=epoch_num)
+            epoch_num = count("epoch_num", epoch_num)
             for peer in self._peers:
                 if peer._owned.fused and peer._due(step_num):
                     peer._set_fused_lr(peer._next_lr(step_num, epoch_num))
@@ -223,7 +223,7 @@ class OptimScheduler(abc.ABC):
         Several OptimSchedulers of a model may be given the losses of one forward: the gradients of all that are due are
         taken before any weight moves. Delete one that is no longer stepped, or its gradients are taken for nothing.
         """
-        check_counts(step_num=step_num, epoch_num=epoch_num)
+        step_num, epoch_num = count("step_num", step_num), count("epoch_num", epoch_num)
         clock = time_func or (lambda names: nullcontext())
         due = self._due(step_num)
         with clock(["loss_backward_time", optim_name]):
@@ -261,8 +261,17 @@ class OptimScheduler(abc.ABC):
         self._turn = None if self._turn is None else 0
         self._drop()
 
+    def __copy__(self) -> OptimScheduler:
+        raise TypeError(f"{type(self).__name__} can't be copied without its model: use copy.deepcopy().")
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_peers": None, "_early": None}
+        """Gradients are not copied, so what is gathered of a real step is not, either."""
+        if self.data_sparsifier is not None:  # its copy would hold other tensors than the model's
+            raise TypeError(
+                f"{type(self).__name__} can't be copied or pickled with a data_sparsifier: save state_dict() and load "
+                "it into one that is made anew."
+            )
+        return {**self.__dict__, "_peers": None, "_early": None, "_unfinished": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, of the model too, is no peer of those of the model it was copied from."""

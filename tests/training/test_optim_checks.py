@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
-from dist_sparse import CubicDataScheduler, DataNormSparsifier
+from dist_sparse import CubicDataScheduler, DataNormSparsifier, Noamlr
 from dist_sparse.training.optimizers import optimizer_class
 from tests.training.optim_loop import Steady, Two, batch, copied, same, train
 
@@ -118,7 +119,10 @@ def test_averaging_needs_something_that_averages() -> None:
 
 
 @pytest.mark.parametrize("name", ["step_num", "epoch_num"])
-@pytest.mark.parametrize("value", [0, -1, math.nan, 1.5, "1", True, [1]])
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, math.nan, 1.5, "1", True, [1], torch.tensor(0), torch.tensor(1.0), torch.tensor(True), np.bool_(True)],
+)
 def test_numbers_count_from_1(name: str, value: Any) -> None:
     model = Two()
     numbers: dict[str, Any] = {"step_num": 1, "epoch_num": 1, name: value}
@@ -130,7 +134,19 @@ def test_numbers_count_from_1(name: str, value: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("asked", [math.nan, math.inf, -0.1, None, "much", 1e308])
+@pytest.mark.parametrize("number", [np.int64, np.array, torch.tensor])
+def test_any_integers_are_counted_with(number: Any) -> None:
+    model, same_model = Two(), Two()
+    scheduler, other = (made(each, use_amp=False, accum_grad=2) for each in (model, same_model))
+    for step_num in range(1, 5):
+        with scheduler.forward_context(number(step_num), number(1)):
+            losses = model(batch(step_num))
+        scheduler.step(losses, None, "a", number(step_num), number(1))
+    assert same(train(same_model, [other], 4), copied(model))
+    assert {type(each) for pair in scheduler.asked for each in pair} == {int}
+
+
+@pytest.mark.parametrize("asked", [math.nan, math.inf, -0.1, None, "much", "0.1", b"0.1", 10**400, 1e308])
 def test_a_learning_rate_that_makes_no_sense_changes_nothing(asked: Any) -> None:
     model = Two()
     scheduler = made(model, use_amp=False, ft_factor=10)
@@ -243,3 +259,9 @@ def test_what_a_model_is_wrapped_in_does_not_matter() -> None:
     compiled = torch.compile(model, backend="eager")
     scheduler = Steady("SGD", {"lr": 0.1}, compiled, updated_modules="decoder", use_amp=False)
     assert {id(p) for p in scheduler.optimizer.param_groups[0]["params"]} == {id(p) for p in model.decoder.parameters()}
+
+
+@pytest.mark.parametrize("wrong", [{"d_model": value} for value in (math.inf, math.nan, 0, "8")], ids=str)
+def test_schedules_check_their_own(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Invalid d_model="):
+        Noamlr("SGD", {"lr": 0.1}, Two(), **wrong)

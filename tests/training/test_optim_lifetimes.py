@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import ROW, DataNormSparsifier, LinearDataScheduler
 from tests.training.optim_loop import Steady, Two, batch, copied, same, train
@@ -264,3 +266,67 @@ def test_a_copy_goes_its_own_way(copied_by: Any) -> None:
     assert same(train(twin, twins, 4, first=2), train(wanted, plain, 4, first=2))
     assert same(before, copied(model))
     assert all(peer._early is None for peer in (one, other))
+
+
+BY = [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))]
+
+
+@pytest.mark.parametrize("copied_by", BY)
+def test_a_copy_with_a_sparsifier_is_refused(copied_by: Any) -> None:
+    """The sparsifier's copy would hold other weights than the model's copy."""
+    model = Two()
+    sparsifier = DataNormSparsifier([("w", model.decoder.weight)], sparsity_level=0.5)
+    with pytest.raises(TypeError, match=r"can't be copied or pickled with a data_sparsifier: save state_dict\(\)"):
+        copied_by(made(model, data_sparsifier=sparsifier))
+
+
+@pytest.mark.parametrize("copied_by", BY)
+def test_a_copy_begins_its_real_step_anew(copied_by: Any) -> None:
+    """Gradients are not copied."""
+    model = Two()
+    scheduler = made(model, accum_grad=2)
+    train(model, [scheduler], 1)
+    twin = copied_by(scheduler)
+    assert (scheduler._unfinished, twin._unfinished) == (1, 0)
+    assert all(p.grad is None for p in twin.model.parameters())
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    model = Two()
+    scheduler = made(model, accum_grad=2)
+    train(model, [scheduler], 1)
+    with pytest.raises(TypeError, match=r"can't be copied without its model.*copy\.deepcopy"):
+        copy.copy(scheduler)
+    train(model, [scheduler], 4, first=2)
+
+
+@pytest.mark.parametrize("copied_by", BY)
+def test_a_wrapper_whose_module_holds_its_scheduler_is_copied(copied_by: Any) -> None:
+    """The scheduler's copy is made before the wrapper's has its module."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Two())
+        model.module.parts = [made(model, updated_modules=name, distributed=True) for name in ("encoder", "decoder")]
+        twin = copied_by(model)
+        twins, before = twin.module.parts, copied(model)
+        assert all(each.model is twin for each in twins)
+        assert same(train(twin, twins, 3), train(model, model.module.parts, 3))
+        assert not same(before, copied(model))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_copy_that_was_never_finished_is_in_nobody_s_way() -> None:
+    model = Two()
+    half = Steady.__new__(Steady)
+    half.__setstate__({**made(model).__getstate__(), "model": DistributedDataParallel.__new__(DistributedDataParallel)})
+    train(model, [made(model)], 2)
+
+
+def test_a_step_that_is_refused_takes_nothing_over() -> None:
+    model = Two()
+    old, new = made(model, accum_grad=2), made(model, accum_grad=2)
+    train(model, [new], 2)
+    with pytest.raises(AssertionError, match="There is no loss named 'loss'"):
+        old.step({"another": model(batch(3))["loss"]}, None, "a", 3, 1)
+    train(model, [new], 4, first=3)

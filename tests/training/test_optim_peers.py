@@ -216,7 +216,7 @@ def test_the_dead_are_forgotten() -> None:
     assert list(Peers(model)) == [first, second]
     del second
     gc.collect()
-    assert dead() is None and list(Peers(model)) == [first] and len(Peers(model)._known) == 1
+    assert dead() is None and list(Peers(model)) == [first] and len(Peers._of[model]) == 1
     lone = Two()
     assert same(train(model, [first], 3), train(lone, [over(lone, "encoder")], 3))
     model_ref = weakref.ref(model)
