@@ -15,9 +15,28 @@ from dist_sparse.groups import group_over, world_ranks
 if TYPE_CHECKING:
     from dist_sparse.training.optim_scheduler import OptimScheduler
 
-__all__ = ["load_states", "states"]
+__all__ = ["LIKE_PARAMETERS", "ONE_WIDE", "load_states", "states"]
 
 _SPARSITY = ("data_sparsifier", "data_scheduler")
+
+# What the optimizers of torch.optim keep in the shape of the parameter, or (Adafactor) with one dimension of size 1.
+LIKE_PARAMETERS = frozenset(
+    {
+        "acc_delta",
+        "ax",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "prev",
+        "square_avg",
+        "step_size",
+        "sum",
+        "variance",
+    }
+)
+ONE_WIDE = frozenset({"row_var", "col_var"})
 
 
 def states(scheduler: OptimScheduler) -> dict[str, Any]:
@@ -89,17 +108,27 @@ def _check_parts(saved: Any, sparsity: list[str]) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
-    """``load_state_dict()`` only counts groups and parameters; with another one's state, ``step()`` would fail."""
-    groups = zip(before["param_groups"], optimizer.param_groups, strict=True)
-    if missing := [name for old, new in groups for name in old if name not in new]:
-        raise ValueError(f"The state is of another optimizer than {type(optimizer).__name__}: it lacks {missing}.")
+    """``load_state_dict()`` only counts groups and parameters; with another one's state, ``step()`` would fail. The
+    state does not say whose it is: a relative's (Adam's in Adamax) is not found out here."""
     if not type(optimizer).__module__.startswith("torch.optim."):
-        return  # others' states may have any shape
+        return  # others' groups and states may have any names and shapes
+    groups = zip(before["param_groups"], optimizer.param_groups, strict=True)
+    # Of what the groups had, the optimizer's own: learning rate schedulers put names there, too.
+    if missing := [name for old, new in groups for name in old if name in optimizer.defaults and name not in new]:
+        raise ValueError(f"The state is of another optimizer than {type(optimizer).__name__}: it lacks {missing}.")
     for at, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for name, part in optimizer.state.get(parameter, {}).items():
-            alike = isinstance(part, Tensor) and part.dim() == parameter.dim()
-            if alike and any(size not in (1, whole) for size, whole in zip(part.shape, parameter.shape, strict=True)):
+            if isinstance(part, Tensor) and not _fits(name, part, parameter):
                 raise ValueError(
                     f"The state is of other parameters: {name} of number {at} has the shape {tuple(part.shape)}, the "
                     f"parameter {tuple(parameter.shape)}."
                 )
+
+
+def _fits(name: str, part: Tensor, parameter: Tensor) -> bool:
+    """What is neither in the shape of the parameter nor nearly so (a user's own entry, a count) fits any."""
+    if name in ONE_WIDE:
+        return part.dim() == parameter.dim() and all(
+            size in (1, whole) for size, whole in zip(part.shape, parameter.shape, strict=True)
+        )
+    return name not in LIKE_PARAMETERS or part.shape == parameter.shape

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr
+from dist_sparse.training.optim_state import LIKE_PARAMETERS, ONE_WIDE
 from tests.training.optim_loop import Steady, Two, copied, same, train
 
 
@@ -129,7 +130,43 @@ def test_every_optimizer_of_torch_resumes(name: str) -> None:
     resumed, other = make()
     resumed.load_state_dict(weights)
     other.load_state_dict(state)
+    held = [(name, value) for parts in scheduler.optimizer.state.values() for name, value in parts.items()]
+    wide = {name for name, value in held if isinstance(value, Tensor) and value.dim() == 2}
+    assert wide <= LIKE_PARAMETERS | ONE_WIDE, "shapes of which are compared"
     assert same(steps(model, scheduler, range(4, 7)), steps(resumed, other, range(4, 7)))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [lambda o: torch.optim.lr_scheduler.StepLR(o, 3), lambda o: o.param_groups[0].update(step=3)],
+    ids=["initial_lr", "step"],
+)
+def test_what_others_have_put_into_the_groups_is_not_asked_for(own: Callable[[Any], Any]) -> None:
+    model, other = Two(), Two()
+    saved = Steady("Adam", {"lr": 0.1}, other)
+    train(other, [saved], 2)
+    scheduler = Steady("Adam", {"lr": 0.1}, model)
+    own(scheduler.optimizer)
+    scheduler.load_state_dict(saved.state_dict())
+    assert repr(scheduler.optimizer.state_dict()) == repr(saved.optimizer.state_dict())
+
+
+def test_a_user_s_own_entry_has_any_size() -> None:
+    model = Two()
+    scheduler = Steady("Adam", {"lr": 0.1}, model)
+    train(model, [scheduler], 2)
+    scheduler.optimizer.state[model.decoder.weight]["seen"] = torch.zeros(7, 7)
+    other = Steady("Adam", {"lr": 0.1}, Two())
+    other.load_state_dict(through_a_file(scheduler.state_dict()))
+    assert other.optimizer.state[other.model.decoder.weight]["seen"].shape == (7, 7)
+
+
+def test_a_size_of_1_does_not_fit_any_size() -> None:
+    small, large = nn.Linear(3, 1, bias=False), nn.Linear(3, 2, bias=False)
+    saved, scheduler = (Steady("Adam", {"lr": 0.1}, model, use_amp=False) for model in (small, large))
+    saved.step({"loss": small(torch.ones(1, 3)).sum()}, None, "a", 1, 1)
+    with pytest.raises(ValueError, match=r"exp_avg of number 0 has the shape \(1, 3\), the parameter \(2, 3\)"):
+        scheduler.load_state_dict(saved.state_dict())
 
 
 class Net(nn.Module):
