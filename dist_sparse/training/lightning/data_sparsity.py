@@ -33,7 +33,8 @@ class PostTrainingDataSparsity(Callback):
     """Sparsifies a copy of the model once training has ended: one ``step()``, then ``squash_mask()``.
 
     Args:
-        data_sparsifier_class: a class of data sparsifiers; not an object, for it is made at the end of the fit.
+        data_sparsifier_class: a class of data sparsifiers; not an object, for one is made when the fit starts, to see
+            whether the arguments are right, and the one that is used at its end.
         data_sparsifier_args: its keyword arguments, without ``data_list``.
 
     Attributes:
@@ -41,7 +42,8 @@ class PostTrainingDataSparsity(Callback):
         data_sparsifier: what sparsified it; its masks and configurations can still be read.
 
     Raises:
-        ValueError: no class is given; or, when the fit starts, ``pl_module.model`` is no module.
+        ValueError: no class is given; or, when the fit starts, ``pl_module.model`` is no module. Whatever the class
+            raises of its arguments comes at the start of the fit, too.
     """
 
     def __init__(self, data_sparsifier_class: Any, data_sparsifier_args: Mapping[str, Any]) -> None:
