@@ -24,6 +24,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         DataError: it can't be written: a full disk, a folder that is none or is not ours.
     """
     new = path.with_name(f".{path.name}.new")
+    kept = ", and is as it was" if path.is_file() else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -34,9 +35,12 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # of a full disk, torch only says that its own count is wrong
-        why = error if isinstance(error, OSError) else error.__context__ or error
-        raise DataError(f"{path} can't be written, and is as it was: {why}") from error
+    except (OSError, RuntimeError) as error:
+        # Of a full disk, torch only says that its own count is wrong, while it handles the disk's error.
+        why = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(why, OSError):
+            raise
+        raise DataError(f"{path} can't be written{kept}: {why}") from error
 
 
 def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:

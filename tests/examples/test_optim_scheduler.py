@@ -215,13 +215,24 @@ class TestCheckpoint:
         checkpoint.save(path, {"plan": {}, "x": torch.ones(3)})
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         try:
+            with pytest.raises(DataError, match=r"never\.pt can't be written: .*File too large"):
+                checkpoint.save(tmp_path / "never.pt", {"x": torch.ones(1_000_000)})
             with pytest.raises(DataError, match=r"c\.pt can't be written, and is as it was: .*File too large"):
                 checkpoint.save(path, {"plan": {}, "x": torch.ones(1_000_000)})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert torch.equal(checkpoint.load(path, {})["x"], torch.ones(3)) and list(tmp_path.iterdir()) == [path]
-        with pytest.raises(DataError, match="can't be written"):
+        with pytest.raises(DataError, match=r"under_a_file\.pt can't be written: "):
             checkpoint.save(path / "under_a_file.pt", {})
+
+    def test_an_error_of_what_is_saved_is_not_the_disk_s(self, tmp_path: Path) -> None:
+        class Refuses:
+            def __getstate__(self) -> None:
+                raise RuntimeError("is in use")
+
+        with pytest.raises(RuntimeError, match=r"^is in use$"):
+            checkpoint.save(tmp_path / "c.pt", {"x": Refuses()})
+        assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize(
         ("content", "says"),
