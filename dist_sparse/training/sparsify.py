@@ -117,7 +117,7 @@ def sparsify(
     together = group_over(world_ranks())
     together.agree("sparsify()", {}, error)
     sparsifier.add_model(model, include=include, exclude=exclude, dense=dense)
-    if all(isinstance(number, int) for number in (begin, end, every)):
+    if all(isinstance(number, numbers.Integral) for number in (begin, end, every)):
         every = min(every, max(end - begin, 1))
     try:
         scheduler = schedule(sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=every)
