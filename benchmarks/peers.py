@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.ao.pruning._experimental.data_sparsifier import DataNormSparsifier as AncestorSparsifier
 
-from dist_sparse.scores import block_sums, block_widths, to_scores
-from dist_sparse.shards import Block, Rect, grid_of
+from dist_sparse.masking.scores import block_sums, block_widths, to_scores
+from dist_sparse.tables.shards import Block, Rect, grid_of
 
 __all__ = ["ancestor", "gather_and_select", "norm_pass"]
 

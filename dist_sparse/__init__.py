@@ -8,8 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dist_sparse.enforcer.enforcer import MaskEnforcer
+    from dist_sparse.optim.scheduler import OptimScheduler
+    from dist_sparse.optim.schedules import ExponentDecayLr, Noamlr
+    from dist_sparse.quantization.quantize import post_training_sparse_quantize
     from dist_sparse.report.run_log import RunLog
-    from dist_sparse.schedulers.ancestors import CubicSL, LambdaSL
     from dist_sparse.schedulers.base import BaseDataScheduler
     from dist_sparse.schedulers.ready import (
         ConstantDataScheduler,
@@ -20,16 +23,13 @@ if TYPE_CHECKING:
         LinearDataScheduler,
         OneShotDataScheduler,
     )
-    from dist_sparse.shards import ROW
+    from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
     from dist_sparse.sparsifiers.base import BaseDataSparsifier
     from dist_sparse.sparsifiers.describe import describe
     from dist_sparse.sparsifiers.inspection import TableStats
     from dist_sparse.sparsifiers.norm import DataNormSparsifier
     from dist_sparse.sparsifiers.score import ScoreSparsifier
-    from dist_sparse.state.quantize import post_training_sparse_quantize
-    from dist_sparse.training.enforce import MaskEnforcer
-    from dist_sparse.training.learning_rates import ExponentDecayLr, Noamlr
-    from dist_sparse.training.optim_scheduler import OptimScheduler
+    from dist_sparse.tables.shards import ROW
     from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 __all__ = [
@@ -60,34 +60,46 @@ __all__ = [
 ]
 
 _PLACES = {
-    "ROW": "shards",
+    "ROW": "tables.shards",
     "BaseDataScheduler": "schedulers.base",
     "BaseDataSparsifier": "sparsifiers.base",
     "ConstantDataScheduler": "schedulers.ready",
     "CosineDataScheduler": "schedulers.ready",
     "CubicDataScheduler": "schedulers.ready",
-    "CubicSL": "schedulers.ancestors",
+    "CubicSL": "schedulers.torch_ao",
     "DataNormSparsifier": "sparsifiers.norm",
-    "ExponentDecayLr": "training.learning_rates",
+    "ExponentDecayLr": "optim.schedules",
     "ExponentialDataScheduler": "schedulers.ready",
     "LambdaDataScheduler": "schedulers.ready",
-    "LambdaSL": "schedulers.ancestors",
+    "LambdaSL": "schedulers.torch_ao",
     "LinearDataScheduler": "schedulers.ready",
-    "MaskEnforcer": "training.enforce",
-    "Noamlr": "training.learning_rates",
+    "MaskEnforcer": "enforcer.enforcer",
+    "Noamlr": "optim.schedules",
     "OneShotDataScheduler": "schedulers.ready",
-    "OptimScheduler": "training.optim_scheduler",
+    "OptimScheduler": "optim.scheduler",
     "RunLog": "report.run_log",
     "ScoreSparsifier": "sparsifiers.score",
     "SparseTraining": "training.sparsify",
     "TableStats": "sparsifiers.inspection",
     "describe": "sparsifiers.describe",
-    "post_training_sparse_quantize": "state.quantize",
+    "post_training_sparse_quantize": "quantization.quantize",
     "sparsify": "training.sparsify",
 }
 """The module of each name."""
 
-_MODULES = ("groups", "report", "schedulers", "sparsifiers", "state", "training")
+_MODULES = (
+    "enforcer",
+    "groups",
+    "lightning",
+    "masking",
+    "optim",
+    "quantization",
+    "report",
+    "schedulers",
+    "sparsifiers",
+    "tables",
+    "training",
+)
 """Those that are an attribute without an import of their own."""
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that is here

@@ -2,7 +2,7 @@
 
 import sys
 
-from dist_sparse.cli import main
+from dist_sparse.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from dist_sparse.shards import ROW
+from dist_sparse.tables.shards import ROW
 
 __all__ = [
     "block_text",

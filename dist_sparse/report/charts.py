@@ -1,7 +1,7 @@
 """Which charts does a report have, and what is drawn in each?
 
 A chart is data: names, points, bins. :mod:`dist_sparse.report.drawing` draws it as HTML,
-:mod:`dist_sparse.report.plots` as PNG; neither looks at the run again. However long a run and however many its tables,
+:mod:`dist_sparse.report.png` as PNG; neither looks at the run again. However long a run and however many its tables,
 a chart stays small: a line has at most 400 points, a chart the lines of at most 30 tables, the largest.
 """
 
@@ -13,11 +13,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dist_sparse.report.numbers import due_totals, numbers
 from dist_sparse.report.run import Run, Series
 from dist_sparse.report.scores import ScoreChart, score_charts
+from dist_sparse.report.summary import due_totals, numbers
 from dist_sparse.report.words import duration, number_of, percent, size
-from dist_sparse.sparsifiers.record import MaskChange
+from dist_sparse.sparsifiers.recorder import MaskChange
 
 __all__ = ["MOST_TABLES", "BarChart", "Chart", "Line", "LineChart", "charts", "shown_tables"]
 

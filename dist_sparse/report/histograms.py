@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_sparse.segments import LEADING_SHIFT
-from dist_sparse.sparsifiers.record import MaskChange
+from dist_sparse.masking.segments import LEADING_SHIFT
+from dist_sparse.sparsifiers.recorder import MaskChange
 
 __all__ = ["Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
 
@@ -85,7 +85,7 @@ def much(removed: int, blocks: int) -> bool:
 
 
 def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -> Scored | None:
-    """A change with a histogram as :class:`~dist_sparse.sparsifiers.record.MaskChange` has it; None where there is no
+    """A change with a histogram as :class:`~dist_sparse.sparsifiers.recorder.MaskChange` has it; None where there is no
     threshold, or no score."""
     zeros, counts = 0, dict[int, int]()
     for edge, number in scores:

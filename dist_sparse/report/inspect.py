@@ -1,7 +1,7 @@
 """What is in the folder of a run, for a person to read in a terminal?
 
 Tables as they stood at the end, or as the last noted due step left them; sums; what the run was started with. Numbers
-are those of :mod:`dist_sparse.report.numbers`, which the report shows too.
+are those of :mod:`dist_sparse.report.summary`, which the report shows too.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_sparse.report.numbers import numbers, status
 from dist_sparse.report.run import Run
+from dist_sparse.report.summary import numbers, status
 from dist_sparse.report.words import number_of
 from dist_sparse.text import mib, printable, shape_text, table_lines
 
@@ -24,7 +24,7 @@ _HEAD = (
 
 
 def inspect_json(run: Run) -> dict[str, Any]:
-    """What is known of a run, JSON-able: :func:`~dist_sparse.report.numbers.numbers`, and ``started``, ``world``,
+    """What is known of a run, JSON-able: :func:`~dist_sparse.report.summary.numbers`, and ``started``, ``world``,
     ``versions``, ``config``."""
     about = {"started": run.started, "world": run.world, "versions": dict(run.versions), "config": dict(run.config)}
     return {**about, **numbers(run)}

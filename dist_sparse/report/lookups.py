@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import group_over
-from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Rect, ShardedData
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["Hits", "TableIds", "hits", "read_ids"]
 

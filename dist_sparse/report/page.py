@@ -15,11 +15,11 @@ from typing import Any
 
 from dist_sparse.report.charts import Chart, LineChart, charts
 from dist_sparse.report.drawing import drawn
-from dist_sparse.report.numbers import numbers, status, target_text, time_text
-from dist_sparse.report.plots import png_files
+from dist_sparse.report.png import png_files
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.scores import ScoreChart
 from dist_sparse.report.style import SCRIPT, STYLE
+from dist_sparse.report.summary import numbers, status, target_text, time_text
 from dist_sparse.report.words import amount, count, escape, number_of, percent, size
 
 __all__ = ["page", "write_report"]

@@ -19,10 +19,10 @@ from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.report.lookups import Hits, TableIds, hits, read_ids
 from dist_sparse.report.run_log import table_json
 from dist_sparse.report.words import number_of
-from dist_sparse.shards import ROW, ShardedData, resolve_block
-from dist_sparse.sparsifiers.due import make_masks
 from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
+from dist_sparse.sparsifiers.step import make_masks
+from dist_sparse.tables.shards import ROW, ShardedData, resolve_block
 from dist_sparse.text import mib, shape_text, table_lines
 
 __all__ = ["Plan", "TablePlan", "plan"]

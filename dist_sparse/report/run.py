@@ -22,9 +22,9 @@ import torch
 
 from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
-from dist_sparse.shards import ROW
 from dist_sparse.sparsifiers.inspection import TableStats
-from dist_sparse.sparsifiers.record import MaskChange, StepRecord
+from dist_sparse.sparsifiers.recorder import MaskChange, StepRecord
+from dist_sparse.tables.shards import ROW
 
 __all__ = ["DueStep", "Run", "Series", "Spent", "read_run"]
 

@@ -1,14 +1,14 @@
 """What happened in a run, written down while it trains?
 
 A :class:`RunLog` writes lines of JSON into a folder, on rank 0; other ranks only take part in what is collective. What
-is counted over ranks travels with the due steps' own messages (:mod:`dist_sparse.sparsifiers.record`), so the line of a
-due step is written one due step later, and the last one by :meth:`RunLog.close`.
+is counted over ranks travels with the due steps' own messages (:mod:`dist_sparse.sparsifiers.recorder`), so the line of
+a due step is written one due step later, and the last one by :meth:`RunLog.close`.
 
 ``run.json`` says what the run is; every line of ``log.jsonl`` has a ``kind``:
 
 - ``values``: ``step``, ``seconds`` since the start, and ``values``, what :meth:`RunLog.step` was given;
 - ``masks``: what the due step at ``step`` did: its ``number``, ``seconds``, ``collectives``, ``bytes`` (of rank 0), and
-  for each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.record.MaskChange` but ``scores``, and
+  for each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.recorder.MaskChange` but ``scores``, and
   ``sparsity`` and ``churn``;
 - ``scores``: the histograms of those ``tables`` where a newer one is worth showing than what was written before
   (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets an octave from the score ``low`` up;
@@ -36,13 +36,13 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.report.folder import RUN, check_config, check_log, open_log
 from dist_sparse.report.histograms import Latest, scored
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.inspection import TableStats
-from dist_sparse.sparsifiers.record import MaskChange, Recorder, StepRecord
-from dist_sparse.training.enforce import MaskEnforcer
+from dist_sparse.sparsifiers.recorder import MaskChange, Recorder, StepRecord
 
 __all__ = ["RUN", "RunLog", "Sink", "table_json"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dist_sparse.report.histograms import Scored, edge_of, much
 from dist_sparse.report.run import Run
 from dist_sparse.report.words import amount, count, percent
-from dist_sparse.sparsifiers.record import MaskChange
+from dist_sparse.sparsifiers.recorder import MaskChange
 
 __all__ = ["Bin", "ScoreChart", "score_charts"]
 

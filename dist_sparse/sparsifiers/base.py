@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.modules import model_source
-from dist_sparse.shards import Block, ShardedData, Source
-from dist_sparse.sparsifiers import plain, saving
+from dist_sparse.sparsifiers import dense_store as plain
+from dist_sparse.sparsifiers import saving
 from dist_sparse.sparsifiers.by_shard import ByShard
 from dist_sparse.sparsifiers.configs import model_overrides
-from dist_sparse.sparsifiers.due import due_step, follow_moved
 from dist_sparse.sparsifiers.enforced import Enforced
 from dist_sparse.sparsifiers.inspection import Inspection
+from dist_sparse.sparsifiers.packed_store import ShardedTables
 from dist_sparse.sparsifiers.registration import check_new
-from dist_sparse.sparsifiers.sharded import ShardedTables
-from dist_sparse.tensors import TensorSource, is_sharded
+from dist_sparse.sparsifiers.step import due_step, follow_moved
+from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.shards import Block, ShardedData, Source
+from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 __all__ = ["BaseDataSparsifier"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dist_sparse.groups import Group
-from dist_sparse.masks import BlockMask
-from dist_sparse.shards import ShardedData
-from dist_sparse.sparsifiers.update import MadeMasks, NewMask
+from dist_sparse.masking.block_masks import MadeMasks, NewMask
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import ShardedData
 
 if TYPE_CHECKING:
     from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from dist_sparse.shards import ShardedData
+from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["model_overrides"]
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dist_sparse.bits import pack, unpack
 from dist_sparse.groups import Group, group_over
-from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Rect, ShardedData
+from dist_sparse.masking.bits import pack, unpack
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["count_dead_rows", "dead_flags"]
 

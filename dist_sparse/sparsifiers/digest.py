@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dist_sparse.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask
 
 __all__ = ["element_counts", "hash_tensor", "mask_hash", "shape_hash"]
 

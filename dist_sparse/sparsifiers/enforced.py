@@ -1,6 +1,6 @@
 """What does a sparsifier ask of whoever keeps its removed weights at zero between two of its steps?
 
-:class:`dist_sparse.training.enforce.MaskEnforcer` is the answer; a sparsifier knows only this much of it.
+:class:`dist_sparse.enforcer.enforcer.MaskEnforcer` is the answer; a sparsifier knows only this much of it.
 """
 
 from __future__ import annotations

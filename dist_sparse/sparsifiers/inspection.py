@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dist_sparse.bits import count_bits
 from dist_sparse.groups import group_over
-from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Block, Rect, ShardedData, grid_of
-from dist_sparse.sparsifiers import plain
+from dist_sparse.masking.bits import count_bits
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers import dense_store as plain
 from dist_sparse.sparsifiers.dead import count_dead_rows
 from dist_sparse.sparsifiers.digest import element_counts, hash_tensor, mask_hash, shape_hash
-from dist_sparse.sparsifiers.record import Recorder
+from dist_sparse.sparsifiers.recorder import Recorder
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
 if TYPE_CHECKING:
-    from dist_sparse.sparsifiers.sharded import ShardedTables
+    from dist_sparse.sparsifiers.packed_store import ShardedTables
 
 __all__ = ["Inspection", "TableStats"]
 

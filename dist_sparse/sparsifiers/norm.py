@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dist_sparse.scores import Measure
+from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.score import ScoreSparsifier
 
 __all__ = ["DataNormSparsifier"]

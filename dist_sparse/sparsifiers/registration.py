@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from dist_sparse.shards import ShardedData
+from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["check_new"]
 

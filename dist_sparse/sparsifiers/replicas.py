@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 
 from dist_sparse.groups import Group, Replica, group_over
-from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Rect, ShardedData
+from dist_sparse.masking.block_masks import MadeMasks, NewMask
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.digest import hash_tensor
-from dist_sparse.sparsifiers.sharded import ShardedTables
-from dist_sparse.sparsifiers.update import MadeMasks, NewMask
+from dist_sparse.sparsifiers.packed_store import ShardedTables
+from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["hashes_of", "restore", "take_over", "to_restore"]
 

@@ -11,10 +11,10 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dist_sparse.masks import BlockMask
-from dist_sparse.shards import Rect, ShardedData
-from dist_sparse.sparsifiers import plain
-from dist_sparse.sparsifiers.sharded import ShardedTables
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers import dense_store as plain
+from dist_sparse.sparsifiers.packed_store import ShardedTables
+from dist_sparse.tables.shards import Rect, ShardedData
 
 if TYPE_CHECKING:
     from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from dist_sparse.groups import Group, rank_in
-from dist_sparse.scores import Measure
-from dist_sparse.shards import Block, Rect, Shard, ShardedData, grid_of, resolve_block
+from dist_sparse.masking.block_masks import MadeMasks, new_masks
+from dist_sparse.masking.scores import Measure
+from dist_sparse.masking.scoring import Goal, ScoredTable, cuts_of, score_table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.scoring import Goal, ScoredTable, cuts_of, score_table
-from dist_sparse.sparsifiers.update import MadeMasks, new_masks
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, resolve_block
 
 __all__ = ["ScoreSparsifier"]
 

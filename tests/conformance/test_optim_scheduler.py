@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse import ExponentDecayLr, Noamlr, OptimScheduler
-from tests.training.optim_loop import Clock, Log, Steady, Two, batch, copied, same, train
+from tests.optim.optim_loop import Clock, Log, Steady, Two, batch, copied, same, train
 
 
 def by_hand(

@@ -34,7 +34,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse.shards import ShardedData
+from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
     "LOCAL",

@@ -31,7 +31,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse.modules import model_source
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import SEQUENCES, TABLES, Cell, Net, weights
 
 __all__ = ["COPIES", "SHARE", "build_copies", "copied_cells", "first_copy"]

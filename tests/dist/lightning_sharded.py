@@ -28,7 +28,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse.training.lightning import SparsifyCallback
 from tests.oracle import oracle_mask
-from tests.training.lightning_fits import PLAN, batches, quiet, trainer
+from tests.lightning.lightning_fits import PLAN, batches, quiet, trainer
 
 __all__ = ["check_sharded"]
 

@@ -14,7 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
-from dist_sparse.modules import model_source
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import Cell, batch
 from tests.dist.copies import COPIES, SHARE, build_copies, copied_cells, first_copy
 from tests.dist.harness import run_cases, run_ranks

@@ -24,7 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, sparsify
-from dist_sparse.modules import model_source
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import LOCAL, batch, build, cells
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import by_rows, check_outcomes, local_tensors, quiet, sharded

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from dist_sparse.training.gradients import clip_gradients, gradient_norm
+from dist_sparse.optim.gradients import clip_gradients, gradient_norm
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import check_outcomes
 from tests.dist.test_optim_scheduler import plans, reference, refuses
-from tests.training.optim_loop import Clock, Log, Steady, Two, batch
+from tests.optim.optim_loop import Clock, Log, Steady, Two, batch
 
 pytestmark = pytest.mark.dist
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_sparse.groups import reset_traffic, traffic
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import check_outcomes
-from tests.training.optim_loop import Log, Steady, Two, batch, copied, same
+from tests.optim.optim_loop import Log, Steady, Two, batch, copied, same
 
 pytestmark = pytest.mark.dist
 

@@ -27,7 +27,7 @@ from tests.dist.cells import Cell, Net, batch, build, cells, gathered, plain, se
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import check_outcomes, quiet
 from tests.dist.test_optim_scheduler import refuses
-from tests.training.optim_loop import Clock, Log, Steady
+from tests.optim.optim_loop import Clock, Log, Steady
 
 pytestmark = pytest.mark.dist
 

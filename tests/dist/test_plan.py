@@ -100,6 +100,6 @@ def _check_errors() -> None:
 
 
 def _located(model: Any) -> dict[str, Any]:
-    from dist_sparse.modules import model_source
+    from dist_sparse.tables.modules import model_source
 
     return {data.name: data for data in model_source(model).locate()}

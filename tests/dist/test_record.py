@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.sparsifiers.record import MaskChange, Recorder
+from dist_sparse.sparsifiers.recorder import MaskChange, Recorder
 from tests.dist.cells import LOCAL, build, cells, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import by_rows, check_outcomes, sharded, write

@@ -17,7 +17,7 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
-from dist_sparse.modules import model_source
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.pieces import check_outcomes, quiet, sharded, watched

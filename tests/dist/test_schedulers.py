@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.schedulers.ancestors import CubicSL, LambdaSL
+from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import CubicDataScheduler, LambdaDataScheduler, LinearDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

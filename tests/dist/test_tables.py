@@ -26,8 +26,8 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from dist_sparse.modules import model_source
-from dist_sparse.shards import Rect, ShardedData, check_tiling
+from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.shards import Rect, ShardedData, check_tiling
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, weights
 from tests.dist.harness import run_cases, run_ranks
 

@@ -17,8 +17,8 @@ import torch
 
 pytest.importorskip("torchrec")
 
-from dist_sparse.report.numbers import numbers
 from dist_sparse.report.run import read_run
+from dist_sparse.report.summary import numbers
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset, SparseFeature, batches, steps_per_pass
 from dlrm.model import DIM, sharding_of

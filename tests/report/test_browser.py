@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dist_sparse.report.folder import LINES
-from dist_sparse.report.numbers import numbers
 from dist_sparse.report.page import write_report
 from dist_sparse.report.run import read_run
+from dist_sparse.report.summary import numbers
 from tests.report.browser import Browser, chromium, opened
 from tests.report.folders import HOSTILE, write_many
 

@@ -10,10 +10,10 @@ from torch import nn
 from dist_sparse import ROW, DataNormSparsifier, describe
 from dist_sparse.report.folder import LINES
 from dist_sparse.report.inspect import inspect_json, inspect_text
-from dist_sparse.report.numbers import summary
 from dist_sparse.report.plan import plan
 from dist_sparse.report.run import read_run
 from dist_sparse.report.run_log import RunLog
+from dist_sparse.report.summary import summary
 from tests.report.folders import DRIVING, edit
 from tests.report.test_run_log import train
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from dist_sparse import RunLog
-from dist_sparse.cli import main
+from dist_sparse.cli.main import main
 from dist_sparse.report.charts import BarChart, LineChart, charts
 from dist_sparse.report.drawing import log_ticks, ticks
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page, write_report
-from dist_sparse.report.plots import figure
+from dist_sparse.report.png import figure
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.scores import ScoreChart
 from dist_sparse.report.words import amount, duration, number_of, percent, size

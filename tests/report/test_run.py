@@ -11,8 +11,8 @@ import pytest
 
 from dist_sparse import RunLog
 from dist_sparse.report.folder import LINES, RUN
-from dist_sparse.report.numbers import numbers, status, summary
 from dist_sparse.report.run import read_run
+from dist_sparse.report.summary import numbers, status, summary
 from tests.report.folders import edit, write_many
 from tests.report.test_run_log import train
 

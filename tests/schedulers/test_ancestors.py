@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dist_sparse import DataNormSparsifier
-from dist_sparse.schedulers.ancestors import CubicSL, LambdaSL
+from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 from tests.schedulers.loop import sparsifier_of
 
 _REASON = "this torch has no sparsity schedulers any more: NOTHING is compared with them; use torch 2.13 for that"

@@ -23,9 +23,9 @@ from dist_sparse.schedulers.ready import (
     ExponentialDataScheduler,
     LinearDataScheduler,
 )
+from tests.enforcer.test_enforce_dense import DENSE, SPARSE, Net, attached, check_zero, few, live, one, train, watched
+from tests.enforcer.test_enforce_errors import hooks
 from tests.oracle import oracle_blocks
-from tests.training.test_enforce_dense import DENSE, SPARSE, Net, attached, check_zero, few, live, one, train, watched
-from tests.training.test_enforce_errors import hooks
 
 
 def adam(model: nn.Module) -> optim.Optimizer:

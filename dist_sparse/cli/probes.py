@@ -1,0 +1,87 @@
+"""What happens when a process of its own loads torch, TorchRec and FBGEMM, or starts a process group?
+
+A bad mix of releases can crash the interpreter or hang, and torch may not be there at all: so nothing of it is loaded
+here, and what is loaded elsewhere has a time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["GLOO", "LOOKUP", "Torch", "ask_torch", "fails"]
+
+_SECONDS: Final = 120.0
+
+_ASK: Final = """
+import json, torch, torch.distributed as dist
+nccl = dist.is_available() and dist.is_nccl_available()
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda, "nccl": nccl}))
+"""
+
+LOOKUP: Final = """
+import dist_sparse.tables.torchrec, torch, torchrec
+config = torchrec.EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+ids = torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 3]), torch.tensor([2]))
+found = torchrec.EmbeddingBagCollection(tables=[config])(ids)["f"]
+assert found.shape == (1, 4) and torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2])).tolist() == [0, 2]
+"""
+
+GLOO: Final = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """What torch says of itself; a fault where it does not load."""
+
+    fault: str | None = None
+    version: str = ""
+    gpus: int = 0
+    cuda: str | None = None
+    nccl: bool = False
+
+
+def ask_torch(environment: Mapping[str, str]) -> Torch:
+    """What torch says in a process with these variables."""
+    fault, said = _probe(_ASK, environment)
+    return Torch(**json.loads(said.splitlines()[-1])) if fault is None else Torch(fault=fault)
+
+
+def fails(code: str, environment: Mapping[str, str]) -> str | None:
+    """What goes wrong when a process of its own runs ``code``; None if nothing does."""
+    return _probe(code, environment)[0]
+
+
+def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """What goes wrong when a process of its own runs ``code``, and what that prints."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+            env={**environment, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {_SECONDS:.0f} s", ""
+    if done.returncode == 0:
+        return None, done.stdout
+    if done.returncode < 0:
+        return f"the interpreter was killed by {signal.Signals(-done.returncode).name}", ""
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"ended with status {done.returncode}", ""

@@ -1,0 +1,1 @@
+"""Removed weights stay zero while a model trains."""

@@ -1,0 +1,142 @@
+"""How are a few rows of a table made true to its mask?
+
+What is removed in them is written as zero: 16 to 64 bytes of mask are read for a row, and nothing else of the table.
+This is the form for the CPU, and for a device without Triton; :mod:`dist_sparse.enforcer.rows_triton` is the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dist_sparse.enforcer.unsettled import UnsettledRows, in_table
+from dist_sparse.masking.masks import BlockMask, wide
+
+__all__ = ["Lookup", "Slot", "TorchLookup", "lookup_on", "settle_rows"]
+
+_CHUNK = 1 << 18
+"""Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A live shard, ``(rect.rows, rect.cols)``, and its mask."""
+
+    weight: Tensor
+    mask: BlockMask
+
+
+class Lookup(Protocol):
+    """Makes the rows true that one lookup is about to read."""
+
+    needed: bool
+    """Whether anything at all is removed."""
+
+    def __init__(self, slots: Sequence[Slot | None]) -> None:
+        """One slot for each feature, in the order of the ids; None where nothing is masked."""
+        ...
+
+    def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Writes the zeros.
+
+        Args:
+            ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside the table are read as
+                row 0, which FBGEMM's bounds check makes of them.
+            ends: where the ids of each feature begin and, last, where they end: one more than there are features. On
+                a device as a tensor, so that nobody waits for it.
+        """
+        ...
+
+
+class TorchLookup:
+    """A :class:`Lookup` made of torch's own operations."""
+
+    def __init__(self, slots: Sequence[Slot | None], unsettled: UnsettledRows | None = None) -> None:
+        """With ``unsettled``, only rows that are noted there are looked at."""
+        self._slots = [slot if slot is not None and slot.mask.removes else None for slot in slots]
+        self._unsettled = unsettled
+        self.needed = any(slot is not None for slot in self._slots)
+
+    def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        if isinstance(ends, Tensor):
+            ends = ends.tolist()
+        for feature, (slot, (start, stop)) in enumerate(zip(self._slots, pairwise(ends), strict=True)):
+            if slot is None or start == stop:
+                continue
+            if self._unsettled is not None:
+                rows = self._unsettled.among(feature, ids[start:stop])
+                if self._unsettled.whole(feature):
+                    wide(slot.weight.data).index_fill_(0, rows, 0)
+                else:
+                    settle_rows(slot.weight, slot.mask, rows)
+            elif stop - start >= slot.mask.rect.rows:
+                slot.mask.apply_(slot.weight)
+            else:
+                settle_rows(slot.weight, slot.mask, in_table(ids[start:stop], slot.mask.rect.rows))
+
+
+def lookup_on(device: torch.device, slots: Sequence[Slot | None], unsettled: UnsettledRows) -> Lookup:
+    """The form for a device. On CUDA it is Triton's, where that is installed (as it is with torch's CUDA builds): one
+    launch for all ids, settled or not, costs less there than to find out which are not."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        form: type[Lookup] = importlib.import_module("dist_sparse.enforcer.rows_triton").TritonLookup
+        return form(slots)
+    return TorchLookup(slots, unsettled)
+
+
+def settle_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
+    """Writes zero to the removed elements of some rows of a live shard.
+
+    Args:
+        weight: the shard, ``(rect.rows, rect.cols)``; written through ``.data``, which autograd does not see.
+        mask: of the shard.
+        rows: int64 ``(n,)``, local row numbers within the shard, repeated or not.
+    """
+    live = weight.data
+    block_rows = rows
+    if mask.block[0] != 1:
+        block_rows = (rows + mask.rect.row) // mask.block[0] - mask.grid.row
+    if mask.grid.cols == 1:
+        kept = mask.bits.index_select(0, block_rows >> 3) >> (block_rows & 7).to(torch.uint8)
+        wide(live).index_fill_(0, rows.masked_select((kept & 1) == 0), 0)
+        return
+    table, word = wide(live), _WORDS[live.element_size()]
+    step = max(1, _CHUNK // mask.rect.cols)
+    for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
+        read = table.index_select(0, some)
+        read.view(word).bitwise_and_(_words(mask, blocks, word))
+        table.index_copy_(0, some, read)
+
+
+def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask of some block rows, ``(n, rect.cols)`` words: all bits set where kept, none where removed."""
+    width = mask.block[1]
+    cols, rect = mask.grid.cols, mask.rect
+    device = mask.bits.device
+    if cols % 8 == 0 and rect.cols == cols * width:
+        per_row = cols // 8
+        at = block_rows.unsqueeze(1) * per_row + torch.arange(per_row, device=device)
+        bytes_ = mask.bits.index_select(0, at.flatten()).to(torch.int32)
+        return _spread(width, dtype, device).index_select(0, bytes_).view(-1, rect.cols)
+    columns = torch.arange(rect.col, rect.col_end, device=device) // width - mask.grid.col
+    at = (block_rows.unsqueeze(1) * cols + torch.arange(cols, device=device)).flatten()
+    kept = (mask.bits.index_select(0, at >> 3) >> (at & 7).to(torch.uint8)) & 1
+    kept = kept.to(dtype).neg_().view(-1, cols)
+    return kept if cols == rect.cols else kept.index_select(1, columns)
+
+
+@lru_cache(maxsize=16)
+def _spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For each byte of a mask the words of the ``8 * width`` columns that it stands for: ``(256, 8 * width)``."""
+    byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
+    return ((byte.unsqueeze(1) >> bit) & 1).to(dtype).neg_().repeat_interleave(width, dim=1)

@@ -1,0 +1,6 @@
+"""How does a model train under Lightning's Trainer? With one of these callbacks. Importing them needs Lightning."""
+
+from dist_sparse.lightning.callback import SparsifyCallback
+from dist_sparse.lightning.torch_ao import PostTrainingDataSparsity, TrainingAwareDataSparsity
+
+__all__ = ["PostTrainingDataSparsity", "SparsifyCallback", "TrainingAwareDataSparsity"]

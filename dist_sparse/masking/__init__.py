@@ -1,0 +1,1 @@
+"""From weights to masks: scores, exact selection over all ranks, packed masks."""

@@ -1,0 +1,196 @@
+"""Which blocks of a shard are kept? One bit each.
+
+A :class:`BlockMask` holds the bits of the blocks that touch one global rectangle, row-major, bit ``n % 8`` of byte ``n
+// 8``, 1 = kept. Bits live with their shard and are keyed by its rectangle; blocks cut by the shard's border have the
+same bit in every shard that they touch. Masks that are not constant on blocks use blocks of (1, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dist_sparse.masking.bits import pack, positions, unpack
+from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
+
+__all__ = ["BlockMask", "wide"]
+
+_CHUNK = 1 << 20
+"""Elements expanded at a time."""
+
+_WRITTEN = 1 << 15
+"""Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much."""
+
+
+def wide(matrix: Tensor) -> Tensor:
+    """The same memory as a ``matrix``, if it is contiguous in words of up to 16 bytes, so that its rows have fewer.
+
+    For filling rows with zeros and copying them: torch does both word by word.
+    """
+    if not matrix.is_contiguous():
+        return matrix
+    size, start = matrix.element_size(), matrix.storage_offset() * matrix.element_size()
+    for dtype in (torch.complex128, torch.int64):
+        if all(count % dtype.itemsize == 0 for count in (matrix.shape[1] * size, start, matrix.data_ptr())):
+            return matrix.view(dtype)
+    return matrix
+
+
+@dataclass
+class BlockMask:
+    """The mask of one shard.
+
+    Args:
+        rect: the shard's global rectangle.
+        block: the (rows, columns) that one bit stands for, on the grid anchored at the global (0, 0).
+        bits: uint8, ``ceil(grid.rows * grid.cols / 8)`` bytes on the device of the shard.
+    """
+
+    rect: Rect
+    block: Block
+    bits: Tensor
+    grid: Grid = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grid = grid_of(self.rect, self.block)
+        need = -(-self.grid.rows * self.grid.cols // 8)
+        if self.bits.dtype != torch.uint8 or self.bits.shape != (need,):
+            raise ValueError(
+                f"The mask of {self.rect} by blocks {self.block} needs {need} bytes, got {tuple(self.bits.shape)}."
+            )
+
+    @staticmethod
+    def full(rect: Rect, block: Block, device: torch.device) -> BlockMask:
+        """A mask that keeps everything."""
+        grid = grid_of(rect, block)
+        count = grid.rows * grid.cols
+        bits = torch.full((-(-count // 8),), 0xFF, dtype=torch.uint8, device=device)
+        if count % 8:
+            bits[-1] = (1 << count % 8) - 1
+        return BlockMask(rect, block, bits)
+
+    @staticmethod
+    def of_elements(rect: Rect, kept: Tensor) -> BlockMask:
+        """A mask of (1, 1) blocks from a dense one: ``kept`` ``(rect.rows, rect.cols)``, any dtype, zero = removed."""
+        if tuple(kept.shape) != (rect.rows, rect.cols):
+            raise ValueError(f"A mask of shape {tuple(kept.shape)} does not fit the shard {rect}.")
+        return BlockMask(rect, (1, 1), pack((kept != 0).flatten()))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that touch the shard."""
+        return self.grid.rows * self.grid.cols
+
+    @cached_property
+    def removes(self) -> bool:
+        """Whether anything is removed. Asked once: masks are replaced, not edited."""
+        whole, rest = divmod(self.blocks, 8)
+        return bool((self.bits[:whole] != 0xFF).any()) or (rest > 0 and int(self.bits[whole]) != (1 << rest) - 1)
+
+    def flags(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` a multiple of 8
+        (or grid.cols is)."""
+        last = self.grid.rows if last is None else last
+        start = first * self.grid.cols
+        assert start % 8 == 0
+        count = (last - first) * self.grid.cols
+        return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(last - first, self.grid.cols)
+
+    def dense(self, dtype: torch.dtype = torch.int8) -> Tensor:
+        """The mask element by element, ``(rect.rows, rect.cols)``: 1 = kept, 0 = removed."""
+        out = torch.empty(self.rect.rows, self.rect.cols, dtype=dtype, device=self.bits.device)
+        for rows, kept in self.element_chunks():
+            out[rows].copy_(kept)
+        return out
+
+    def element_chunks(self, bits: Tensor | None = None, skip: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """The mask in chunks of the shard's rows: ``(rows, kept)`` with ``kept`` bool ``(len(rows), rect.cols)``.
+
+        Args:
+            bits: other bits of the same grid to expand instead of the mask's own.
+            skip: leave out chunks in which every byte has this value.
+        """
+        bits = self.bits if bits is None else bits
+        if self.blocks == 0:
+            return
+        other = BlockMask(self.rect, self.block, bits)
+        device = bits.device
+        columns = (torch.arange(self.rect.col, self.rect.col_end, device=device) // self.block[1]) - self.grid.col
+        step = max(8, _CHUNK // max(1, self.block[0] * self.rect.cols) // 8 * 8)
+        for first in range(0, self.grid.rows, step):
+            last = min(first + step, self.grid.rows)
+            if skip is not None:
+                part = bits[first * self.grid.cols // 8 : -(-last * self.grid.cols // 8)]
+                if bool((part == skip).all()):
+                    continue
+            top = max((self.grid.row + first) * self.block[0], self.rect.row)
+            bottom = min((self.grid.row + last) * self.block[0], self.rect.row_end)
+            kept = other.flags(first, last)
+            if self.block[0] != 1:
+                kept = kept[torch.arange(top, bottom, device=device) // self.block[0] - self.grid.row - first]
+            if self.grid.cols != self.rect.cols:
+                kept = kept.expand(-1, self.rect.cols) if self.grid.cols == 1 else kept[:, columns]
+            yield slice(top - self.rect.row, bottom - self.rect.row), kept
+
+    def apply_(self, tensor: Tensor) -> None:
+        """Writes zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
+        becomes zero too."""
+        self._zero(tensor, ~self.bits)
+
+    def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
+        """Writes zero to what this mask removes and is not known to be zero already: what ``before``, of the same
+        shard, kept, and the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
+        if before.block != self.block:
+            self.apply_(tensor)
+        else:
+            new = before.bits & ~self.bits
+            self._zero(tensor, new if dirty is None else new | dirty)
+
+    def _zero(self, tensor: Tensor, gone: Tensor) -> None:
+        """Writes zero to the blocks whose bit is set in ``gone``."""
+        live = tensor.data  # autograd must not see the writes: a forward may be waiting for its backward
+        width = self.rect.cols if self.grid.cols == 1 else self.block[1]
+        whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
+        if self.block[0] == 1 and whole and live.is_contiguous():
+            by_block = wide(live.view(-1, width))
+            for start in range(0, gone.numel(), _WRITTEN):
+                part = gone[start : start + _WRITTEN]
+                blocks = positions(part)
+                if blocks.numel():
+                    blocks += start * 8
+                    by_block.index_fill_(0, blocks[blocks < self.blocks], 0)
+            return
+        for rows, kept in self.element_chunks(~gone, skip=0xFF):
+            live[rows].masked_fill_(~kept, 0)
+
+    def cut(self, rect: Rect) -> BlockMask:
+        """The part of the mask over ``rect``, which lies within this shard."""
+        inner = grid_of(rect, self.block)
+        rows = slice(inner.row - self.grid.row, inner.row - self.grid.row + inner.rows)
+        cols = slice(inner.col - self.grid.col, inner.col - self.grid.col + inner.cols)
+        return BlockMask(rect, self.block, pack(self.flags()[rows, cols].flatten()))
+
+    @staticmethod
+    def assemble(rect: Rect, block: Block, pieces: list[BlockMask], device: torch.device) -> BlockMask:
+        """The mask of ``rect`` from pieces that cover it, such as other shards' :meth:`cut`.
+
+        Raises:
+            ValueError: the pieces leave a block of ``rect`` uncovered.
+        """
+        grid = grid_of(rect, block)
+        kept = torch.zeros(grid.rows, grid.cols, dtype=torch.bool, device=device)
+        known = torch.zeros_like(kept)
+        for piece in pieces:
+            rows = slice(piece.grid.row - grid.row, piece.grid.row - grid.row + piece.grid.rows)
+            cols = slice(piece.grid.col - grid.col, piece.grid.col - grid.col + piece.grid.cols)
+            kept[rows, cols] = piece.flags().to(device)
+            known[rows, cols] = True
+        if not bool(known.all()):
+            raise ValueError(
+                f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()} blocks are unknown."
+            )
+        return BlockMask(rect, block, pack(kept.flatten()))

@@ -1,0 +1,154 @@
+"""How much does a block matter?
+
+The score of a sparse block is ``float32(float64 sum of the element scores / number of real elements)``: a mean, so edge
+blocks compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a
+user's function. Sums are taken in float64 over chunks of rows, in an order that depends on neither the chunk nor the
+sharding, so that a block scores the same wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dist_sparse.tables.shards import Block, Rect, grid_of
+
+__all__ = ["Measure", "block_sums", "block_widths", "element_scores", "row_chunks", "to_scores"]
+
+Measure = Literal["L1", "L2", "given"] | Callable[[Tensor, tuple[int, int]], Tensor]
+"""How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and
+the global (row, column) of its first element and returns element scores of the same shape."""
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements scored at a time: 8 MiB of float64, about what the last-level cache of one core keeps."""
+
+_FEW = 16
+"""Up to this width, adding strided slices is faster than a reduction over the last dimension."""
+
+_LONG = 8192
+"""Longer rows are summed in pieces of this many columns: below it torch never splits one sum over threads."""
+
+
+def element_scores(chunk: Tensor, measure: Measure, offset: tuple[int, int], out: Tensor | None = None) -> Tensor:
+    """Element scores of ``chunk`` ``(rows, cols)`` as a new float64 tensor of that shape (in ``out``, if given)."""
+    buffer = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device) if out is None else out
+    if callable(measure):
+        scored = measure(chunk, offset)
+        if scored.shape != chunk.shape:
+            raise ValueError(
+                f"score() returned shape {tuple(scored.shape)} for data of shape {tuple(chunk.shape)}: must be equal."
+            )
+        return buffer.copy_(scored)
+    buffer.copy_(chunk)
+    if measure == "L1":
+        buffer.abs_()
+    elif measure == "L2":
+        torch.mul(buffer, buffer, out=buffer)
+    return buffer
+
+
+def block_sums(tensor: Tensor, rect: Rect, block: Block, measure: Measure) -> Iterator[tuple[int, Tensor]]:
+    """Sums of element scores per block of the shard ``rect``, in chunks of block rows from the top.
+
+    Yields:
+        ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and float64 sums of
+        shape ``(block rows, block columns)`` over the elements that the shard holds. ``sums`` is overwritten by the
+        next chunk.
+    """
+    grid = grid_of(rect, block)
+    buffer = torch.empty(0, dtype=torch.float64, device=tensor.device)
+    folded = buffer
+    for start, stop in row_chunks(rect, block):
+        if stop - start > buffer.shape[0]:
+            buffer = torch.empty(stop - start, rect.cols, dtype=torch.float64, device=tensor.device)
+            folded = torch.empty(stop - start, grid.cols, dtype=torch.float64, device=tensor.device)
+        scored = element_scores(tensor[start:stop], measure, (rect.row + start, rect.col), out=buffer[: stop - start])
+        rows = _fold_columns(scored, rect, block[1], folded[: stop - start])
+        height = min(block[0], stop - start)
+        yield (rect.row + start) // block[0] - grid.row, _fold(rows.view(-1, height, grid.cols).transpose(1, 2))
+
+
+def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
+    """The shard's rows in chunks ``[start, stop)`` of whole block rows near CHUNK_ELEMENTS elements.
+
+    A block row that is not whole (cut by the shard's border, or the last of the table) makes a chunk of its own.
+    """
+    if rect.numel == 0:
+        return
+    per_chunk = max(1, CHUNK_ELEMENTS // (rect.cols * block[0])) * block[0]
+    start = 0
+    while start < rect.rows:
+        ahead = (rect.row + start) % block[0]  # rows of this block row that lie above the shard
+        stop = min(rect.rows, start + (block[0] - ahead if ahead else per_chunk))
+        if not ahead and (rest := (stop - start) % block[0]) and stop - start > block[0]:
+            stop -= rest
+        yield start, stop
+        start = stop
+
+
+def to_scores(sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
+    """Scores, a new float32 tensor ``(block rows, block columns)``: the sums over the number of real elements; ``sums``
+    is overwritten.
+
+    Args:
+        sums: float64, of block rows ``[first, first + block rows)``.
+        widths: elements in a row of each block column, from :func:`block_widths`.
+        shape: of the whole table; its last block row may be lower.
+    """
+    whole = shape[0] // block[0] - first
+    sums[:whole].div_(widths * block[0])
+    if shape[0] % block[0] and whole < sums.shape[0]:
+        sums[max(whole, 0) :].div_(widths * (shape[0] % block[0]))
+    return sums.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def block_widths(shape: tuple[int, int], block: Block, columns: Tensor) -> Tensor:
+    """Elements in a row of the blocks in the given global block columns, float64: the last block of a row may be
+    narrower."""
+    return (shape[1] - columns * block[1]).clamp_(max=block[1]).to(torch.float64)
+
+
+def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor:
+    """Sums ``scored`` ``(rows, rect.cols)`` over the columns of each block, into ``out`` ``(rows, block columns)``."""
+    if width == 1:
+        return scored
+    first = min(rect.cols, -rect.col % width)  # columns that belong to a block begun left of the shard
+    whole = (rect.cols - first) // width
+    left = 1 if first else 0
+    if first:
+        _fold(scored[:, None, :first], out[:, :1])
+    if whole:
+        body = scored[:, first : first + whole * width].unfold(1, width, width)
+        _fold(body, out[:, left : left + whole])
+    if first + whole * width < rect.cols:
+        _fold(scored[:, None, first + whole * width :], out[:, left + whole :])
+    return out
+
+
+def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w`` alone: neighbours
+    in pairs while ``w`` is even, then one by one.
+
+    torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its order changes with the
+    position of the column) nor for one long row (it may be split over threads): so the last dimension is made
+    contiguous, and long ones are cut.
+    """
+    width = parts.shape[-1]
+    if width <= _FEW:
+        while width % 2 == 0 and width > 2:
+            parts, width = parts[..., 0::2] + parts[..., 1::2], width // 2
+        if width == 1:
+            return parts[..., 0] if out is None else out.copy_(parts[..., 0])
+        total = torch.add(parts[..., 0], parts[..., 1], out=out)
+        for k in range(2, width):
+            total += parts[..., k]
+        return total
+    if parts.stride(-1) != 1:
+        parts = parts.contiguous()
+    total = torch.sum(parts[..., :_LONG], -1) if out is None else torch.sum(parts[..., :_LONG], -1, out=out)
+    for start in range(_LONG, width, _LONG):
+        total += parts[..., start : start + _LONG].sum(-1)
+    return total

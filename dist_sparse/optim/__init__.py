@@ -1,0 +1,1 @@
+"""OptimScheduler: one optimizer step with accumulation, AMP, clipping, learning rates and sparsity."""

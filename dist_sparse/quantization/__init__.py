@@ -1,0 +1,1 @@
+"""Tables in 8 bits, for serving."""

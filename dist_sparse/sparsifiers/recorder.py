@@ -1,0 +1,289 @@
+"""What have due steps changed, over all ranks?
+
+A :class:`Recorder` counts on each rank what a due step changed there. The sums over ranks take no message of their own:
+they travel with the first all-reduce of the next due step, so a record is complete one due step later, or after
+:meth:`Recorder.complete`. Steps without one (nothing or everything goes; a user's own ``update_mask``) leave their
+counts waiting. Without a recorder nothing is counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_sparse.groups import Group, group_over, traffic
+from dist_sparse.masking.bits import count_bits
+from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.segments import LEADING_SHIFT
+from dist_sparse.masking.selection import Threshold
+from dist_sparse.sparsifiers.dead import dead_flags
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
+
+__all__ = ["MaskChange", "Recorder", "StepRecord"]
+
+Ranks = tuple[int, ...] | None
+
+_COUNTS = 4
+"""Removed blocks, flipped ones, regrown ones, dead rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions
+class MaskChange:
+    """What one due step made of one table, over all ranks.
+
+    Args:
+        name: of the table.
+        target: the configured sparsity_level; None without one.
+        threshold: the largest score that was removed; None where none decides (nothing goes, or everything, or the
+            masks are a user's own).
+        scores: a histogram of all blocks' scores before the step: ``(smallest score of a bucket, blocks)``, eight
+            buckets an octave, empty ones left out, zeros by themselves; empty where there is no threshold.
+        blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
+        removed_blocks: how many of them are removed now.
+        flipped_blocks: how many are no longer what they were; None if the block shape has changed.
+        regrown_blocks: how many of those were removed before.
+        dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank sees a whole row.
+    """
+
+    name: str
+    target: float | None
+    threshold: float | None
+    scores: tuple[tuple[float, int], ...]
+    blocks: int
+    removed_blocks: int
+    flipped_blocks: int | None
+    regrown_blocks: int | None
+    dead_rows: int | None
+
+    @property
+    def sparsity(self) -> float:
+        """Achieved: removed_blocks / blocks; 0 for an empty table."""
+        return self.removed_blocks / self.blocks if self.blocks else 0.0
+
+    @property
+    def churn(self) -> float | None:
+        """The share of blocks that flipped."""
+        return None if self.flipped_blocks is None else self.flipped_blocks / max(self.blocks, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One due step.
+
+    Args:
+        number: which one since recording began, from 1.
+        seconds: it took on this rank.
+        collectives, bytes: that this rank took part in, and handed to them.
+        tables: what became of each.
+    """
+
+    number: int
+    seconds: float
+    collectives: int
+    bytes: int
+    tables: tuple[MaskChange, ...]
+
+
+@dataclass
+class _Waiting:
+    """A due step whose counts are this rank's own as yet, for some of its groups."""
+
+    number: int
+    seconds: float = 0.0
+    collectives: int = 0
+    bytes: int = 0
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mine: dict[str, list[int]] = field(default_factory=dict)
+    known: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Notes the due steps of one sparsifier over sharded tables; plain data given to ``add_data`` is not noted. Every
+    rank must have one, or none: a step checks it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Due steps so far."""
+        self._waiting: list[_Waiting] = []
+        self._done: list[StepRecord] = []
+
+    def take(self) -> list[StepRecord]:
+        """The records that have become complete since the last call, in order."""
+        done, self._done = self._done, []
+        return done
+
+    def complete(self) -> None:
+        """Sums up what waits for the next due step. Collective over the tables' groups: every rank must call it."""
+        all_ranks: set[Ranks] = {step.facts[name]["ranks"] for step in self._waiting for name in step.mine}
+        for ranks in sorted(all_ranks, key=lambda ranks: (len(ranks or ()), ranks or ())):
+            waiting = self._waiting_of(ranks)
+            self._arrived(waiting, group_over(ranks).all_reduce(self._sent(waiting)))
+        self._sort_out()
+
+    def waiting_for(self, ranks: Ranks) -> list[list[str]]:
+        """Of which tables counts wait for a message over these ranks, step by step. A step makes sure that all of them
+        agree, or what they send would not fit together; after an error that one rank alone had, they don't."""
+        return [names for _, names in self._waiting_of(ranks)]
+
+    def forget(self) -> None:
+        """Drops what waits: the ranks have found that they do not wait for the same."""
+        self._waiting.clear()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a due step."""
+        started, before = time.perf_counter(), traffic()
+        self._waiting.append(_Waiting(number=self.count + 1))
+        try:
+            yield
+        except BaseException:
+            if self._waiting:
+                self._waiting.pop()
+            raise
+        self.count += 1
+        after, step = traffic(), self._waiting[-1]
+        step.seconds = time.perf_counter() - started
+        step.collectives, step.bytes = after.collectives - before.collectives, after.bytes - before.bytes
+        self._sort_out()
+
+    @contextmanager
+    def riding(self, ranks: Ranks, group: Group) -> Iterator[None]:
+        """Around what a due step sends over one group: counts of earlier steps go along, also those of tables that have
+        been squashed since."""
+        waiting = self._waiting_of(ranks)
+        if group.size == 1 or not waiting:
+            yield
+            return
+        with group.along(self._sent(waiting)) as came:
+            yield
+            if (summed := came()) is not None:
+                self._arrived(waiting, summed)
+
+    def note(
+        self, data: ShardedData, before: list[BlockMask], block: Block, made: MadeMasks, target: float | None
+    ) -> None:
+        """One table of the step at hand, before its new masks take the place of the old.
+
+        Args:
+            before: this rank's masks so far.
+            block: what one of their bits stands for; known on ranks without a shard too.
+            made: the new masks.
+            target: the configured sparsity_level.
+        """
+        step = self._waiting[-1]
+        group = group_over(data.ranks)
+        mine = set(data.owned(group.rank))
+        counts = [0] * _COUNTS
+        whole_rows = all(rect.cols == data.shape[1] for rect in data.rects)
+        for old, (new, _) in zip(before, made.masks, strict=True):
+            if new.rect in mine and new.blocks:
+                mine.discard(new.rect)
+                counts = [a + b for a, b in zip(counts, _changes(old, new, whole_rows), strict=True)]
+        grid = grid_of(Rect(0, 0, *data.shape), made.block)
+        step.facts[data.name] = {
+            "ranks": data.ranks,
+            "target": target,
+            "threshold": None if made.threshold is None else made.threshold.score,
+            "scores": _scores(made.threshold),
+            "blocks": grid.rows * grid.cols,
+            "comparable": block == made.block,
+            "whole_rows": whole_rows,
+        }
+        (step.known if group.size == 1 else step.mine)[data.name] = counts
+
+    def _waiting_of(self, ranks: Ranks) -> list[tuple[_Waiting, list[str]]]:
+        """The steps, and their tables, whose counts wait for a message over these ranks."""
+        found = [(step, [name for name in step.mine if step.facts[name]["ranks"] == ranks]) for step in self._waiting]
+        return [(step, sorted(names)) for step, names in found if names]
+
+    def _sent(self, waiting: list[tuple[_Waiting, list[str]]]) -> Tensor:
+        """``(counts of all steps and tables, 4)``, int64."""
+        return torch.tensor([step.mine[name] for step, names in waiting for name in names], dtype=torch.int64)
+
+    def _arrived(self, waiting: list[tuple[_Waiting, list[str]]], summed: Tensor) -> None:
+        rows = iter(summed.tolist())
+        for step, names in waiting:
+            for name in names:
+                del step.mine[name]
+                step.known[name] = next(rows)
+
+    def _sort_out(self) -> None:
+        """Makes records of the steps that have all their sums."""
+        while self._waiting and not self._waiting[0].mine:
+            step = self._waiting.pop(0)
+            tables = tuple(_change(name, facts, step.known[name]) for name, facts in step.facts.items())
+            self._done.append(
+                StepRecord(
+                    number=step.number,
+                    seconds=step.seconds,
+                    collectives=step.collectives,
+                    bytes=step.bytes,
+                    tables=tables,
+                )
+            )
+
+
+def _change(name: str, facts: Mapping[str, Any], counts: list[int]) -> MaskChange:
+    removed, flipped, regrown, dead = counts
+    return MaskChange(
+        name=name,
+        target=facts["target"],
+        threshold=facts["threshold"],
+        scores=facts["scores"],
+        blocks=facts["blocks"],
+        removed_blocks=removed,
+        flipped_blocks=flipped if facts["comparable"] else None,
+        regrown_blocks=regrown if facts["comparable"] else None,
+        dead_rows=dead if facts["whole_rows"] else None,
+    )
+
+
+def _scores(threshold: Threshold | None) -> tuple[tuple[float, int], ...]:
+    if threshold is None or threshold.histogram is None:
+        return ()
+    filled = threshold.histogram.nonzero().flatten()
+    edges = ((filled - 1).clamp(min=0) << LEADING_SHIFT).to(torch.int32).view(torch.float32)
+    return tuple(zip(edges.tolist(), threshold.histogram[filled].tolist(), strict=True))
+
+
+def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
+    """The counts of one shard; a block cut by a border counts where it begins."""
+    dead = _dead_rows(new) if whole_rows else 0
+    top, left = new.rect.row % new.block[0] > 0, new.rect.col % new.block[1] > 0
+    same = old.block == new.block
+    if not (top or left):
+        removed = new.blocks - count_bits(new.bits)
+        flipped = count_bits(old.bits ^ new.bits) if same else 0
+        regrown = count_bits(new.bits & ~old.bits) if same else 0
+        return [removed, flipped, regrown, dead]
+
+    counts = [0, 0, 0]
+    for first, last in _row_pieces(new):
+        inside = (slice(int(top and first == 0), None), slice(int(left), None))
+        kept = new.flags(first, last)[inside]
+        counts[0] += int((~kept).sum())
+        if same:
+            before = old.flags(first, last)[inside]
+            counts[1] += int((before ^ kept).sum())
+            counts[2] += int((kept & ~before).sum())
+    return [*counts, dead]
+
+
+def _dead_rows(mask: BlockMask) -> int:
+    """Rows of a shard of whole rows that have nothing left."""
+    if mask.block[0] == 1 and mask.grid.cols == 1:
+        return mask.blocks - count_bits(mask.bits)
+    return int(dead_flags(mask).sum())
+
+
+def _row_pieces(mask: BlockMask) -> Iterator[tuple[int, int]]:
+    step = max(8, (1 << 20) // max(1, mask.grid.cols) // 8 * 8)
+    for first in range(0, mask.grid.rows, step):
+        yield first, min(first + step, mask.grid.rows)

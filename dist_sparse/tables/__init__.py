@@ -1,0 +1,1 @@
+"""Where tensors are stored: shards, rectangles, and the tables of a model."""

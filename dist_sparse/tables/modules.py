@@ -1,0 +1,309 @@
+"""Which tables, and on request which dense parameters, does a model hold?
+
+:func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports torch only: TorchRec's
+modules are left to :mod:`dist_sparse.tables.torchrec`, which is imported when torchrec already is, because a model that
+holds its modules implies that. The walk is repeated at each ``locate()``, so that what it yields is never stale, and
+does not communicate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, Source, check_data
+
+__all__ = ["ModelTables", "model_source"]
+
+Patterns = str | Sequence[str] | None
+
+# Attributes of wrappers, which torch and TorchRec leave out of the fully qualified names in a state_dict: DMP,
+# torch.compile, FSDP, activation checkpoints.
+_WRAPPERS: Final = {"_dmp_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def model_source(
+    model: nn.Module, *, include: Patterns = None, exclude: Patterns = None, dense: bool | Patterns = None
+) -> Source:
+    """The tables of a model, and on request its dense parameters, as something to register. Does not communicate.
+
+    Args:
+        model: a ``DistributedModelParallel``, a DDP module, or any module.
+        include: globs over table names and fully qualified names; None is every table.
+        exclude: globs of what to leave out, dense parameters too; a module that is refused can be left out by its path.
+        dense: globs of other parameters to register, True for all: 2-D ones as they are, 1-D ones as (1, n).
+
+    Raises:
+        ValueError: nothing is selected, a pattern matches nothing, or something selected can't be sparsified.
+    """
+    source = ModelTables(model, include=include, exclude=exclude, dense=dense)
+    for data in source.locate():
+        check_data(data)
+    return source
+
+
+class ModelTables:
+    """The tables selected from a model; see :func:`model_source` for the arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        include: Patterns = None,
+        exclude: Patterns = None,
+        dense: bool | Patterns = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
+        self.model = model
+        self._include = None if include is None else _patterns(include)
+        self._exclude = _patterns(exclude)
+        self._dense = ("*",) if dense is True else _patterns(dense or None)
+        self._all_dense = dense is True
+
+    def locate(self) -> list[ShardedData]:
+        """The selected tensors as they lie now, in the order of the model. Does not communicate.
+
+        Raises:
+            ValueError: as :func:`model_source`; the model may have changed since.
+        """
+        return [found.locate(name) for name, found in self._select()]
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """The pieces of the selected tensors on this rank, by name. Walks the model."""
+        return {data.name: [shard.tensor for shard in data.shards] for data in self.locate()}
+
+    def _select(self) -> list[tuple[str, _Found]]:
+        everything = _named(list(_Walk(self.model).find(self.model)))
+        tables = [(name, found) for name, found in everything if not found.dense]
+        parameters = [(name, found) for name, found in everything if found.dense]
+        chosen = tables
+        if self._include is not None:
+            hint = "" if self._dense else " Dense parameters are selected by dense=."
+            chosen = _matching("include", self._include, tables, "tables", hint)
+        if self._dense:
+            chosen = chosen + (
+                parameters if self._all_dense else _matching("dense", self._dense, parameters, "parameters")
+            )
+        if self._exclude:
+            candidates = everything if self._dense else tables
+            left_out = {name for name, _ in _matching("exclude", self._exclude, candidates, "tables")}
+            chosen = [(name, found) for name, found in chosen if name not in left_out]
+        if not chosen and not tables:
+            raise ValueError(
+                f"{type(self.model).__name__} holds no tables: no TorchRec collection, nn.Embedding(Bag)."
+                " Other parameters are selected by dense=."
+            )
+        if not chosen:
+            raise ValueError(f"include and exclude leave none of the tables {_listed(tables)}.")
+        return chosen
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Something in the model: its own name, the path of the module that gave it, and how to look it up under a name."""
+
+    name: str
+    path: str
+    fqn: str
+    locate: Callable[[str], ShardedData]
+    dense: bool = False
+
+
+class _Replicas(NamedTuple):
+    """The innermost DDP around a module: its ranks, the parameters it leaves alone, the module's own path inside it."""
+
+    ranks: tuple[int, ...] | None = None
+    ignored: frozenset[str] = frozenset()
+    inside: str = ""
+
+    def child(self, name: str) -> _Replicas:
+        return self._replace(inside=_join(self.inside, name))
+
+    def of(self, parameter: str) -> tuple[int, ...] | None:
+        return None if _join(self.inside, parameter) in self.ignored else self.ranks
+
+
+class _Walk:
+    """One pass over a model. What is reached twice counts once, under the name that comes first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: set[int] = set()
+        # A weight that an embedding shares with another module is a table, whichever comes first.
+        embeddings = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        self._table_weights = {id(m._parameters.get("weight")) for m in embeddings}
+        # TorchRec's part is looked up by name: a static import would make torchrec a need of every user.
+        self._torchrec: Any = (
+            importlib.import_module("dist_sparse.tables.torchrec") if "torchrec" in sys.modules else None
+        )
+
+    def find(self, module: nn.Module, path: str = "", ddp: _Replicas | None = None) -> Iterator[_Found]:
+        ddp = ddp or _Replicas()
+        if not self._first(module):
+            return
+        reason = self._refusal(module)
+        if reason is not None:
+            refuse = partial(_refuse, type(module).__name__, path, reason)
+            yield _Found(path.replace(".", "/") or type(module).__name__, "", path or type(module).__name__, refuse)
+            return
+        sharded = self._torchrec.sharded_tables(module, path) if self._torchrec else None
+        if sharded is not None:
+            yield from (_Found(table.name, path, table.fqn, table.locate) for table in sharded)
+            return
+        collection = self._torchrec.collection_tables(module) if self._torchrec else None
+        if collection is not None:
+            attribute, tables, features = collection
+            for name, table in tables.items():
+                below = f"{attribute}.{name}"
+                yield from self._table(table, name, path, _join(path, below), ddp.child(below), features[name])
+            return
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp)
+        if isinstance(module, DistributedDataParallel):
+            ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
+            yield from self.find(module.module, path, _Replicas(_ranks(module.process_group), ignored))
+            return
+        yield from self._parameters(module, path, ddp)
+        for name, child in module.named_children():
+            yield from self.find(child, path if name in _WRAPPERS else _join(path, name), ddp.child(name))
+
+    def _first(self, thing: object) -> bool:
+        first = id(thing) not in self._seen
+        self._seen.add(id(thing))
+        return first
+
+    def _refusal(self, module: nn.Module) -> str | None:
+        if hasattr(module, "split_embedding_weights"):
+            return (
+                "a bare FBGEMM table batch has no table names; use TorchRec's collections, or add_data on its weights"
+            )
+        reason: str | None = self._torchrec.refusal(module) if self._torchrec else None
+        return reason
+
+    def _table(
+        self,
+        module: nn.Module,
+        name: str,
+        path: str,
+        module_path: str,
+        ddp: _Replicas,
+        features: tuple[str, ...] = (),
+    ) -> Iterator[_Found]:
+        """An embedding module of torch's: one replica per rank of the DDP around it, or all of it here."""
+        self._seen.add(id(module))
+        weight = module._parameters.get("weight")
+        if weight is not None and not self._first(weight):
+            return
+        fqn = _join(module_path, "weight")
+        yield _Found(name, path, fqn, partial(_replica, weight, fqn, ddp.of("weight"), features=features))
+
+    def _parameters(self, module: nn.Module, path: str, ddp: _Replicas) -> Iterator[_Found]:
+        """The parameters that a module holds itself and that are no table."""
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in self._table_weights and self._first(parameter):
+                fqn = _join(path, name)
+                yield _Found(
+                    fqn.replace(".", "/"), "", fqn, partial(_replica, parameter, fqn, ddp.of(name)), dense=True
+                )
+
+
+def _replica(
+    parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, name: str, features: tuple[str, ...] = ()
+) -> ShardedData:
+    """A parameter that every rank of ``ranks`` holds whole."""
+    if parameter is None:
+        raise ValueError(
+            f"Table {name!r}: {fqn} is computed (parametrized, or flattened by FSDP); only parameters can be masked."
+        )
+    if is_lazy(parameter):
+        raise ValueError(f"Table {name!r}: {fqn} is not initialized yet; run a forward first.")
+    if type(parameter.data) is not Tensor:
+        raise ValueError(f"Table {name!r}: {fqn} is a {type(parameter.data).__name__}; register it by add_data.")
+    if parameter.ndim > 2:
+        raise ValueError(
+            f"Table {name!r}: {fqn} has the shape {tuple(parameter.shape)}; only 1-D and 2-D ones can be registered."
+        )
+    view = parameter.data if parameter.ndim == 2 else parameter.data.view(1, -1)
+    whole = Rect(0, 0, view.shape[0], view.shape[1])
+    held = (whole,) if whole.numel else ()
+    return ShardedData(
+        name=name,
+        shape=(whole.rows, whole.cols),
+        dtype=view.dtype,
+        sharding="replicated",
+        ranks=ranks,
+        tiling=(held,) * len(ranks or (0,)),
+        shards=tuple(Shard(rect, view) for rect in held),
+        fqn=fqn,
+        features=features,
+    )
+
+
+def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
+    where, way_out = (f" at {path!r}", f" It can be left out: exclude=[{path!r}].") if path else ("", "")
+    raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
+
+
+def _named(found: list[_Found]) -> list[tuple[str, _Found]]:
+    """Names that are unique in the model: a table's own name, or module path and name where several things have it."""
+    times = Counter(each.name for each in found)
+    named = [
+        (each.name if times[each.name] == 1 else _join(each.path, each.name, "/").replace(".", "/"), each)
+        for each in found
+    ]
+    for name, count in Counter(name for name, _ in named).items():
+        if count > 1:
+            fqns = ", ".join(each.fqn for other, each in named if other == name)
+            raise ValueError(f"Two tables would be called {name!r}: {fqns}. Rename one of them.")
+    return named
+
+
+def _patterns(patterns: Patterns | bool) -> tuple[str, ...]:
+    if patterns is None:
+        return ()
+    if isinstance(patterns, str):
+        return (patterns,)
+    given = list(patterns) if isinstance(patterns, Collection) and not isinstance(patterns, Mapping) else None
+    if given is None or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"Invalid patterns {patterns!r}: must be a string or a sequence of strings.")
+    return tuple(given)
+
+
+def _matching(
+    option: str, patterns: Sequence[str], named: list[tuple[str, _Found]], kind: str, hint: str = ""
+) -> list[tuple[str, _Found]]:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for name, found in named):
+            raise ValueError(
+                f"Invalid {option} pattern {pattern!r}: matches none of the {kind} {_listed(named)}.{hint}"
+            )
+    return [
+        (name, found)
+        for name, found in named
+        if any(fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for pattern in patterns)
+    ]
+
+
+def _listed(named: list[tuple[str, _Found]]) -> str:
+    shown = ", ".join(name if name == found.fqn else f"{name} ({found.fqn})" for name, found in named[:20])
+    return f"{shown}, and {len(named) - 20} more" if len(named) > 20 else shown or "(there are none)"
+
+
+def _ranks(process_group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    return ranks if len(ranks) > 1 else None
+
+
+def _join(path: str, name: str, separator: str = ".") -> str:
+    return f"{path}{separator}{name}" if path else name

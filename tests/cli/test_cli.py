@@ -1,0 +1,227 @@
+"""Does `dist-sparse` say what it can do, hand the words of `launch` over as they are, and fail with one clear line?"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dist_sparse import RunLog
+from dist_sparse.cli.main import main
+from dist_sparse.report.run_log import RUN
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"\n    {name} " in out for name in ("launch", "inspect", "plan", "doctor"))
+    assert "examples:" in out and "exit status: 0" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--version"])
+    assert leaving.value.code == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"dist-sparse {project['version']}\n"
+
+
+@pytest.mark.parametrize("name", ["inspect", "plan", "doctor"])
+def test_each_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "--help"])
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: dist-sparse {name}" in out and f"  dist-sparse {name}" in out.split("example")[1]
+    assert "exit status: 0" in out and "--json" in out
+
+
+WRONG = [
+    [],
+    ["no-such-command"],
+    ["--no-such-option"],
+    ["inspect"],
+    ["doctor", "more"],
+    ["plan", "file.py:function"],
+    ["plan", "file.py:function", "--level", "0.5", "--keep", "5"],
+    ["plan", "file.py:function", "--level", "1.5"],
+    ["plan", "file.py:function", "--keep", "5 apples"],
+    ["plan", "file.py:function", "--level", "1", "--block", "4"],
+    ["plan", "file.py:function", "--level", "1", "--block", "0x4"],
+    ["plan", "file.py:function", "--level", "1", "--batches", "0"],
+]
+
+
+@pytest.mark.parametrize("words", WRONG, ids=str)
+def test_a_wrong_command_line_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    assert leaving.value.code == 2
+    assert "usage: dist-sparse" in capsys.readouterr().err
+
+
+def test_words_of_launch_are_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options included: here with the launcher of the clone under the name that it has once installed."""
+    import launch
+    import launch.cli
+
+    monkeypatch.setitem(sys.modules, "dist_sparse.launch", launch)
+    monkeypatch.setitem(sys.modules, "dist_sparse.launch.cli", launch.cli)
+    assert main(["launch", "--print", "--nproc", "2", "train.py", "--", "-h", "--", "--print"]) == 0
+    assert capsys.readouterr().out.endswith("--tee 0 -- train.py -h -- --print\n")
+    with pytest.raises(SystemExit) as leaving:
+        main(["launch", "--help"])
+    assert leaving.value.code == 0
+    assert "dist-sparse launch --nproc 2" in capsys.readouterr().out
+
+
+def test_without_the_launchers_it_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a clone on PYTHONPATH, where nothing maps the name to the folder."""
+
+    class Hidden:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == "dist_sparse.launch":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
+    for name in [name for name in sys.modules if name.startswith("dist_sparse.launch")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["launch", "train.py"]) == 2
+    assert "python -m launch" in capsys.readouterr().err
+
+
+def test_only_a_subcommand_imports_the_launchers() -> None:
+    importers = []
+    for file in (ROOT / "dist_sparse").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any("launch" in name.split(".") for name in names):
+                assert isinstance(node, ast.ImportFrom) and node.col_offset > 0
+                importers.append(file.name)
+    assert importers == ["cli.py"]
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def two():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(100, 8), "item": nn.Embedding(50, 8)})
+    return model, ({"user": torch.arange(100), "item": torch.arange(number)} for number in (10, 20, 30))
+
+def no_batches():
+    return two()[0], None
+
+def one():
+    return two()[0]
+
+def driving():
+    return nn.ModuleDict({"a\\x1b[2J": nn.EmbeddingBag(4, 4)}), None
+
+def three_things():
+    return 1, 2, 3
+
+def broken():
+    raise ValueError("of the user's own")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    file = tmp_path / "model_of_test_cli.py"
+    file.write_text(MODEL)
+    return str(file)
+
+
+def test_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{model}:two", "--level", "0.8", "--batches", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("sparsity level 0.8, blocks 1 x ROW, L2; a dry run") and "lookups in 2 batches" in out
+    words = ["--keep", "3 KiB", "--block", "1x4", "--norm", "L1", "--exclude", "it*", "--json"]
+    assert main(["plan", f"{model}:two", *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (
+        said["byte_budget"] == 3072 and said["kept_bytes"] <= 3072 and (said["norm"], said["block"]) == ("L1", [1, 4])
+    )
+    assert [(table["name"], table["lookups"]) for table in said["tables"]] == [("user", 300)]
+    assert main(["plan", f"{model}:no_batches", "--level", "0.8", "--include", "user", "--include", "item"]) == 0
+    assert "lookups" not in capsys.readouterr().out
+
+
+def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(Path(model).parent)
+    assert main(["plan", "model_of_test_cli:two", "--level", "1"]) == 0
+    assert "0.000 of 0.005 MiB of weights are kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "{model}:three", "--level", "0"], "has no function 'three'."),
+        (["plan", "{model}:number", "--level", "0"], "has no function 'number'."),
+        (["plan", "{model}:one", "--level", "0"], "returned ModuleDict; must return (model, batches)."),
+        (["plan", "{model}x.py:one", "--level", "0"], "there is no file"),
+        (["plan", "no_such_module.at_all:one", "--level", "0"], "there is no module 'no_such_module' here."),
+        (["plan", "one", "--level", "0"], "must be package.module:function or file.py:function."),
+        (["plan", ".near:one", "--level", "0"], "must be package.module:function or file.py:function."),
+        (["plan", "{model}:two", "--level", "0", "--include", "x"], "Invalid include pattern 'x'"),
+        (["plan", "{model}:driving", "--level", "0", "--include", "x"], "none of the tables a\\x1b[2J ("),
+        (["plan", "{model}:three_things", "--level", "0"], "returned a tuple of 3; must return (model, batches)."),
+        (["inspect", "{model}"], "holds no run: there is no run.json, which RunLog writes."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_failure_is_one_line_and_1(
+    words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.replace("{model}", model) for word in words]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    [line] = said.err.splitlines()
+    assert line.startswith(f"dist-sparse {words[0]}: ") and message in line
+
+
+def test_a_mistake_in_the_users_own_function_keeps_its_traceback(model: str) -> None:
+    with pytest.raises(ValueError, match="of the user's own"):
+        main(["plan", f"{model}:broken", "--level", "0"])
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path, config={"lr": 0.1}) as log:
+        log.step(0, loss=2.0)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "last: loss 2" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"] == {"lr": 0.1}
+    (tmp_path / RUN).write_text('{"format": 99}')
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "has format 99; this release reads and writes 1" in capsys.readouterr().err
+
+
+def test_doctor_as_a_module(tmp_path: Path) -> None:
+    """In a process of its own, from another folder; its status is what the text says."""
+    words = [sys.executable, "-m", "dist_sparse", "doctor", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "none0"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    said = json.loads(done.stdout)
+    gloo = next(each for each in said["findings"] if each["what"] == "gloo")
+    assert gloo["status"] == "wrong" and said["can_train"] == (not gloo["needed"])
+    assert done.returncode == (0 if said["can_train"] else 1), done.stderr

@@ -1,0 +1,257 @@
+"""Does the doctor find what is wrong, and give the command that mends it? The probes are real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_sparse.cli import doctor, probes
+from dist_sparse.cli.doctor import Diagnosis, Finding, examine, installed
+
+GOOD = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
+
+
+@pytest.fixture
+def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded: for tests of what is found before."""
+    monkeypatch.setattr(doctor, "fails", lambda code, environment: None)
+    monkeypatch.setattr(doctor, "ask_torch", lambda environment: probes.Torch(version="2.13.0"))
+
+
+def found(versions: dict[str, str] | None = None, **environment: str) -> dict[str, Finding]:
+    return {
+        each.what: each for each in examine(GOOD if versions is None else versions, environment, cuda=False).findings
+    }
+
+
+def test_this_machine() -> None:
+    """Where the tests run, everything that is needed is there, and the probes say so of the real thing."""
+    pytest.importorskip("torchrec")
+    answer = examine()
+    status = {each.what: each.status for each in answer.findings}
+    assert answer.can_train, str(answer)
+    assert status["versions fit"] == status["a lookup"] == status["gloo"] == "ok"
+    assert all((each.mend is None) or each.status != "ok" for each in answer.findings)
+    assert str(answer).endswith("All that is needed to train is here.")
+    said = json.loads(json.dumps(answer.to_json()))
+    assert said["can_train"] and {each["what"] for each in said["findings"]} == set(status)
+    assert {"torch", "torchrec"} <= set(installed())
+
+
+def test_gloo_without_an_address() -> None:
+    """A real process group, on an interface that is not there."""
+    versions = {"torch": "2.13.0"}
+    answer = examine(versions, {**os.environ, "GLOO_SOCKET_IFNAME": "none0"}, cuda=False)
+    gloo = next(each for each in answer.findings if each.what == "gloo")
+    assert gloo.status == "wrong" and "none0" in gloo.says and gloo.mend == "export GLOO_SOCKET_IFNAME=lo"
+    assert not answer.can_train
+    assert "This can't train: torchrec, fbgemm, gloo." in str(answer)
+
+
+@pytest.mark.usefixtures("no_probes")
+@pytest.mark.parametrize(
+    ("versions", "what", "status", "says", "mend"),
+    [
+        ({"torch": "2.13.0"}, "torchrec", "missing", "not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"'),
+        ({"torch": "2.12.1"}, "fbgemm", "missing", "not installed", '"fbgemm-gpu-cpu==1.7.*" "torchrec==1.7.*"'),
+        ({"torch": "2.10.0"}, "torch", "wrong", "2.10.0 is older than torch>=2.11", 'install "torch==2.13.*" --extra'),
+        ({}, "torch", "missing", "not installed", 'install "torch==2.13.*" --extra'),
+        ({**GOOD, "torch": "2.14.0"}, "versions fit", "wrong", "torchrec 1.8.0 needs 2.13.*", '"torch==2.13.*"'),
+        (
+            {"torch": "2.13.0", "torchrec": "0.8.0", "fbgemm-gpu-cpu": "0.8.0"},
+            "versions fit",
+            "wrong",
+            "torchrec is too old: 1.0 or later",
+            '"torchrec==1.8.*"',
+        ),
+        ({**GOOD, "fbgemm-gpu-cpu": "1.7.0"}, "versions fit", "wrong", "fbgemm-gpu is wrong", "fbgemm-gpu-cpu==1.8.*"),
+        (
+            {**GOOD, "fbgemm-gpu": "1.8.0"},
+            "fbgemm",
+            "wrong",
+            "both installed",
+            "uninstall -y fbgemm-gpu fbgemm-gpu-cpu && ",
+        ),
+        ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is older than", '"tensorboard>=2.16"'),
+        (GOOD, "matplotlib", "missing", "not installed; for pictures", '-m pip install "matplotlib>=3.8"'),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_packages(versions: dict[str, str], what: str, status: str, says: str, mend: str) -> None:
+    each = found(versions)[what]
+    assert each.status == status and says in each.says, each
+    assert each.mend is not None and mend in each.mend, each
+
+
+@pytest.mark.usefixtures("no_probes")
+@pytest.mark.parametrize(
+    ("versions", "torch", "release"),
+    [
+        ({"torchrec": "1.7.0", "fbgemm-gpu-cpu": "1.7.0"}, "2.12", None),
+        ({"torchrec": "1.7.0"}, "2.12", "1.7"),
+        ({"torchrec": "1.7.0", "torch": "2.10.0"}, "2.12", "1.7"),
+        ({"torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "2.13", None),
+        ({"torchrec": "1.6.0"}, "2.13", "1.8"),
+        ({"fbgemm-gpu-cpu": "1.7.0"}, "2.13", "1.8"),
+    ],
+)
+def test_torch_fits_the_torchrec_that_is_here(versions: dict[str, str], torch: str, release: str | None) -> None:
+    """What the commands install goes together, in whatever order they run."""
+    answer = found(versions)
+    mends = [str(answer[what].mend) for what in ("torch", "torchrec", "fbgemm") if answer[what].status != "ok"]
+    assert f'install "torch=={torch}.*"' in mends[0]
+    assert set(re.findall(r'"torch==([\d.]+)\.\*', " ".join(mends))) == {torch}
+    assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(mends))) == ({release} if release else set())
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_torch_without_nccl_is_replaced_by_its_own_release() -> None:
+    trio = {"torch": "2.12.1", "torchrec": "1.7.0", "fbgemm-gpu": "1.7.0"}
+    mend = {each.what: each for each in examine(trio, {}, cuda=True).findings}["nccl"].mend
+    assert mend is not None and '--force-reinstall "torch==2.12.*"' in mend
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_good_mix_needs_nothing_more() -> None:
+    answer = examine(GOOD, {}, cuda=False)
+    assert answer.can_train
+    assert {each.what for each in answer.findings if each.needed} >= {"python", "torch", "torchrec", "fbgemm"}
+    newer = found({"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"})["versions fit"]
+    assert newer.status == "ok" and "knows those of 1.7, 1.8" in newer.says
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_gpu_asks_for_more() -> None:
+    each = {each.what: each for each in examine(GOOD, {}, cuda=True).findings}
+    assert each["fbgemm"].status == "wrong" and "no CUDA kernels" in each["fbgemm"].says
+    assert each["fbgemm"].mend is not None
+    assert each["fbgemm"].mend.endswith('pip install "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
+    assert each["nccl"].needed and each["triton"].needed and not each["gloo"].needed
+    alone = {each.what: each for each in examine({**GOOD, "fbgemm-gpu": "1.8.0"}, {}, cuda=False).findings}
+    assert not alone["nccl"].needed and not alone["triton"].needed and alone["gloo"].needed
+
+
+@pytest.mark.parametrize("build", [None, "12.6"])
+def test_a_driver_whose_gpu_torch_does_not_see(
+    build: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To pip a torch for CPUs satisfies the version: it has to go first. No install mends one that is for CUDA."""
+    (tmp_path / "nvidia-smi").write_text("")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "fails", lambda code, environment: None)
+    monkeypatch.setattr(doctor, "ask_torch", lambda environment: probes.Torch(version="2.13.0", cuda=build))
+    cuda = found()["cuda"]
+    assert cuda.status == "wrong" and f"for {f'CUDA {build}' if build else 'CPUs'}, sees no GPU" in cuda.says
+    if build is None:
+        assert cuda.mend is not None and "uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu && " in cuda.mend
+        assert cuda.mend.endswith('install "torch==2.13.*" --extra-index-url URL "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
+    else:
+        assert cuda.mend is None
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_host_name_that_no_name_server_could_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "x" * 64)  # Linux allows as many
+    host = found()["host name"]
+    assert host.status == "wrong" and "has no address" in host.says
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_variables() -> None:
+    folder = os.path.dirname(sys.executable)
+    few = found(PATH="")
+    assert few["torchrun"].status == "missing" and few["torchrun"].mend == f"export PATH={folder}:$PATH"
+    assert (few["PYTHONHASHSEED"].status, few["PYTHONHASHSEED"].mend) == ("missing", "export PYTHONHASHSEED=0")
+    assert few["PET_ variables"].status == "ok"
+    full = found(PATH=folder, PYTHONHASHSEED="0", PET_NNODES="2", PET_STANDALONE="1")
+    assert full["torchrun"].status == full["PYTHONHASHSEED"].status == "ok"
+    assert full["PET_ variables"].status == "wrong"
+    assert full["PET_ variables"].mend == "unset PET_NNODES PET_STANDALONE"
+    assert found(PYTHONHASHSEED="random")["PYTHONHASHSEED"].status == "wrong"
+
+
+def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probes.fails("pass", os.environ) is None
+    assert probes.fails("import dist_sparse.tables.versions", {}) is None, "finds the package without a PYTHONPATH"
+    assert probes.fails("import os; os.abort()", os.environ) == "the interpreter was killed by SIGABRT"
+    assert probes.fails("raise ImportError('undefined symbol')", os.environ) == "ImportError: undefined symbol"
+    assert probes.fails("raise SystemExit(3)", os.environ) == "ended with status 3"
+    monkeypatch.setattr(probes, "_SECONDS", 1.0)
+    assert probes.fails("import time; time.sleep(60)", os.environ) == "did not end within 1 s"
+
+
+def test_what_does_not_load_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with operators that were built for another torch: here a lookup that kills its process."""
+    monkeypatch.setattr(doctor, "LOOKUP", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    monkeypatch.setattr(doctor, "GLOO", "pass")
+    lookup = found()["a lookup"]
+    assert lookup.status == "wrong" and "SIGSEGV" in lookup.says
+    assert lookup.mend is not None and "--force-reinstall --no-deps" in lookup.mend
+
+
+BROKEN = {
+    "missing": None,
+    "without a library": "raise ImportError('libcudart.so.13: cannot open shared object file')",
+    "for another glibc": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
+def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) -> None:
+    """A process that finds nothing that is installed, or a torch that fails as real ones do."""
+    root = Path(__file__).resolve().parents[2]
+    if code is not None:
+        (tmp_path / "torch.py").write_text(code)
+        about = tmp_path / "torch-2.13.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    start = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]; from dist_sparse.cli.main import main; "
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-c", f"{start}sys.exit(main({list(words)!r}))"]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        )
+
+    assert run("--help").returncode == run("plan", "--help").returncode == run("doctor", "--help").returncode == 0
+    done = run("doctor")
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    assert "This can't train: torch, torchrec, fbgemm" in done.stdout
+    if code is None:
+        assert "torch: " in done.stdout and "not installed" in done.stdout
+    else:
+        said = "libcudart.so.13: cannot open shared object file" if "libcudart" in code else "killed by SIGSEGV"
+        assert (
+            f"does not load: {'ImportError: ' if 'libcudart' in code else 'the interpreter was '}{said}" in done.stdout
+        )
+        assert 'install --force-reinstall "torch==2.13.*"' in done.stdout
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_torchx_goes_beside_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    mend = found()["torchx"].mend
+    assert mend is not None
+    command = "install --no-deps --target torchx-only -r requirements/torchx.txt"
+    assert mend.endswith(f"-m pip {command}") and command in Path("docs/launching.md").read_text()
+
+
+def test_only_what_is_needed_decides() -> None:
+    def diagnosis(**fields: Any) -> Diagnosis:
+        return Diagnosis(findings=(Finding(what="x", says="", **fields),))
+
+    assert diagnosis(status="ok", needed=True).can_train
+    assert diagnosis(status="wrong", needed=False).can_train
+    assert not diagnosis(status="wrong", needed=True).can_train
+    assert not diagnosis(status="missing", needed=True).can_train
+    text = str(diagnosis(status="missing", needed=True, mend="install x --index-url URL"))
+    assert "  x: install x --index-url URL" in text and "URL is that of PyTorch's package index" in text

@@ -1,0 +1,345 @@
+"""Does the Triton kernel write zero to what is removed in the rows it is given, and to nothing else?
+
+The checks, for a process of their own: ``python -m tests.enforcer.triton_cases DEVICE`` prints one JSON line for each,
+DEVICE being ``cpu`` (with ``TRITON_INTERPRET=1``), ``cuda`` or ``compiler``. Triton decides when a kernel is defined
+whether it is compiled or interpreted, so nothing of it is imported before :func:`main` is called.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_sparse.enforcer.rows import Slot
+from dist_sparse.masking.bits import pack
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import Block, Rect, grid_of
+
+DEVICE = torch.device("cpu")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CASES: dict[str, Callable[[], None]] = {}
+INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Feature = tuple[Slot | None, Tensor]
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def slot(rect: Rect, block: Block, dtype: torch.dtype = torch.float32, kept: float = 0.5, stride: int = 3) -> Slot:
+    """A shard amid values of others, with values that arithmetic would not keep, and a random mask."""
+    whole = torch.randn(rect.rows + 2, rect.cols + stride, dtype=torch.float64)
+    for value in (float("nan"), -0.0, 0.0, float("inf")):
+        whole[torch.rand_like(whole) < 0.1] = value
+    grid = grid_of(rect, block)
+    flags = torch.rand(grid.rows * grid.cols) < kept
+    weight = whole.to(DEVICE, dtype)[1:-1, min(stride, 1) : rect.cols + min(stride, 1)]
+    return Slot(weight, BlockMask(rect, block, pack(flags).to(DEVICE)))
+
+
+def words(weight: Tensor) -> Tensor:
+    """All that lies around a shard, as integers, of which equal ones have equal bits."""
+    whole = weight._base
+    assert whole is not None
+    return whole.view(INTS[whole.element_size()])
+
+
+def expected(features: Sequence[Feature]) -> list[tuple[Slot, Tensor]]:
+    """The words of every shard with zeros where they belong."""
+    slots = list({id(slot): slot for slot, _ in features if slot is not None}.values())
+    results = []
+    for one in slots:
+        want, rect = words(one.weight).clone(), one.mask.rect
+        place = want.as_strided(one.weight.shape, one.weight.stride(), one.weight.storage_offset())
+        removed = one.mask.dense() == 0
+        touched = {
+            id_ if 0 <= id_ < rect.rows else 0 for other, ids in features if other is one for id_ in ids.tolist()
+        }
+        for row in touched & set(range(rect.rows)):
+            place[row][removed[row]] = 0
+        results.append((one, want))
+    return results
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(grid, arguments...) of each launch from now on."""
+    from dist_sparse.enforcer import rows_triton
+
+    kernel, seen = rows_triton._zero_removed, []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                seen.append((grid, *args))
+                kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(rows_triton, "_zero_removed", Counted())
+    return seen
+
+
+def settle(
+    features: Sequence[Feature], ends: str = "tensor", dtype: torch.dtype = torch.int64, expect_zeros: bool = True
+) -> None:
+    """One lookup of all features, against the rule."""
+    from dist_sparse.enforcer.rows_triton import TritonLookup
+
+    ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(ids for _, ids in features)]).to(DEVICE, dtype)
+    sums = [0]
+    for _, some in features:
+        sums.append(sums[-1] + len(some))
+    want = expected(features)
+    before = [words(one.weight).clone() for one, _ in want]
+    lookup = TritonLookup([slot for slot, _ in features])
+    places = sums if ends == "list" else torch.tensor(sums, dtype=torch.int64 if ends == "tensor" else torch.int32)
+    if isinstance(places, Tensor):
+        places = places.to(DEVICE)
+    if ends == "strided":  # with offsets of bags between those of features, to be skipped
+        places = torch.stack([places, places + 1, places + 2], dim=1).flatten()[::3]
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    lookup(ids, places)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    for index, (one, expect) in enumerate(want):
+        assert torch.equal(words(one.weight), expect), f"table {index}, {one.mask.rect}, {one.mask.block}"
+    if expect_zeros:  # else the checks above had nothing to see
+        assert any(not torch.equal(old, words(one.weight)) for old, (one, _) in zip(before, want, strict=True))
+
+
+def zero_pages(size: int) -> Tensor:
+    """Bytes of 0 of which those that nobody touches take no memory, on the CPU."""
+    if DEVICE.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE, which mmap does not name
+    return torch.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=torch.uint8
+    )
+
+
+def some_ids(rows: int, count: int) -> Tensor:
+    return torch.randint(0, rows, (count,))
+
+
+@case
+def blocks_of_every_shape() -> None:
+    """Whole shards and shards whose corner, and other end, cuts blocks; widths of less and of more than a tile."""
+    for index, block in enumerate([(1, 4), (1, 10**9), (1, 1), (4, 4), (3, 5), (1, 32), (7, 1)]):
+        for cols in (13, 71):
+            for rect in (Rect(0, 0, 50, cols), Rect(6, 3, 51, cols), Rect(2**40 + 1, 2**33 + 7, 20, cols)):
+                table = slot(rect, block, DTYPES[index % 4])
+                settle([(table, some_ids(rect.rows, 30))], dtype=(torch.int32, torch.int64)[index % 2])
+
+
+@case
+def shifts_and_divisions() -> None:
+    """Powers of two are shifted by; one other block in the lookup and all are divided by."""
+    for blocks in ([(4, 8)], [(3, 5)], [(64, 21), (4, 8)], [(64, 21), (3, 5), (4, 8)]):
+        settle([(slot(Rect(5, 3, 40, 21), block), some_ids(40, 25)) for block in blocks])
+
+
+@case
+def types_of_weights_and_ids() -> None:
+    for dtype in DTYPES:
+        for ids in (torch.int32, torch.int64):
+            settle([(slot(Rect(1, 2, 30, 10), (2, 4), dtype), some_ids(30, 20)) for _ in range(2)], dtype=ids)
+
+
+@case
+def one_id_ten_thousand_times() -> None:
+    table = slot(Rect(0, 0, 20, 4), (1, 1))
+    settle([(table, torch.full((10_000,), 7))])
+
+
+@case
+def ids_outside_the_table_are_row_0() -> None:
+    for outside in (20, 21, -1, -20, 2**31 - 1, -(2**31)):
+        for dtype in (torch.int32, torch.int64):
+            table = slot(Rect(4, 0, 20, 9), (1, 2))
+            table.weight[0] = 1
+            settle([(table, torch.tensor([3, outside, 5]))], dtype=dtype)
+    table = slot(Rect(0, 0, 20, 9), (1, 1), kept=0)
+    settle([(table, torch.tensor([2**32 + 3]))])  # not row 3
+
+
+@case
+def features_without_ids_without_slots_and_of_one_table() -> None:
+    first, second = slot(Rect(0, 0, 30, 8), (1, 4)), slot(Rect(3, 1, 25, 17), (2, 3))
+    none = torch.zeros(0, dtype=torch.int64)
+    for ends in ("list", "tensor", "int32", "strided"):
+        first.weight.normal_()
+        settle(
+            [
+                (None, some_ids(10, 5)),
+                (first, some_ids(15, 9)),
+                (second, none),
+                (None, none),
+                (first, none),
+                (second, some_ids(25, 40)),
+                (first, 15 + some_ids(15, 9)),
+                (None, some_ids(10**6, 33)),
+                (second, none),
+            ],
+            ends=ends,
+        )
+
+
+@case
+def masks_that_remove_nothing_or_everything() -> None:
+    keeps, goes = slot(Rect(0, 0, 12, 6), (1, 2), kept=1.1), slot(Rect(0, 0, 12, 6), (1, 2), kept=-1)
+    assert not keeps.mask.removes
+    settle([(keeps, some_ids(12, 50)), (goes, torch.tensor([3, 4])), (keeps, some_ids(12, 8))])
+    settle([(keeps, some_ids(12, 50))], expect_zeros=False)
+
+
+@case
+def no_ids() -> None:
+    table, none = slot(Rect(0, 0, 12, 6), (1, 2)), torch.zeros(0, dtype=torch.int64)
+    for ends in ("list", "tensor"):
+        settle([(table, none), (None, none)], ends=ends, expect_zeros=False)
+        settle([(None, some_ids(9, 9))], ends=ends, expect_zeros=False)
+        settle([], ends=ends, expect_zeros=False)
+
+
+@case
+def a_table_without_rows() -> None:
+    empty, table = slot(Rect(7, 0, 0, 6), (1, 2)), slot(Rect(0, 0, 12, 6), (1, 2))
+    settle([(empty, some_ids(9, 9)), (table, some_ids(12, 9))])
+
+
+@case
+def hundreds_of_features() -> None:
+    """Of every length from none to several programs' worth, over tables of different widths and blocks."""
+    tables: list[Slot | None] = [None]
+    for index in range(37):
+        tables.append(slot(Rect(index, index % 5, 10 + index, 1 + 3 * index), (1 + index % 3, 1 + index % 4)))
+    for length in (2, 40):
+        features: list[Feature] = [(tables[n * 7 % 38], some_ids(10, n * n % length)) for n in range(331)]
+        settle(features, ends="int32")
+
+
+@case
+def one_launch_that_reads_the_ends_where_they_lie() -> None:
+    from dist_sparse.enforcer.rows_triton import TritonLookup
+
+    tables = [slot(Rect(0, 0, 12, cols), (1, 2)) for cols in (6, 40, 8)]
+    with pytest.MonkeyPatch.context() as patch:
+        seen = launches(patch)
+        ids, offsets = some_ids(12, 48).to(DEVICE), torch.arange(0, 49, 4).to(DEVICE)
+        TritonLookup(tables)(ids, offsets[::4])
+        (((programs,), *args),) = seen
+        assert programs == 2  # of 32 ids each
+        ends = args[2]
+        assert (ends.data_ptr(), ends.stride(0), args[3]) == (offsets.data_ptr(), 4, 4)
+        TritonLookup([None, None])(ids, offsets[::6])
+        TritonLookup(tables)(ids[:0], offsets[::4])
+        assert len(seen) == 1
+
+
+@case
+def ends_that_leave_ids_out_or_have_too_few() -> None:
+    from dist_sparse.enforcer.rows_triton import TritonLookup
+
+    table = slot(Rect(0, 0, 80, 6), (1, 2), kept=-1)
+    ids = torch.arange(80, device=DEVICE)
+    for count, ends, rows in ((80, [35, 70], range(35, 70)), (50, [0, 70], range(50))):
+        table.weight.fill_(1)
+        TritonLookup([table])(ids[:count], ends)
+        assert (table.weight == 0).all(1).nonzero().flatten().tolist() == list(rows)
+
+
+@case
+def ends_that_do_not_ascend_do_not_hang() -> None:
+    from dist_sparse.enforcer.rows_triton import TritonLookup
+
+    table = slot(Rect(0, 0, 80, 6), (1, 2))
+    for ends in ([0, 60, 20, 80], [0, 5, 90, 50, 3, 80], [70, 0, 0, 60, 90, 1, 2, 75]):
+        TritonLookup([table] * (len(ends) - 1))(torch.arange(80, device=DEVICE), ends)
+
+
+@case
+def more_than_2_31_elements_and_bits() -> None:
+    from dist_sparse.enforcer.rows_triton import TritonLookup
+
+    rows = 2**28 + 100
+    weight = zero_pages(rows * 16).view(torch.float16).view(rows, 8)
+    mask = BlockMask(Rect(0, 0, rows, 8), (1, 1), zero_pages(rows))
+    mask.__dict__["removes"] = True  # known: asking would read every page
+    near = torch.tensor([3, 50, 99], device=DEVICE)
+    mask.bits[near + 2**28] = 0b1010_0000
+    weight[near + 2**28], weight[near] = 5, 5
+    TritonLookup([Slot(weight, mask)])(near + 2**28, [0, 3])
+    assert weight[near + 2**28].tolist() == [[0, 0, 0, 0, 0, 5, 0, 5]] * 3
+    assert (weight[near] == 5).all()
+
+
+@case
+def what_is_refused() -> None:
+    from dist_sparse.enforcer.rows_triton import TritonLookup
+
+    rect = Rect(0, 0, 12, 6)
+    good = slot(rect, (1, 2))
+    meta = torch.device("meta")
+    for bad, message in (
+        (slot(rect, (1, 2), torch.float16), "Feature 2: the dtype is torch.float16, where .* torch.float32"),
+        (Slot(good.weight.to(meta), good.mask), f"Feature 2: the device is meta, where .* {DEVICE}"),
+        (Slot(good.weight, BlockMask(rect, (1, 2), good.mask.bits.to(meta))), "Feature 2: the mask's device is meta"),
+        (Slot(torch.randn(6, 12, device=DEVICE).t(), good.mask), r"Feature 2: .* contiguous, got strides \(1, 12\)"),
+        (Slot(good.weight[:11], good.mask), r"Feature 2: weights of shape \(11, 6\) have a mask of rows \[0, 12\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TritonLookup([good, None, bad])
+    with pytest.raises(ValueError, match=r"Feature 0: weights of type torch.uint8 are not"):
+        TritonLookup([Slot(good.weight.to(torch.uint8), good.mask)])
+    ids = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="2 features need 3 ends, got 2"):
+        TritonLookup([good, None])(ids, [0, 4])
+    with pytest.raises(ValueError, match="The ids are on meta, the tables on"):
+        TritonLookup([good])(ids.to(meta), [0, 4])
+
+
+def compile_for_cuda() -> None:
+    """Compiles the kernel to machine code, which needs no GPU: the interpreter takes more than the compiler does."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dist_sparse.enforcer.rows_triton import _NOTHING, _zero_removed
+
+    arguments = {"ids": "*i64", "count": "i32", "ends": "*i32", "stride": "i32", "table": "*i64", "features": "i32"}
+    for ids, shifts, word, steps in (("*i64", True, tl.int32, 5), ("*i32", False, tl.int16, 0)):
+        constants = {"FIELDS": len(_NOTHING), "STEPS": steps, "SHIFTS": shifts, "WORD": word, "IDS": 32, "COLS": 32}
+        signature = {**arguments, "ids": ids, **dict.fromkeys(constants, "constexpr")}
+        source = ASTSource(fn=_zero_removed, signature=signature, constexprs=constants)
+        for capability in (80, 90):
+            binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            assert "st.global" in binary.asm["ptx"] and binary.asm["cubin"]
+
+
+def main(device: str) -> None:
+    global DEVICE
+    DEVICE = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    for name, function in {"compile_for_cuda": compile_for_cuda}.items() if device == "compiler" else CASES.items():
+        torch.manual_seed(0)
+        error = ""
+        try:
+            function()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps([name, error]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

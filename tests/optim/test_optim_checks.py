@@ -1,0 +1,267 @@
+"""What does OptimScheduler refuse, and does it say why, before anything has changed? In one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+
+from dist_sparse import CubicDataScheduler, DataNormSparsifier, Noamlr
+from dist_sparse.enforcer.optimizers import optimizer_class
+from tests.optim.optim_loop import Steady, Two, batch, copied, same, train
+
+
+def made(model: nn.Module | None = None, **more: Any) -> Steady:
+    return Steady(more.pop("optim_type", "SGD"), more.pop("optim_conf", {"lr": 0.1}), model or Two(), **more)
+
+
+def data() -> DataNormSparsifier:
+    return DataNormSparsifier([("w", torch.randn(4, 4))], sparsity_level=0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"grad_clip": value} for value in (0, -1.0, math.nan, "1", True)),
+        *({"grad_norm_type": value} for value in (0, -2.0, math.nan, "big", True, None)),
+        *({"ft_factor": value} for value in (-0.1, math.nan, math.inf, "1", False, None)),
+        *({"amp_dtype": value} for value in (torch.float32, "float16", None)),
+        *({name: value} for name in ("use_amp", "distributed") for value in ("no", None, 2)),
+        *({"optim_conf": value} for value in (3, "lr", [0.1])),
+        *({"updated_modules": value} for value in ({"encoder"}, 3, {"encoder": 1})),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"Invalid {name}="):
+        made(**wrong)
+
+
+@pytest.mark.parametrize("fine", [{"grad_clip": 1}, {"grad_norm_type": 3}, {"ft_factor": 0}, {"ft_factor": 2}], ids=str)
+def test_values_that_do(fine: dict[str, Any]) -> None:
+    model = Two()
+    before = copied(model)
+    assert same(before, train(model, [made(model, use_amp=False, **fine)], 1)) == (fine == {"ft_factor": 0})
+
+
+@pytest.mark.parametrize("query", ["torch.optim.AdamW", "torch.optim.adamw.AdamW", "AdamW", torch.optim.AdamW])
+def test_optimizers_by_name_by_path_and_by_class(query: Any) -> None:
+    assert type(made(optim_type=query).optimizer) is torch.optim.AdamW
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    table = made(nn.Embedding(3, 2), optim_type="torchrec.optim.RowWiseAdagrad")
+    assert type(table.optimizer).__name__ == "RowWiseAdagrad"
+    assert type(made(optim_type="SGD", optim_conf=None).optimizer) is torch.optim.SGD
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("adamw", "such as AdamW"),
+        ("", "such as SGD"),
+        ("..SGD", "dotted path"),
+        (".SGD", "dotted path"),
+        ("torch.optim", "dotted path"),
+        ("torch.nn.Linear", "dotted path"),
+        ("no_such_module.SGD", "No module named 'no_such_module'"),
+        ("lr_scheduler.StepLR", "No module named 'lr_scheduler'"),
+        (3, "dotted path"),
+        (None, "dotted path"),
+        (nn.Linear, "dotted path"),
+        ("LBFGS", "needs a closure"),
+    ],
+)
+def test_no_optimizer(query: Any, said: str) -> None:
+    with pytest.raises(ValueError, match="Invalid optim_type=") as raised:
+        optimizer_class(query)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["middle"], "['middle'] are not modules; there are ['encoder', 'decoder']"),
+        ("middle", "['middle'] are not modules"),
+        ([], "there are ['encoder', 'decoder']"),
+        ("", "[''] are not modules"),
+        (["decoder", "encoder.7"], "['encoder.7'] are not modules"),
+        ("encoder.1", "['encoder.1'] have no parameters"),
+    ],
+)
+def test_no_modules(names: Any, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        made(updated_modules=names)
+    assert said in str(raised.value)
+
+
+def test_a_model_that_is_none() -> None:
+    for wrong in ("model", [nn.Linear(2, 2)]):
+        with pytest.raises(ValueError, match=f"Invalid model of type {type(wrong).__name__}"):
+            made(wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ValueError, match=r"\['Tanh'\] have no parameters"):
+        made(nn.Tanh())
+
+
+def test_averaging_needs_something_that_averages() -> None:
+    made(distributed=True)  # one process, nothing to save
+    with pytest.raises(ValueError, match="Invalid distributed=True: Two does not average gradients"):
+        made(distributed=True, accum_grad=2)
+
+
+@pytest.mark.parametrize("name", ["step_num", "epoch_num"])
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, math.nan, 1.5, "1", True, [1], torch.tensor(0), torch.tensor(1.0), torch.tensor(True), np.bool_(True)],
+)
+def test_numbers_count_from_1(name: str, value: Any) -> None:
+    model = Two()
+    numbers: dict[str, Any] = {"step_num": 1, "epoch_num": 1, name: value}
+    scheduler = made(model)
+    with pytest.raises(ValueError, match=f"Invalid {name}="):
+        scheduler.step(model(batch(1)), None, "a", **numbers)
+    assert model.decoder.weight.grad is None
+    with pytest.raises(ValueError, match=f"Invalid {name}="), scheduler.forward_context(**numbers):
+        pass
+
+
+@pytest.mark.parametrize("number", [np.int64, np.array, torch.tensor])
+def test_any_integers_are_counted_with(number: Any) -> None:
+    model, same_model = Two(), Two()
+    scheduler, other = (made(each, use_amp=False, accum_grad=2) for each in (model, same_model))
+    for step_num in range(1, 5):
+        with scheduler.forward_context(number(step_num), number(1)):
+            losses = model(batch(step_num))
+        scheduler.step(losses, None, "a", number(step_num), number(1))
+    assert same(train(same_model, [other], 4), copied(model))
+    assert {type(each) for pair in scheduler.asked for each in pair} == {int}
+
+
+@pytest.mark.parametrize("asked", [math.nan, math.inf, -0.1, None, "much", "0.1", b"0.1", 10**400, 1e308])
+def test_a_learning_rate_that_makes_no_sense_changes_nothing(asked: Any) -> None:
+    model = Two()
+    scheduler = made(model, use_amp=False, ft_factor=10)
+    before = copied(model)
+    scheduler.base = asked
+    with pytest.raises(ValueError, match=r"Invalid learning rate .* of update_lr"):
+        train(model, [scheduler], 1)
+    assert same(before, copied(model)) and scheduler.get_lr() == 0.1
+    scheduler.base = torch.tensor(0.05)  # a tensor is a number
+    assert not same(before, train(model, [scheduler], 1))
+    assert type(scheduler.get_lr()) is float and scheduler.get_lr() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("loss", [None, 1.0, "loss"])
+def test_a_loss_that_is_no_tensor(loss: Any) -> None:
+    for more in ({}, {"optim_loss": "loss"}):
+        with pytest.raises(ValueError, match=r"Invalid loss 'loss' of type \w+: must be a tensor"):
+            made(**more).step({"loss": loss, 3: loss}, None, "a", 1, 1)
+    with pytest.raises(AssertionError, match=r"among \['other', 3\]"):
+        made().step({"other": loss, 3: loss}, None, "a", 1, 1)  # type: ignore[dict-item]
+
+
+def test_sparsity_is_checked_by_type_and_by_pair() -> None:
+    sparsifier, other = data(), data()
+    scheduler = CubicDataScheduler(other, final=0.5, begin=0, end=4, every=2)
+    for wrong, said in [
+        ({"data_sparsifier": 3}, "Invalid data_sparsifier of type int"),
+        ({"data_sparsifier": sparsifier, "data_scheduler": 3}, "Invalid data_scheduler of type int"),
+        ({"data_sparsifier": sparsifier, "data_scheduler": scheduler}, "schedules another sparsifier"),
+        ({"data_scheduler": scheduler}, "schedules another sparsifier"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            made(**wrong)
+    made(data_sparsifier=other, data_scheduler=scheduler)
+
+
+def moving(lr: float = 0.5) -> Two:
+    """A model whose encoder is stepped inside the backward by torch's own optimizers."""
+    model = Two()
+    apply_optimizer_in_backward(torch.optim.SGD, model.encoder.parameters(), {"lr": lr})
+    return model
+
+
+def test_what_can_not_reach_weights_that_move_in_the_backward() -> None:
+    for wrong, said in [
+        ({}, r"use_amp=True with float16.*amp_dtype=torch.bfloat16.*dense kernel"),
+        ({"updated_modules": "decoder"}, "use_amp=True with float16"),
+        ({"use_amp": False, "accum_grad": 2}, r"Invalid accum_grad=2.*Larger batches.*dense kernel"),
+        ({"use_amp": False, "accum_grad": 2, "updated_modules": "decoder"}, "Invalid accum_grad=2"),
+        ({"use_amp": False}, r"Invalid grad_clip=1.0.*gradient_clipping.*updated_modules.*dense kernel"),
+        ({"use_amp": False, "updated_modules": "encoder"}, "Invalid grad_clip=1.0"),
+    ]:
+        with pytest.raises(ValueError, match=said) as raised:
+            made(moving(), **wrong)
+        assert "move inside every backward" in str(raised.value)
+    made(moving(), use_amp=False, grad_clip=math.inf)
+    made(moving(), amp_dtype=torch.bfloat16, grad_clip=None)
+    made(moving(), use_amp=False, updated_modules="decoder")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_weights_that_move_in_the_backward_take_the_learning_rate(order: int) -> None:
+    """Whoever is stepped first makes the backward, in which the other one's weights move."""
+    got, wanted = moving(), Two()
+    schedulers = [
+        made(got, use_amp=False, grad_clip=None, updated_modules="decoder"),
+        made(got, use_amp=False, grad_clip=None, updated_modules="encoder", optim_conf={"lr": 0.125}),
+    ][::order]
+    optimizer = torch.optim.SGD(
+        [{"params": wanted.encoder.parameters(), "lr": 0.125}, {"params": wanted.decoder.parameters(), "lr": 0.1}]
+    )
+    for step_num in (1, 2, 3):
+        wanted(batch(step_num))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(train(got, schedulers, 3), copied(wanted))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"step_per_update": 2}, "is not due at step_num=1"),
+        ({"optim_loss": "third"}, "has no part in this loss"),
+        ({"optim_loss": "other"}, "must be one and the same tensor"),
+    ],
+)
+def test_nobody_moves_the_weights_of_somebody_else_in_passing(theirs: dict[str, Any], said: str) -> None:
+    model = moving()
+    mine = made(model, use_amp=False, updated_modules="decoder")
+    other = made(model, use_amp=False, grad_clip=None, updated_modules="encoder", **theirs)
+    before = copied(model)
+    with pytest.raises(ValueError, match=said):
+        mine.step(model(batch(1)), None, "a", 1, 1)
+    assert same(before, copied(model)) and mine.get_lr() == other.get_lr() == 0.1
+    del other
+    assert not same(before, train(model, [mine], 1))
+
+
+def test_who_takes_over_weights_that_move_in_the_backward_is_not_held_up() -> None:
+    """The one before is still there, and is stepped no more."""
+    model = moving()
+    before, after = (made(model, use_amp=False, grad_clip=None, optim_conf={"lr": lr}) for lr in (0.5, 0.125))
+    train(model, [before], 1)
+    train(model, [after], 4, first=2)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in after._owned.in_backward] == [0.125] * 2
+
+
+def test_what_a_model_is_wrapped_in_does_not_matter() -> None:
+    model = Two()
+    compiled = torch.compile(model, backend="eager")
+    scheduler = Steady("SGD", {"lr": 0.1}, compiled, updated_modules="decoder", use_amp=False)
+    assert {id(p) for p in scheduler.optimizer.param_groups[0]["params"]} == {id(p) for p in model.decoder.parameters()}
+
+
+@pytest.mark.parametrize("wrong", [{"d_model": value} for value in (math.inf, math.nan, 0, "8")], ids=str)
+def test_schedules_check_their_own(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Invalid d_model="):
+        Noamlr("SGD", {"lr": 0.1}, Two(), **wrong)

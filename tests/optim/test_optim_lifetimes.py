@@ -1,0 +1,332 @@
+"""OptimSchedulers that end, fail, are made anew, or share more than a model: nothing of one gets into another."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_sparse import ROW, DataNormSparsifier, LinearDataScheduler
+from tests.optim.optim_loop import Steady, Two, batch, copied, same, train
+
+
+def made(model: nn.Module, **conf: Any) -> Steady:
+    return Steady("SGD", {"lr": 0.1}, model, **{"use_amp": False, **conf})
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_what_an_unfinished_real_step_leaves_is_not_part_of_the_next_scheduler_s(use_amp: bool) -> None:
+    model, fresh = Two(), Two()
+    first = made(model, accum_grad=4, use_amp=use_amp)
+    first.step({"loss": model(batch(1))["loss"]}, None, "a", 1, 1)
+    assert any(p.grad is not None for p in model.parameters())
+    second = made(model)
+    assert same(train(model, [second], 3), train(fresh, [made(fresh)], 3))
+
+
+def test_nor_of_a_load() -> None:
+    model, fresh = Two(), Two()
+    scheduler, other = made(model, accum_grad=2), made(fresh, accum_grad=2)
+    state = scheduler.state_dict()
+    scheduler.step({"loss": model(batch(9))["loss"]}, None, "a", 1, 1)
+    scheduler.load_state_dict(state)
+    assert same(train(model, [scheduler], 4), train(fresh, [other], 4))
+
+
+def test_a_state_of_the_middle_of_a_real_step_warns() -> None:
+    model = Two()
+    scheduler = made(model, accum_grad=3)
+    train(model, [scheduler], 5)
+    with pytest.warns(UserWarning, match="the gradients of 2 of 3 steps are not in it"):
+        scheduler.state_dict()
+    train(model, [scheduler], 6, first=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.state_dict()
+
+
+@pytest.mark.parametrize("conf", [{"accum_grad": 2}, {"accum_grad": 2, "use_amp": True}, {}])
+def test_one_that_an_exception_keeps_alive_is_no_obstacle(conf: dict[str, Any]) -> None:
+    """As a notebook does: the last traceback holds the frames of the call that failed."""
+    model, fresh = Two(), Two()
+
+    def call(model: nn.Module, fail: bool) -> dict[str, torch.Tensor]:
+        scheduler = made(model, **conf)
+        scheduler.step({"loss": model(batch(7))["loss"]}, None, "a", 1, 1)
+        if fail:
+            raise KeyError("of the user's")
+        return train(model, [scheduler], 4, first=2)
+
+    with pytest.raises(KeyError) as held:
+        call(model, fail=True)
+    for parameter, value in zip(model.parameters(), fresh.parameters(), strict=True):
+        parameter.data.copy_(value)
+    assert same(call(model, fail=False), call(fresh, fail=False))
+    assert held.value.__traceback__ is not None
+
+
+def test_one_that_was_taken_over_may_come_back() -> None:
+    model = Two()
+    old, new = made(model), made(model)
+    losses = model(batch(1))
+    new.step(losses, None, "new", 1, 1)
+    before = copied(model)
+    old.step(model(batch(2)), None, "old", 2, 1)
+    assert not same(before, copied(model))
+    assert same(train(model, [old], 5, first=3), copied(model))
+
+
+def test_parameters_in_common_and_an_interruption() -> None:
+    """Between the steps of two that share a module, one step is left out; both go on."""
+    model = Two()
+    pair = [made(model, updated_modules=["encoder", "decoder"]), made(model, updated_modules="decoder")]
+    pair[0].step(model(batch(1)), None, "a", 1, 1)
+    losses = model(batch(2))
+    pair[1].step(losses, None, "b", 2, 1)
+    pair[0].step(losses, None, "a", 2, 1)
+    train(model, pair, 5, first=3)
+
+
+@pytest.mark.parametrize("modules", [[None], [["encoder", "decoder"]], ["encoder", "decoder"]])
+@pytest.mark.parametrize("different", [False, True])
+def test_leaves_beside_the_model_have_gradients_as_of_a_plain_backward(modules: list[Any], different: bool) -> None:
+    model, weight, alone = Two(), nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(2.0))
+    names = ["loss", "other"] if different else ["loss", "loss"]
+    schedulers = [
+        made(model, updated_modules=part, optim_loss=name) for part, name in zip(modules, names, strict=False)
+    ]
+    found = model(batch(1))
+    for name in dict.fromkeys(scheduler.optim_loss or "loss" for scheduler in schedulers):
+        (found[name] * alone).backward(inputs=[alone], retain_graph=True)
+    losses = {name: loss * weight for name, loss in found.items()}
+    for scheduler in schedulers:
+        scheduler.step(losses, None, "a", 1, 1)
+    assert weight.grad is not None and torch.allclose(weight.grad, alone.grad)
+
+
+def test_a_sparsifier_of_two_is_refused() -> None:
+    model = Two()
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.add_data("w", model.decoder.weight)
+    schedule = LinearDataScheduler(sparsifier, "sparsity_level", final=0.5, begin=0, end=2, every=1)
+    parts = {"data_sparsifier": sparsifier, "data_scheduler": schedule}
+    kept = made(model, updated_modules="encoder", **parts)
+    with pytest.raises(ValueError, match="Invalid data_sparsifier: another OptimScheduler of the model steps it"):
+        made(model, updated_modules="decoder", **parts)
+    train(model, [kept, made(model, updated_modules="decoder")], 2)
+    made(model, updated_modules="encoder", **parts)  # in the place of the first
+
+
+def test_one_forward_has_one_precision() -> None:
+    model = Two()
+    low = made(model, updated_modules="encoder", use_amp=True, amp_dtype=torch.bfloat16)
+    plain = made(model, updated_modules="decoder")
+    for scheduler in (low, plain):
+        with scheduler.forward_context(1):
+            assert model.decoder(torch.zeros(1, 6)).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"another OptimScheduler of the model has torch\.bfloat16"):
+        made(model, updated_modules="decoder", use_amp=True)
+
+
+def test_a_graph_that_is_gone_is_explained() -> None:
+    model = Two()
+    pair = [made(model, updated_modules="encoder"), made(model, updated_modules="decoder")]
+    loss = model(batch(1))["loss"]
+    pair[0].step({"loss": loss.clone()}, None, "a", 1, 1)
+    with pytest.raises(RuntimeError, match="be given the very same loss tensor"):
+        pair[1].step({"loss": loss.clone()}, None, "b", 1, 1)
+    alone = [made(model.encoder), made(model.decoder)]
+    loss = model(batch(1))["loss"]
+    alone[0].step({"loss": loss}, None, "a", 1, 1)
+    with pytest.raises(RuntimeError, match="made for one and the same model"):
+        alone[1].step({"loss": loss}, None, "b", 1, 1)
+
+
+def test_the_same_step_twice_is_not_taken_for_another() -> None:
+    """One that had its turn is not served again by the others of that step."""
+    model, fresh = Two(), Two()
+    pair = [made(model, updated_modules="encoder"), made(model, updated_modules="decoder")]
+    theirs = [made(fresh, updated_modules="encoder"), made(fresh, updated_modules="decoder")]
+    pair[0].step(model(batch(1)), None, "a", 1, 1)
+    taken = pair[1]._early
+    pair[0].step(model(batch(2)), None, "a", 1, 1)
+    pair[1]._early = None
+    assert taken is not None
+    losses = fresh(batch(1))
+    theirs[0].step(losses, None, "a", 1, 1)
+    theirs[1].step(losses, None, "b", 1, 1)
+    assert theirs[0]._early is None, "it had its turn when the second one's came"
+
+
+class Older(Steady):
+    """As SpeeChain's schedules once were."""
+
+    def update_lr(self, real_step: int) -> float:  # type: ignore[override]
+        return 0.1 / real_step
+
+
+def test_an_update_lr_without_epochs() -> None:
+    model = Two()
+    scheduler = Older("SGD", {"lr": 1.0}, model, use_amp=False)
+    train(model, [scheduler], 4)
+    assert scheduler.get_lr() == 0.025
+
+    class Wrong(Steady):
+        def update_lr(self, step: int) -> float:  # type: ignore[override]
+            return 0.1
+
+    with pytest.raises(ValueError, match=r"Invalid update_lr with the arguments \['step'\]"):
+        Wrong("SGD", {"lr": 1.0}, model)
+
+
+def test_numbers_of_a_configuration() -> None:
+    model, same_model = Two(), Two()
+    conf = {"accum_grad": np.int64(2), "step_per_update": np.int32(1), "grad_clip": np.float32(0.5)}
+    scheduler = made(model, **conf, ft_factor=np.float32(0.5), grad_norm_type="inf")
+    other = made(same_model, accum_grad=2, grad_clip=0.5, ft_factor=0.5, grad_norm_type=float("inf"))
+    assert same(train(model, [scheduler], 4), train(same_model, [other], 4))
+
+
+def test_the_base_of_all_optimizers_is_none() -> None:
+    with pytest.raises(ValueError, match="Invalid optim_type='Optimizer'"):
+        Steady("Optimizer", {}, Two())
+
+
+class Fails(torch.autograd.Function):
+    """Its backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("too large a batch")
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+@pytest.mark.parametrize("names", [[None], ["encoder", "decoder"]])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_backward_that_fails_leaves_no_gradients(at: int, names: list[Any], use_amp: bool) -> None:
+    """The decoder has its gradients by then, the encoder not. What is left of the real step makes its update."""
+    model, fresh = Two(), Two()
+    pairs = [
+        [made(each, updated_modules=name, accum_grad=2, use_amp=use_amp) for name in names] for each in (model, fresh)
+    ]
+    for step_num in range(1, at + 1):
+        if step_num < at:
+            train(model, pairs[0], step_num, first=step_num)
+            continue
+        failing = model.encoder.register_forward_hook(lambda module, args, result: Fails.apply(result))
+        losses = model(batch(step_num))
+        with pytest.raises(MemoryError):
+            pairs[0][0].step(losses, None, "a", step_num, 1)
+        failing.remove()
+    assert all(p.grad is None for p in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pairs[0][0].state_dict()
+    assert same(train(model, pairs[0], 6, first=at + 1), train(fresh, pairs[1], 6, first=at + 1))
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_an_update_that_fails_leaves_no_gradients(use_amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fresh = Two(), Two()
+    scheduler, plain = (made(each, use_amp=use_amp) for each in (model, fresh))
+
+    def fails(closure: Any = None) -> None:
+        raise MemoryError("no room for its state")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(scheduler.optimizer, "step", fails)
+        train(model, [scheduler], 1)
+    assert all(p.grad is None for p in model.parameters())
+    assert same(train(model, [scheduler], 3, first=2), train(fresh, [plain], 3, first=2))
+    assert repr(scheduler.state_dict()) == repr(plain.state_dict())
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_goes_its_own_way(copied_by: Any) -> None:
+    model, wanted = Two(), Two()
+    one, other = made(model, updated_modules="encoder", use_amp=True), made(model, updated_modules="decoder")
+    one.step(model(batch(9)), None, "a", 1, 1)  # the other one's gradients wait for it
+    other.step({"loss": model(batch(9))["loss"]}, None, "b", 1, 1)
+    wanted.load_state_dict(model.state_dict())
+    plain = [made(wanted, updated_modules="encoder", use_amp=True), made(wanted, updated_modules="decoder")]
+    before = copied(model)
+    twin, twins = copied_by((model, [one, other]))
+    assert same(train(twin, twins, 4, first=2), train(wanted, plain, 4, first=2))
+    assert same(before, copied(model))
+    assert all(peer._early is None for peer in (one, other))
+
+
+BY = [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))]
+
+
+@pytest.mark.parametrize("copied_by", BY)
+def test_a_copy_with_a_sparsifier_is_refused(copied_by: Any) -> None:
+    """The sparsifier's copy would hold other weights than the model's copy."""
+    model = Two()
+    sparsifier = DataNormSparsifier([("w", model.decoder.weight)], sparsity_level=0.5)
+    with pytest.raises(TypeError, match=r"can't be copied or pickled with a data_sparsifier: save state_dict\(\)"):
+        copied_by(made(model, data_sparsifier=sparsifier))
+
+
+@pytest.mark.parametrize("copied_by", BY)
+def test_a_copy_begins_its_real_step_anew(copied_by: Any) -> None:
+    """Gradients are not copied."""
+    model = Two()
+    scheduler = made(model, accum_grad=2)
+    train(model, [scheduler], 1)
+    twin = copied_by(scheduler)
+    assert (scheduler._unfinished, twin._unfinished) == (1, 0)
+    assert all(p.grad is None for p in twin.model.parameters())
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    model = Two()
+    scheduler = made(model, accum_grad=2)
+    train(model, [scheduler], 1)
+    with pytest.raises(TypeError, match=r"can't be copied without its model.*copy\.deepcopy"):
+        copy.copy(scheduler)
+    train(model, [scheduler], 4, first=2)
+
+
+@pytest.mark.parametrize("copied_by", BY)
+def test_a_wrapper_whose_module_holds_its_scheduler_is_copied(copied_by: Any) -> None:
+    """The scheduler's copy is made before the wrapper's has its module."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Two())
+        model.module.parts = [made(model, updated_modules=name, distributed=True) for name in ("encoder", "decoder")]
+        twin = copied_by(model)
+        twins, before = twin.module.parts, copied(model)
+        assert all(each.model is twin for each in twins)
+        assert same(train(twin, twins, 3), train(model, model.module.parts, 3))
+        assert not same(before, copied(model))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_copy_that_was_never_finished_is_in_nobody_s_way() -> None:
+    model = Two()
+    half = Steady.__new__(Steady)
+    half.__setstate__({**made(model).__getstate__(), "model": DistributedDataParallel.__new__(DistributedDataParallel)})
+    train(model, [made(model)], 2)
+
+
+def test_a_step_that_is_refused_takes_nothing_over() -> None:
+    model = Two()
+    old, new = made(model, accum_grad=2), made(model, accum_grad=2)
+    train(model, [new], 2)
+    with pytest.raises(AssertionError, match="There is no loss named 'loss'"):
+        old.step({"another": model(batch(3))["loss"]}, None, "a", 3, 1)
+    train(model, [new], 4, first=3)

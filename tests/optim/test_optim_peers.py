@@ -1,0 +1,276 @@
+"""How do several OptimSchedulers over one model get along? In one process.
+
+The reference takes all gradients at the weights of the forward, each loss's for its own parameters, then steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dist_sparse import OptimScheduler
+from dist_sparse.optim.backward import Peers
+from dist_sparse.optim.peers import joins
+from tests.optim.optim_loop import Steady, Two, batch, copied, same, train
+
+LR = 0.1
+
+
+def over(model: nn.Module, names: Any, **more: Any) -> Steady:
+    conf = {"use_amp": False, "grad_clip": 0.05, **more}
+    return Steady(conf.pop("optim_type", "SGD"), {"lr": LR}, model, updated_modules=names, **conf)
+
+
+def reference(plans: Sequence[dict[str, Any]], steps: int) -> dict[str, Tensor]:
+    """``plans``: module, loss, accum, every. Gradients of a step are all taken before any update."""
+    model = Two()
+    optimizers = [torch.optim.SGD(model.get_submodule(plan["module"]).parameters(), LR) for plan in plans]
+    for step_num in range(1, steps + 1):
+        losses = model(batch(step_num))
+        due = []
+        for plan, optimizer in zip(plans, optimizers, strict=True):
+            accum = plan.get("accum", 1)
+            if ((step_num - 1) // accum + 1) % plan.get("every", 1) == 0:
+                mine = optimizer.param_groups[0]["params"]
+                (losses[plan.get("loss", "loss")] / accum).backward(inputs=mine, retain_graph=True)
+                due += [optimizer] if step_num % accum == 0 else []
+        for optimizer in due:
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return copied(model)
+
+
+def close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(value, got[name], rtol=1e-5, atol=1e-7) for name, value in wanted.items())
+
+
+PLANS: dict[str, list[dict[str, Any]]] = {
+    "one loss": [{"module": "encoder"}, {"module": "decoder"}],
+    "two losses": [{"module": "encoder"}, {"module": "decoder", "loss": "other"}],
+    "three": [{"module": "encoder.0"}, {"module": "decoder", "loss": "other"}, {"module": "norm"}],
+    "other accumulation": [{"module": "encoder", "accum": 2}, {"module": "decoder", "accum": 3}],
+    "one accumulates": [{"module": "encoder", "accum": 3}, {"module": "decoder"}],
+    "other accumulation and loss": [{"module": "encoder", "accum": 2}, {"module": "decoder", "loss": "other"}],
+    "both accumulate": [{"module": "encoder", "accum": 2}, {"module": "decoder", "accum": 2}],
+    "not always due": [{"module": "encoder", "every": 2}, {"module": "decoder", "every": 3, "loss": "other"}],
+    "one not always due": [{"module": "encoder"}, {"module": "decoder", "every": 2}],
+    "all of it": [
+        {"module": "encoder", "accum": 2, "every": 2},
+        {"module": "decoder", "accum": 3, "every": 1, "loss": "other"},
+    ],
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("plans", [plan for name, plan in PLANS.items() if name != "three"], ids=str)
+def test_two(plans: list[dict[str, Any]], turned: bool) -> None:
+    model = Two()
+    schedulers = [
+        over(
+            model,
+            plan["module"],
+            optim_loss=plan.get("loss"),
+            accum_grad=plan.get("accum", 1),
+            step_per_update=plan.get("every", 1),
+        )
+        for plan in plans
+    ]
+    got = train(model, schedulers[::-1] if turned else schedulers, 12)
+    assert close(got, reference(plans, 12))
+    assert not close(got, copied(Two()))
+
+
+def test_three_and_a_module_that_is_nobodys() -> None:
+    model = Two()
+    frozen = copied(model.encoder[0])
+    del frozen["weight"]
+    model.encoder[0].bias.requires_grad_(False)
+    schedulers = [
+        over(model, "encoder.0"),
+        over(model, "decoder", optim_loss="other"),
+        Steady("Adam", {"lr": LR}, model, updated_modules="decoder", use_amp=False, optim_loss="loss"),
+    ]
+    train(model, schedulers, 3)
+    assert torch.equal(model.encoder[0].bias, frozen["bias"])
+    assert all(p.grad is None for p in model.parameters())
+    assert [scheduler.asked for scheduler in schedulers] == [[(1, 1), (2, 1), (3, 1)]] * 3
+
+
+@pytest.mark.parametrize("use_amp", [True, False])
+def test_parameters_in_common_get_a_gradient_for_each(use_amp: bool) -> None:
+    """Each clips and steps a gradient of its own, of the weights of the forward."""
+    got, wanted = Two(), Two()
+    schedulers = [over(got, None, use_amp=use_amp), over(got, "decoder", grad_clip=None, use_amp=use_amp)]
+    optimizers = [torch.optim.SGD(wanted.parameters(), LR), torch.optim.SGD(wanted.decoder.parameters(), LR)]
+    for step_num in (1, 2, 3):
+        losses = got(batch(step_num))
+        for scheduler in schedulers:
+            scheduler.step(losses, None, "a", step_num, 1)
+        parameters = list(wanted.parameters())
+        grads = torch.autograd.grad(wanted(batch(step_num))["loss"], parameters)
+        for optimizer, longest in zip(optimizers, (0.05, float("inf")), strict=True):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.clone()
+            mine = optimizer.param_groups[0]["params"]
+            nn.utils.clip_grad_norm_(mine, longest)
+            optimizer.step()
+    assert close(copied(got), copied(wanted))
+
+
+def test_parameters_in_common_do_not_accumulate() -> None:
+    model = Two()
+    schedulers = [over(model, None, accum_grad=2), over(model, "decoder")]
+    before = copied(model)
+    for scheduler in schedulers:
+        with pytest.raises(ValueError, match="parameter in common can't accumulate"):
+            scheduler.step(model(batch(1)), None, "a", 1, 1)
+    assert same(before, copied(model)) and all(p.grad is None for p in model.parameters())
+    del schedulers[1], scheduler
+    gc.collect()
+    assert not same(before, train(model, schedulers, 2))
+
+
+@pytest.mark.parametrize("accum_grad", [1, 2])
+def test_a_dict_each(accum_grad: int) -> None:
+    """Both losses are called "loss", each of a forward of its own. Nobody is served after its turn."""
+    got, wanted = Two(), Two()
+    served: list[Any] = []
+    got.encoder[0].weight.register_hook(served.append)
+    schedulers = [over(got, "encoder", accum_grad=accum_grad), over(got, "decoder", accum_grad=accum_grad)]
+    optimizers = [torch.optim.SGD(wanted.get_submodule(name).parameters(), LR) for name in ("encoder", "decoder")]
+    for step_num in range(1, 5):
+        for i, (scheduler, optimizer) in enumerate(zip(schedulers, optimizers, strict=True)):
+            scheduler.step(got(batch(10 * i + step_num)), None, "a", step_num, 1)
+            mine = optimizer.param_groups[0]["params"]
+            (wanted(batch(10 * i + step_num))["loss"] / accum_grad).backward(inputs=mine)
+            if step_num % accum_grad == 0:
+                nn.utils.clip_grad_norm_(mine, 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert close(copied(got), copied(wanted)) and len(served) == 4
+
+
+@pytest.mark.parametrize("names", [("loss", "loss"), ("loss", "other")])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_that_is_stepped_now_and_then(turned: bool, names: tuple[str, str]) -> None:
+    """The first one's backward is for the second one too, whether or not that one will be stepped."""
+    got, wanted = Two(), Two()
+    schedulers = [over(got, "encoder", optim_loss=names[0]), over(got, "decoder", optim_loss=names[1])]
+    optimizers = [torch.optim.SGD(wanted.get_submodule(name).parameters(), LR) for name in ("encoder", "decoder")]
+    for step_num in range(1, 10):
+        now = schedulers if step_num % 3 == 0 else schedulers[:1]
+        losses, theirs = got(batch(step_num)), wanted(batch(step_num))
+        for scheduler in now[::-1] if turned else now:
+            scheduler.step(losses, None, "a", step_num, 1)
+        for name, optimizer in zip(names, optimizers[: len(now)], strict=False):
+            theirs[name].backward(inputs=optimizer.param_groups[0]["params"], retain_graph=True)
+        for optimizer in optimizers[: len(now)]:
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert close(copied(got), copied(wanted))
+
+
+def test_one_whose_place_was_taken_is_left_out() -> None:
+    """First the decoder alone, then all of it with accumulation, which the two together could not."""
+    model, alone = Two(), Two()
+    first, second = over(model, "decoder"), over(model, None)
+    train(model, [first], 2)
+    train(alone, [over(alone, "decoder")], 2)
+    taken: list[Any] = []
+    model.decoder.weight.register_hook(lambda grad: taken.append(grad.clone()))
+    got = train(model, [second], 5, first=3)
+    later = over(alone, None)
+    assert close(got, train(alone, [later], 5, first=3))
+    assert first._early is not None and len(taken) == 3
+    assert not joins(first, model(batch(6)), 6, second)
+
+
+def test_a_load_forgets_what_was_taken_for_it() -> None:
+    """Back to step 2 in the same process: that both have been at step 3 already is of no meaning then."""
+    model = Two()
+    pair = [over(model, "encoder", optim_type="Adam"), over(model, "decoder")]
+    train(model, pair, 2)
+    weights, states = copied(model), [scheduler.state_dict() for scheduler in pair]
+    states = torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, states)
+    wanted = train(model, pair, 3, first=3)
+    losses = model(batch(4))
+    pair[0].step(losses, None, "a", 4, 1)  # and the second is never stepped
+    model.load_state_dict(weights)
+    for scheduler, state in zip(pair, states, strict=True):
+        scheduler.load_state_dict(state)
+    assert same(train(model, pair, 3, first=3), wanted)
+
+
+def test_the_dead_are_forgotten() -> None:
+    model = Two()
+    first, second = over(model, "encoder"), over(model, "decoder")
+    dead = weakref.ref(second)
+    assert list(Peers(model)) == [first, second]
+    del second
+    gc.collect()
+    assert dead() is None and list(Peers(model)) == [first] and len(Peers._of[model]) == 1
+    lone = Two()
+    assert same(train(model, [first], 3), train(lone, [over(lone, "encoder")], 3))
+    model_ref = weakref.ref(model)
+    del model, first
+    gc.collect()
+    assert model_ref() is None
+
+
+@pytest.mark.parametrize("names", [[None], [None, "decoder"]])
+def test_what_is_outside_of_the_model_is_left_to_torch(names: list[Any]) -> None:
+    """A loss with weights of its own, say, which somebody else steps."""
+    model, weight = Two(), nn.Parameter(torch.tensor(2.0))
+    schedulers = [over(model, name) for name in names]
+    loss = model(batch(1))["loss"]
+    for scheduler in schedulers:
+        scheduler.step({"loss": loss}, None, "a", 1, 1)
+    assert weight.grad is None
+    losses = {"loss": weight * model(batch(2))["loss"]}
+    for scheduler in schedulers:
+        scheduler.step(losses, None, "a", 2, 1)
+    assert weight.grad is not None and weight.grad.item() == pytest.approx(losses["loss"].item() / 2)
+
+
+def test_models_do_not_mix() -> None:
+    one, other = Two(), Two(seed=1)
+    schedulers: list[OptimScheduler] = [over(one, None), over(other, None)]
+    before = copied(other)
+    train(one, schedulers[:1], 2)
+    assert same(before, copied(other))
+    assert list(Peers(one)) == schedulers[:1]
+
+
+def test_each_scaler_goes_its_own_way() -> None:
+    """One loss overflows: the other one's optimizer steps, and its scale stays."""
+    model = Two()
+    one, other = over(model, "encoder", use_amp=True), over(model, "decoder", use_amp=True, optim_loss="other")
+    train(model, [one, other], 2)
+    encoder, decoder = copied(model.encoder), copied(model.decoder)
+    losses = model(batch(3))
+    for scheduler in (one, other):
+        scheduler.step({**losses, "loss": losses["loss"] * float("inf")}, None, "a", 3, 1)
+    assert same(encoder, copied(model.encoder)) and not same(decoder, copied(model.decoder))
+    assert [scheduler.scaler.get_scale() for scheduler in (one, other)] == [2.0**15, 2.0**16]  # type: ignore[union-attr]
+
+
+def test_a_failed_step_leaves_the_other_ones_gradients() -> None:
+    """Whoever was stepped first has done its part: the second still can, though its first try was refused."""
+    got, wanted = Two(), Two()
+    pair, plain = [[over(model, "encoder"), over(model, "decoder")] for model in (got, wanted)]
+    losses = got(batch(1))
+    pair[0].step(losses, None, "a", 1, 1)
+    with pytest.raises(ValueError, match="epoch_num"):
+        pair[1].step(losses, None, "a", 1, 0)
+    with pytest.raises(AssertionError, match="no loss named"):
+        pair[1].step({}, None, "a", 1, 1)
+    pair[1].step(losses, None, "a", 1, 1)
+    assert same(copied(got), train(wanted, plain, 1))
