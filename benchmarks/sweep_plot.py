@@ -1,8 +1,9 @@
-"""How does the sweep look?
+"""The plot of a sweep: AUC, NE, size and time against the level.
 
-The x axis is logarithmic in what is kept, because little happens below 80 %; all removed stands apart at its end.
-Colours are of the blocks (from Okabe and Ito's, which the colour-blind can tell apart), dotted lines with dots are
-models that were sparsified while they trained, thin lines the other norm.
+The x axis is logarithmic in the fraction kept, because little happens below 80%; level 1 is drawn apart at its end.
+Colors stand for blocks (Okabe and Ito's palette, safe for the color-blind), dotted lines with dots for models that were
+sparsified during training, thin lines for the other norm. Transparent background and grey ink
+suit light and dark pages.
 """
 
 from __future__ import annotations
@@ -24,18 +25,26 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from benchmarks.sweep_cells import Row
 from benchmarks.sweep_report import Curve, curves, name_of
 
-__all__ = ["plot"]
+__all__ = ["INK", "plot"]
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_GREY = "#555555"
+_GREY = "#808080"
+INK = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "savefig.transparent": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY),
+}
+"""Matplotlib settings of plots that are shown on light and dark pages."""
 _DASHES, _DOTS = (0, (4, 3)), (0, (1, 1.5))
 _TICKS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Writes the plot as PNG: AUC, NE, zipped size and times against the level."""
+    """Write the plot as PNG: AUC, NE, zipped size and times against the level."""
     dense = next(row for row in rows if row["mode"] == "dense")
-    with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+    with plt.rc_context(INK):
         figure, panels = plt.subplots(2, 2, figsize=(11, 8), dpi=110, layout="constrained")
         (auc, ne), (size, times) = panels
         _quality(auc, rows, dense, "auc", "AUC (more is better)")
@@ -46,7 +55,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         for axes in panels.flat:
             _levels(axes, rows)
         figure.suptitle(
-            f"A DLRM on MovieLens-100K: what the level of sparsity costs and saves (seed {dense['seed']} only)",
+            f"A DLRM on MovieLens-100K: cost and savings by level (seed {dense['seed']} only)",
             fontsize=13,
         )
         figure.savefig(file)
@@ -70,7 +79,7 @@ def _sizes(axes: Axes, rows: Sequence[Row], dense: Row) -> None:
             both = _series(rows, cells, lambda cell: (cell["zipped_bytes"] + cell["mask_bytes"]) / 1e6)
             axes.plot(*both, **{**style, "lw": 1.2, "ls": _DOTS})
     _dense(axes, rows, dense["zipped_bytes"] / 1e6, f"dense: {dense['zipped_bytes'] / 1e6:.2f} MB", above=False)
-    # All by the upper side of their lines, but for the lowest: dotted ones lie above the others.
+    # All above their lines except the lowest: the dotted lines run above the others.
     _names(axes, rows, lambda cell: (cell["zipped_bytes"] + cell["mask_bytes"]) / 1e6, level=0.98, better_is_up=True)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(FixedLocator([0.01 * a * 10**b for b in range(8) for a in (1, 2, 5)]))
@@ -115,7 +124,7 @@ def _names(
     level: float,
     better_is_up: bool,
 ) -> None:
-    """The name of each block, beside its line: on the better side, but for the worst line, which has room beyond."""
+    """Label each block next to its line: on the better side, except for the worst line, which has room beyond it."""
     main = {curve[1]: cells for curve, cells in curves(rows).items() if curve[0] == "post" and _bold(rows, curve)}
     at = {block: min(cells, key=lambda cell: abs(cell["sparsity_level"] - level)) for block, cells in main.items()}
     upward = sorted(at, key=lambda block: show(at[block]))
@@ -134,20 +143,20 @@ def _names(
 
 
 def _legend(axes: Axes, rows: Sequence[Row]) -> None:
-    shown = [Line2D([], [], color=_GREY, lw=2.2, label="sparsified after training")]
+    shown = [Line2D([], [], color=_GREY, lw=2.2, label="pruned after training")]
     if any(not _bold(rows, curve) for curve in curves(rows)):
-        shown.append(Line2D([], [], color=_GREY, lw=0.9, label="the same by L1 instead of L2"))
+        shown.append(Line2D([], [], color=_GREY, lw=0.9, label="with L1 instead of L2"))
     if any(mode == "training" for mode, _, _ in curves(rows)):
-        shown.append(Line2D([], [], color=_GREY, lw=1.3, ls=_DOTS, marker="o", ms=5, label="while it trains"))
+        shown.append(Line2D([], [], color=_GREY, lw=1.3, ls=_DOTS, marker="o", ms=5, label="pruned during training"))
     axes.legend(handles=shown, loc="lower left", frameon=False)
 
 
 def _levels(axes: Axes, rows: Sequence[Row]) -> None:
     ticks = [level for level in _TICKS if level <= max(0.0, *_finite(rows))]
-    named = {_place(rows, level): f"{100 * level:g} %" for level in [*ticks, 1.0]}
+    named = {_place(rows, level): f"{100 * level:g}%" for level in [*ticks, 1.0]}
     axes.set_xticks(list(named), list(named.values()))
     axes.set_xlabel("blocks removed")
-    axes.grid(color="#dddddd", lw=0.6)
+    axes.grid(color=_GREY, lw=0.5, alpha=0.35)
     axes.set_axisbelow(True)
     gap = (_place(rows, 1.0) + _place(rows, max(_finite(rows)))) / 2
     axes.annotate("//", (gap, 0), xycoords=("data", "axes fraction"), ha="center", va="center", fontweight="bold")
@@ -161,7 +170,7 @@ def _style(rows: Sequence[Row], curve: Curve) -> dict[str, Any]:
 
 
 def _bold(rows: Sequence[Row], curve: Curve) -> bool:
-    """Whether it is the one line of its block and mode: by L2, where there is L2."""
+    """Whether this is the main line of its block and mode: L2 where it was measured."""
     mode, block, norm = curve
     return norm == "L2" or (mode, block, "L2") not in curves(rows)
 
@@ -176,7 +185,7 @@ def _series(rows: Sequence[Row], cells: Sequence[Row], show: Callable[[Row], flo
 
 
 def _place(rows: Sequence[Row], level: float) -> float:
-    """On the x axis: a decade of what is kept is 1 wide."""
+    """Return the place on the x axis: a decade of the fraction kept is 1 wide."""
     return -math.log10(1 - level) if level < 1 else -math.log10(1 - max(_finite(rows))) + 0.35
 
 
