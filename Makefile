@@ -61,7 +61,7 @@ sweep: $(READY)  ## what each level of sparsity costs and saves on the main job:
 
 docs: $(DOCS)/.ready  ## the documentation as a site in site/; every link and anchor is checked
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --site-dir $(SITE)
-	@echo 'To read it: open $(SITE)/index.html; with its search: python3 -m http.server --bind 127.0.0.1 --directory $(SITE)'
+	@echo 'Open $(SITE)/index.html'
 
 $(DOCS)/.ready: requirements/docs.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make docs PYTHON=..." >&2; exit 1; }
