@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import pytest
 
-import dist_sparse
-
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TIMEOUT = 120
