@@ -9,3 +9,5 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+pytest_plugins = ["tests.dist.plugin"]

@@ -1,12 +1,11 @@
-"""How do tests run real ranks? Gloo processes on this machine, started once per call, that always end.
+"""Gloo ranks on this machine: processes that are forked from one warm server, and that always end.
 
-Ranks are forked from a server that has imported torch and torchrec once, so that a call costs well under a second after
-the first. Results and tracebacks come back through files; a rank that hangs gives its stack, then all are killed.
+The server imports torch and torchrec once, so that a start costs well under a second. Ranks answer over pipes; a rank
+that hangs gives its stack, and after a failure all are killed: they may be at different collectives.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -16,17 +15,22 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["RanksFailed", "run_cases", "run_ranks"]
+__all__ = ["LOCAL", "Ranks", "RanksFailed", "run_cases", "run_ranks"]
 
-# Seconds. They are there to end a hang, on the slowest machine that is busy with other things too.
-_RANKS_END = 600.0  # below the timeout of pytest, in pyproject.toml, which would say less
+LOCAL: Final = {1: 1, 2: 2, 3: 3, 4: 2}
+"""``local_world_size`` for a world of this size. TorchRec keeps its host groups for the life of a process: one each."""
+
+# Seconds. They end a hang, on the slowest machine that is busy with other things too.
+_CALL_ENDS = 300.0  # below the timeout of pytest, in pyproject.toml, which shows no stacks of ranks
 _COLLECTIVES_END = 200.0  # in the default group and in those of the library
+_GRACE = 10.0  # for the other ranks to end by themselves, after one of them failed
 
 # DMP.reshard matches its messages by hash() of strings; gloo would otherwise bind the address of the host name.
 _SERVER_ENV = {
@@ -36,7 +40,6 @@ _SERVER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _PRELOAD = ["torch", "torch.distributed", "torchrec", "torchrec.distributed.model_parallel"]
-_GRACE = 10.0  # seconds that ranks have to end by themselves after one of them failed
 
 
 class RanksFailed(AssertionError):
@@ -47,35 +50,106 @@ class RanksFailed(AssertionError):
         super().__init__("\n".join(f"---- rank {rank} ----\n{text}" for rank, text in self.failures.items()))
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, local_world_size: int | None = None) -> list[Any]:
-    """Calls ``fn(*args)`` in ``world`` new processes with a gloo process group over them; returns its results by rank.
+class Ranks:
+    """Processes with a gloo process group over them. They run one function at a time, all the same one.
 
     Args:
-        fn: a module-level function of an importable module. Its results must pickle.
-        local_world_size: ranks of one "host", for table-row-wise and grid sharding; None is all.
-
-    Raises:
-        RanksFailed: a rank raised, died or hung. The first to fail comes first.
+        world: number of ranks.
+        local_world_size: ranks of one "host", for table-row-wise and grid sharding; None is ``LOCAL[world]``.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for rank in range(world):  # so that they can be read whatever a rank lived to do
-            (folder / f"log{rank}").touch()
-            (folder / f"stack{rank}").touch()
+
+    def __init__(self, world: int, local_world_size: int | None = None) -> None:
+        self.alive = True
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name)
+        local = local_world_size or LOCAL.get(world, world)
         context = _context()
-        settings = (folder, world, local_world_size or world)
-        ranks = [context.Process(target=_main, args=(rank, *settings, fn, args), daemon=True) for rank in range(world)]
-        for process in ranks:
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            args = (rank, self._path, world, local, theirs)
+            process = context.Process(target=_main, args=args, daemon=True)
             process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the results of ``fn(*args, **kwargs)`` by rank.
+
+        Args:
+            fn: a module-level function of an importable module. Arguments and results must pickle.
+
+        Raises:
+            RanksFailed: a rank raised, died or hung. The first to fail comes first, and all ranks are gone.
+        """
+        work = pickle.dumps((fn, args, kwargs))
+        logged = [self._tail("log", rank)[0] for rank in range(len(self._pipes))]
+        for pipe in self._pipes:
+            pipe.send_bytes(work)
         try:
-            failures = _watch(ranks, folder)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+            answers, failures = self._collect(logged)
+        except BaseException:
+            self.close()
+            raise
         if failures:
+            self.close()
             raise RanksFailed(failures)
-        return [pickle.loads((folder / f"result{rank}").read_bytes())["value"] for rank in range(world)]
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        """End all ranks, whatever they do."""
+        self.alive = False
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+        self._folder.cleanup()
+
+    def _collect(self, logged: list[int]) -> tuple[dict[int, Any], dict[int, str]]:
+        """Answers and failures by rank, the first failure first; the wait is short once a rank has failed."""
+        deadline = time.monotonic() + _CALL_ENDS
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = dict(enumerate(self._pipes))
+        while waiting and time.monotonic() < deadline:
+            ready = multiprocessing.connection.wait(waiting.values(), max(deadline - time.monotonic(), 0))
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    answer = pickle.loads(waiting.pop(rank).recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join()
+                    answer = {"error": f"died with exit code {self._processes[rank].exitcode}"}
+                if "error" in answer:
+                    failures[rank] = f"{answer['error']}\n{self._tail('log', rank, logged[rank])[1]}"
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+                else:
+                    answers[rank] = answer["value"]
+        for rank in waiting:
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)  # faulthandler writes the stack
+        if waiting:
+            time.sleep(0.5)
+        why = "killed after another rank had failed" if failures else f"killed after {_CALL_ENDS:g} s"
+        for rank in waiting:
+            stack, log = self._tail("stack", rank, lines=60)[1], self._tail("log", rank, logged[rank])[1]
+            failures[rank] = f"{why}; it was here:\n{stack}\n{log}"
+        return answers, failures
+
+    def _tail(self, name: str, rank: int, start: int = 0, lines: int = 20) -> tuple[int, str]:
+        """The size of what a rank has written, and the last lines of it behind ``start``."""
+        file = self._path / f"{name}{rank}"
+        text = file.read_bytes() if file.exists() else b""
+        return len(text), "\n".join(text[start:].decode(errors="replace").splitlines()[-lines:])
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, local_world_size: int | None = None) -> list[Any]:
+    """As :meth:`Ranks.call`, on ranks that are started for this call and then end."""
+    ranks = Ranks(world, local_world_size)
+    try:
+        return ranks.call(fn, *args)
+    finally:
+        ranks.close()
 
 
 def run_cases(cases: Mapping[str, Any], check: Callable[[Any], None]) -> dict[str, str | None]:
@@ -87,7 +161,7 @@ def run_cases(cases: Mapping[str, Any], check: Callable[[Any], None]) -> dict[st
     import torch.distributed as dist
 
     # Waits for ranks that time out in the collectives of a case.
-    flags = dist.new_group(timeout=timedelta(seconds=_RANKS_END))
+    flags = dist.new_group(timeout=timedelta(seconds=_CALL_ENDS))
     outcome: dict[str, str | None] = {}
     for name, case in cases.items():
         try:
@@ -121,44 +195,9 @@ def _context() -> Any:
     return context
 
 
-def _watch(ranks: list[BaseProcess], folder: Path) -> dict[int, str]:
-    """Waits for all ranks to end; shortens the wait when one has failed. Returns the failures, the first first."""
-    deadline = time.monotonic() + _RANKS_END
-    failures: dict[int, str] = {}
-    running = dict(enumerate(ranks))
-    while running and time.monotonic() < deadline:
-        wait = max(deadline - time.monotonic(), 0)
-        multiprocessing.connection.wait([process.sentinel for process in running.values()], timeout=wait)
-        for rank, process in list(running.items()):
-            if process.is_alive():
-                continue
-            del running[rank]
-            result = folder / f"result{rank}"
-            said = (
-                pickle.loads(result.read_bytes())
-                if result.exists()
-                else {"error": f"died with exit code {process.exitcode}"}
-            )
-            if "error" in said:
-                failures[rank] = f"{said['error']}\n{_tail(folder / f'log{rank}')}"
-                deadline = min(deadline, time.monotonic() + _GRACE)
-    for process in running.values():
-        os.kill(process.pid or 0, signal.SIGUSR1)  # faulthandler writes the stack
-    if running:
-        time.sleep(0.5)
-    why = "killed after another rank had failed" if failures else f"killed after {_RANKS_END:g} s"
-    for rank in running:
-        failures[rank] = f"{why}; it was here:\n{_tail(folder / f'stack{rank}', 60)}\n{_tail(folder / f'log{rank}')}"
-    return failures
-
-
-def _tail(file: Path, lines: int = 20) -> str:
-    return "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _main(rank: int, folder: Path, world: int, local: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(rank: int, folder: Path, world: int, local: int, pipe: Connection) -> None:
     """One rank. Leaves by os._exit: tearing gloo down while DDP is alive sometimes aborts."""
-    log = os.open(folder / f"log{rank}", os.O_WRONLY)
+    log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115  (open for faulthandler until the end)
@@ -169,33 +208,41 @@ def _main(rank: int, folder: Path, world: int, local: int, fn: Callable[..., Any
         "LOCAL_RANK": str(rank % local),
         "LOCAL_WORLD_SIZE": str(local),
     }
+    started = False
+    while True:
+        try:
+            work = pipe.recv_bytes()
+        except EOFError:  # the tests have ended
+            os._exit(0)
+        try:
+            if not started:
+                _start(folder, rank, world)
+                started = True
+            answer = pickle.dumps({"value": _run(work)})
+        except BaseException:
+            answer = pickle.dumps({"error": traceback.format_exc()})
+            pipe.send_bytes(answer)
+            os._exit(1)
+        pipe.send_bytes(answer)
 
+
+def _start(folder: Path, rank: int, world: int) -> None:
     import torch
     import torch.distributed as dist
 
     from dist_sparse.groups import set_timeout
 
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")  # ShardedTensor, at each attribute
     set_timeout(_COLLECTIVES_END)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    code = 0
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=_COLLECTIVES_END),
-        )
-        said = {"value": fn(*args)}
-        written = pickle.dumps(said)
-    except BaseException:
-        code = 1
-        written = pickle.dumps({"error": traceback.format_exc()})
-    part = folder / f"part{rank}"
-    part.write_bytes(written)
-    part.rename(folder / f"result{rank}")
-    if code == 0:
-        with contextlib.suppress(Exception):  # another rank failed and says so
-            dist.barrier()
-    os._exit(code)
+    timeout = timedelta(seconds=_COLLECTIVES_END)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _run(work: bytes) -> Any:
+    import torch
+
+    torch.manual_seed(0)  # so that a function draws the same, whatever ran before it
+    fn, args, kwargs = pickle.loads(work)
+    return fn(*args, **kwargs)

@@ -27,8 +27,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse.training.lightning import SparsifyCallback
-from tests.oracle import oracle_mask
 from tests.lightning.lightning_fits import PLAN, batches, quiet, trainer
+from tests.oracle import oracle_mask
 
 __all__ = ["check_sharded"]
 
@@ -139,7 +139,7 @@ class Silent(SparsifyCallback):
 
 
 def check_sharded(folder: Path) -> None:
-    """A row-wise and a table-wise table: the oracle's masks, zeros in every forward, and a warning about checkpoints."""
+    """A row-wise and a table-wise table: the oracle's masks, zeros in every forward, a warning about checkpoints."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

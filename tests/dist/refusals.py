@@ -1,4 +1,8 @@
-"""How do tests of bad input see that it is refused on every rank, within seconds, with nothing changed?"""
+"""Frame for tests of bad input: refused on every rank, within seconds, with nothing changed.
+
+It checks that every rank raises the words of a case, that masks, weights and configs are the same bit for bit, and that
+a good step works once the fault is fixed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from dist_sparse import BaseDataSparsifier, DataNormSparsifier
-from tests.dist.harness import run_cases
-from tests.dist.pieces import Tiling, by_cols, by_rows, gathered, local_tensors, quiet, sharded, snapshot, write
+from tests.dist.pieces import Tiling, by_cols, by_rows, gathered, local_tensors, sharded, snapshot, write
+from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
 
 __all__ = [
@@ -27,9 +31,9 @@ __all__ = [
     "ROWWISE",
     "Scene",
     "is_bad",
+    "on_each_bad_rank",
     "raised_by",
     "replica",
-    "run_turns",
     "weights",
 ]
 
@@ -37,6 +41,8 @@ SOON = 60.0  # seconds; the timeout of collectives is much longer (harness.py), 
 ROWS, COLS = 9, 12
 ROWWISE = by_rows(ROWS, COLS, 4)
 COLWISE = by_cols(ROWS, COLS, 5)
+
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def weights(seed: int = 0, rows: int = ROWS, cols: int = COLS) -> Tensor:
@@ -59,7 +65,7 @@ def raised_by(call: Callable[[], Any]) -> str:
 
 @dataclass
 class Scene:
-    """Tables ``a`` and ``b`` under a sparsifier that has taken a good step.
+    """Tables ``a`` and ``b`` under a sparsifier that has updated its masks once.
 
     Args:
         tiling: of table ``a``; ``b`` is row-wise.
@@ -86,24 +92,24 @@ class Scene:
         self.sparsifier.step()
 
     def put(self, name: str, row: int, col: int, value: float) -> None:
-        """Writes one element of a table, if this rank holds it."""
+        """Write one element of a table, if this rank holds it."""
         for (top, left), local in local_tensors(self.tensors[name]):
             if 0 <= row - top < local.shape[0] and 0 <= col - left < local.shape[1]:
                 local[row - top, col - left] = value
 
-    def refused(self, *words: str, mend: Callable[[], Any]) -> str:
-        """Takes a step that must be refused, mends the fault, and takes a good one."""
+    def refused(self, *words: str, fix: Callable[[], Any]) -> str:
+        """Take a step that must be refused, fix the fault, and take a good one."""
         before = snapshot(self.sparsifier, self.tensors)
         message = raised_by(self.sparsifier.step)
         for word in words:
             assert re.search(word, message), f"{word!r} is not in: {message}"
         assert snapshot(self.sparsifier, self.tensors) == before, "something has changed"
-        mend()
+        fix()
         self.good()
         return message
 
     def good(self) -> None:
-        """A good step, after all weights have been written anew."""
+        """Write new weights, and update the masks."""
         full = {}
         for seed, (name, tensor) in enumerate(self.tensors.items()):
             write(tensor, weights(10 + seed, *tensor.shape).to(tensor.dtype))
@@ -125,8 +131,6 @@ def replica() -> DTensor:
     return distribute_tensor(weights(3), DeviceMesh("cpu", [0, 1]), [Replicate()], src_data_rank=None)
 
 
-def run_turns(cases: Mapping[str, Callable[[int], None]]) -> dict[str, str | None]:
-    """Runs each case with each of two ranks bad, as ``{case}-{bad rank}``."""
-    quiet()
-    turns = {f"{name}-{bad}": (case, bad) for name, case in cases.items() for bad in (0, 1)}
-    return run_cases(turns, lambda turn: turn[0](turn[1]))
+def on_each_bad_rank(test: Test) -> Test:
+    """Run ``test(bad)`` on two ranks, twice: with rank 0 bad, and with rank 1."""
+    return on_ranks(2)(pytest.mark.parametrize("bad", [0, 1])(test))

@@ -1,14 +1,12 @@
-"""Are replicas that have drifted refused on every rank? One rank is bad, each in turn. (C6, C7)
+"""Replicas that have drifted are refused on every rank. One rank is bad, each in turn. (C6, C7)
 
-Each case makes a good sparsifier, spoils something on the bad rank, and says which words the error must hold. The frame
-(refusals.py) checks that every rank raises them, that masks, weights and configs are the same bit for bit, and that a
-good step works once the fault is mended.
+Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of the error; refusals.py
+checks the rest.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,37 +18,38 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import DataNormSparsifier
-from tests.dist.cells import LOCAL, build, cells
+from tests.dist.cells import build, cells
 from tests.dist.cells import gathered as gathered_model
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import by_rows, check_outcomes, local_tensors, quiet, sharded, snapshot, write
-from tests.dist.refusals import COLS, ROWS, Scene, is_bad, raised_by, replica, run_turns, weights
+from tests.dist.pieces import by_rows, local_tensors, sharded, snapshot, write
+from tests.dist.plugin import on_ranks
+from tests.dist.refusals import COLS, ROWS, Scene, is_bad, on_each_bad_rank, raised_by, replica, weights
 from tests.oracle import oracle_mask
 
-pytestmark = pytest.mark.dist
 
-
-def drifted(bad: int) -> None:
-    """One element of one replica, by as little as can be."""
+@on_each_bad_rank
+def test_drifted(bad: int) -> None:
+    """One element of one replica, by the smallest step of a float."""
     scene = Scene(extra={"twin": replica()})
     local = scene.tensors["twin"].to_local()
     if is_bad(bad):
         kept = local[5].nonzero()[0]
         local[5, kept] = torch.nextafter(local[5, kept], torch.tensor(9.0))
-    message = scene.refused(r"drifted", r"twin rows \[0, 9\).*on ranks \[1\]", "repair", mend=lambda: None)
+    message = scene.refused(r"drifted", r"twin rows \[0, 9\).*on ranks \[1\]", "repair", fix=lambda: None)
     assert "a rows" not in message and "b rows" not in message
 
 
-def drifted_in_sign_of_zero(bad: int) -> None:
+@on_each_bad_rank
+def test_drifted_in_sign_of_zero(bad: int) -> None:
     scene = Scene(extra={"twin": replica()})
     local = scene.tensors["twin"].to_local()
     gone = (scene.sparsifier.get_mask("twin") == 0).nonzero()[0].tolist()
     if is_bad(bad):
         local[gone[0], gone[1]] = -0.0
-    scene.refused("drifted", r"twin .*on ranks \[1\]", mend=lambda: None)
+    scene.refused("drifted", r"twin .*on ranks \[1\]", fix=lambda: None)
 
 
-def drifted_table(bad: int) -> None:
+@on_each_bad_rank
+def test_drifted_table(bad: int) -> None:
     """Data-parallel tables of a model."""
     cell = cells(2)["data_parallel"]
     model = build(cell)
@@ -77,7 +76,8 @@ def drifted_table(bad: int) -> None:
     sparsifier.audit()
 
 
-def drifted_dense(bad: int) -> None:
+@on_each_bad_rank
+def test_drifted_dense(bad: int) -> None:
     """Parameters that DDP replicates; two of them at once, one of them 1-D."""
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
@@ -97,47 +97,22 @@ def drifted_dense(bad: int) -> None:
     assert torch.equal(net.module[1].weight, good[0] * sparsifier.get_mask("1/weight"))
 
 
-def not_finite_replica(bad: int) -> None:
-    """A replica that is NaN on one rank has drifted too, but what is said first is that it is not finite."""
+@on_each_bad_rank
+def test_not_finite_replica(bad: int) -> None:
+    """A replica with a NaN on one rank has drifted too; the error is that it is not finite."""
     scene = Scene(extra={"twin": replica()})
     if is_bad(bad):
         scene.tensors["twin"].to_local()[2, 2] = torch.nan
-    scene.refused(f"rank {bad}: ValueError: Table 'twin'", "finite", mend=lambda: None)
-
-
-CASES: dict[str, Callable[[int], None]] = {
-    case.__name__: case
-    for case in (
-        drifted,
-        drifted_in_sign_of_zero,
-        drifted_table,
-        drifted_dense,
-        not_finite_replica,
-    )
-}
-
-
-def run_all() -> dict[str, str | None]:
-    return run_turns(CASES)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(2, run_all, local_world_size=LOCAL[2])
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.parametrize("case", CASES)
-def test_refused_on_every_rank(outcomes: list[dict[str, str | None]], case: str, bad: int) -> None:
-    check_outcomes(outcomes, f"{case}-{bad}")
+    scene.refused(f"rank {bad}: ValueError: Table 'twin'", "finite", fix=lambda: None)
 
 
 # -- groups of ranks that overlap --------------------------------------------------------------------------------------
 
 
-def two_groups(case: tuple[int, str]) -> None:
-    """Table ``pair`` lies over ranks 0 and 1, ``all`` over four. What is wrong with one of them, all four must hear."""
-    bad, table = case
+@on_ranks(4)
+@pytest.mark.parametrize(("bad", "table"), [(0, "pair"), (1, "pair"), (0, "all"), (3, "all"), (1, "drifted pair")])
+def test_all_ranks_of_overlapping_groups_raise(bad: int, table: str) -> None:
+    """Table ``pair`` is on ranks 0 and 1, ``all`` on four. An error in either is raised on all four."""
     sparsifier = DataNormSparsifier()
     tensors: dict[str, Any] = {"all": sharded(weights(0), by_rows(ROWS, COLS, 2, 4, 7))}
     mesh = DeviceMesh("cpu", [0, 1])
@@ -158,17 +133,3 @@ def two_groups(case: tuple[int, str]) -> None:
     for name in tensors:
         assert torch.equal(sparsifier.full_mask(name), oracle_mask(weights(ord(name[0])), 0.5)), name
     sparsifier.audit()
-
-
-GROUP_CASES = [(0, "pair"), (1, "pair"), (0, "all"), (3, "all"), (1, "drifted pair")]
-
-
-def run_groups() -> dict[str, str | None]:
-    quiet()
-    return run_cases({f"{table} on {bad}": (bad, table) for bad, table in GROUP_CASES}, two_groups)
-
-
-def test_all_ranks_of_overlapping_groups_hear_of_it() -> None:
-    outcomes = run_ranks(4, run_groups, local_world_size=LOCAL[4])
-    for name in outcomes[0]:
-        check_outcomes(outcomes, name)

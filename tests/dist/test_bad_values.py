@@ -1,79 +1,78 @@
-"""Are weights and scores that are not finite refused on every rank? One rank is bad, each in turn. (C6, C7)
+"""Weights and scores that are not finite are refused on every rank. One rank is bad, each in turn. (C6, C7)
 
-Each case makes a good sparsifier, spoils something on the bad rank, and says which words the error must hold. The frame
-(refusals.py) checks that every rank raises them, that masks, weights and configs are the same bit for bit, and that a
-good step works once the fault is mended.
+Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of the error; refusals.py
+checks the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
-from tests.dist.cells import LOCAL
-from tests.dist.harness import run_ranks
-from tests.dist.pieces import check_outcomes, gathered, sharded, snapshot
-from tests.dist.refusals import COLS, COLWISE, ROWS, ROWWISE, Scene, is_bad, raised_by, run_turns, weights
-
-pytestmark = pytest.mark.dist
-
+from tests.dist.pieces import gathered, sharded, snapshot
+from tests.dist.refusals import COLS, COLWISE, ROWS, ROWWISE, Scene, is_bad, on_each_bad_rank, raised_by, weights
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def not_finite(bad: int, value: float, row: int, col: int, scene: Scene) -> None:
-    """``(row, col)`` lies on rank 0; the mirror of it on rank 1 is the last row and column less these."""
+    """``(row, col)`` is on rank 0; its mirror, counted from the last row and column, on rank 1."""
     row, col = (row, col) if bad == 0 else (ROWS - 1 - row, COLS - 1 - col)
     scene.put("a", row, col, value)
-    scene.refused(
-        f"rank {bad}: ValueError: Table 'a'", "row [0-9]+, column [0-9]+", "must be finite", mend=lambda: None
-    )
+    scene.refused(f"rank {bad}: ValueError: Table 'a'", "row [0-9]+, column [0-9]+", "must be finite", fix=lambda: None)
 
 
-def nan_row_wise(bad: int) -> None:
+@on_each_bad_rank
+def test_nan_row_wise(bad: int) -> None:
     not_finite(bad, torch.nan, 1, 2, Scene())
 
 
-def nan_in_a_whole_row(bad: int) -> None:
+@on_each_bad_rank
+def test_nan_in_a_whole_row(bad: int) -> None:
     not_finite(bad, torch.nan, 1, 2, Scene(config={"sparse_block_shape": (1, ROW)}))
 
 
-def inf_row_wise(bad: int) -> None:
+@on_each_bad_rank
+def test_inf_row_wise(bad: int) -> None:
     not_finite(bad, -torch.inf, 2, 2, Scene(config={"norm": "L2"}))
 
 
-def inf_by_element(bad: int) -> None:
+@on_each_bad_rank
+def test_inf_by_element(bad: int) -> None:
     not_finite(bad, torch.inf, 2, 2, Scene(config={"sparse_block_shape": (1, 1)}))
 
 
-def inf_fp16(bad: int) -> None:
+@on_each_bad_rank
+def test_inf_fp16(bad: int) -> None:
     not_finite(bad, torch.inf, 2, 2, Scene(dtype=torch.float16))
 
 
-def nan_column_wise(bad: int) -> None:
+@on_each_bad_rank
+def test_nan_column_wise(bad: int) -> None:
     """In a block that is cut by a column border: the partial sums are NaN."""
     not_finite(bad, torch.nan, 3, 4, Scene(COLWISE, {"sparse_block_shape": (1, ROW)}))
 
 
-def nan_in_a_slab(bad: int) -> None:
-    """In a block that is cut by a row border, and loses some elements only: the element scores cross ranks."""
+@on_each_bad_rank
+def test_nan_in_a_slab(bad: int) -> None:
+    """In a block cut by a row border, of which only some elements are pruned: element scores cross ranks."""
     not_finite(bad, torch.nan, 3, 1, Scene(ROWWISE, {"sparse_block_shape": (6, 4), "zeros_per_block": 5}))
 
 
-def overflow_of_the_whole(bad: int) -> None:
-    """Each part of a cut row is a good float32, their sum is none. No rank is at fault, so none is named."""
+@on_each_bad_rank
+def test_overflow_of_the_whole(bad: int) -> None:
+    """Each part of a cut row fits float32, their sum does not. No rank is at fault, so none is named."""
     scene = Scene(COLWISE, {"sparse_block_shape": (1, ROW), "norm": "L2"})
     for col in (1, COLS - 2):
         scene.put("a", 4, col, (2.5e38 * COLS) ** 0.5)
-    scene.refused("Table 'a'", "float32", "must be finite", mend=lambda: None)
+    scene.refused("Table 'a'", "float32", "must be finite", fix=lambda: None)
 
 
-def no_overflow_alone(bad: int) -> None:
+@on_each_bad_rank
+def test_no_overflow_alone(bad: int) -> None:
     """The control: one part of that size is fine."""
     scene = Scene(COLWISE, {"sparse_block_shape": (1, ROW), "norm": "L2"})
     scene.put("a", 4, 1, (2.5e38 * COLS) ** 0.5)
@@ -81,8 +80,9 @@ def no_overflow_alone(bad: int) -> None:
     scene.good()
 
 
-def nan_in_plain_data(bad: int) -> None:
-    """Plain data of one rank fails: the others' plain masks, made already, go back with all the rest."""
+@on_each_bad_rank
+def test_nan_in_plain_data(bad: int) -> None:
+    """Plain data of one rank fails: new plain masks of the other rank are rolled back too."""
     scene = Scene()
     plain = weights(5)
     scene.sparsifier.add_data("mine", plain)
@@ -102,8 +102,9 @@ def nan_in_plain_data(bad: int) -> None:
     assert int((mask == 0).sum()) != int((kept == 0).sum())
 
 
-def nan_in_a_local_table(bad: int) -> None:
-    """A table that every rank has for itself, registered before those that lie over the ranks."""
+@on_each_bad_rank
+def test_nan_in_a_local_table(bad: int) -> None:
+    """A table that each rank has for itself, registered before a sharded one."""
     sparsifier = DataNormSparsifier()
     local = nn.ModuleDict({"own": nn.Embedding(8, 4)})
     sparsifier.add_model(local)
@@ -127,7 +128,7 @@ def nan_in_a_local_table(bad: int) -> None:
 
 
 class Moody(BaseDataSparsifier):
-    """Removes negative weights; raises when it is told to, having edited the mask already."""
+    """Prune negative weights; with ``mood`` set, raise after the mask was edited."""
 
     mood = ""
 
@@ -155,60 +156,27 @@ def moody(bad: int, kind: type[Any], mood: str, *words: str) -> None:
     if is_bad(bad):
         scene.sparsifier.mood = mood
 
-    def mend() -> None:
+    def fix() -> None:
         scene.sparsifier.mood = ""
 
-    scene.refused(f"rank {bad}: ", *words, mend=mend)
+    scene.refused(f"rank {bad}: ", *words, fix=fix)
 
 
-def raises_in_update_mask(bad: int) -> None:
+@on_each_bad_rank
+def test_raises_in_update_mask(bad: int) -> None:
     moody(bad, Moody, "not today", "KeyError", "not today")
 
 
-def raises_in_score(bad: int) -> None:
+@on_each_bad_rank
+def test_raises_in_score(bad: int) -> None:
     moody(bad, MoodyScore, "disk is full", "OSError", "disk is full")
 
 
-def negative_scores(bad: int) -> None:
+@on_each_bad_rank
+def test_negative_scores(bad: int) -> None:
     moody(bad, MoodyScore, "negative", "Table 'a'", "not negative")
 
 
-def scores_of_another_shape(bad: int) -> None:
+@on_each_bad_rank
+def test_scores_of_another_shape(bad: int) -> None:
     moody(bad, MoodyScore, "shape", "score", "shape")
-
-
-CASES: dict[str, Callable[[int], None]] = {
-    case.__name__: case
-    for case in (
-        nan_row_wise,
-        nan_in_a_whole_row,
-        inf_row_wise,
-        inf_by_element,
-        inf_fp16,
-        nan_column_wise,
-        nan_in_a_slab,
-        overflow_of_the_whole,
-        no_overflow_alone,
-        nan_in_plain_data,
-        nan_in_a_local_table,
-        raises_in_update_mask,
-        raises_in_score,
-        negative_scores,
-        scores_of_another_shape,
-    )
-}
-
-
-def run_all() -> dict[str, str | None]:
-    return run_turns(CASES)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(2, run_all, local_world_size=LOCAL[2])
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.parametrize("case", CASES)
-def test_refused_on_every_rank(outcomes: list[dict[str, str | None]], case: str, bad: int) -> None:
-    check_outcomes(outcomes, f"{case}-{bad}")

@@ -17,8 +17,8 @@ from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.training.lightning import SparsifyCallback
 from tests.dist.harness import run_cases, run_ranks
 from tests.dist.lightning_sharded import check_sharded
-from tests.oracle import oracle_mask
 from tests.lightning.lightning_fits import PLAN, Collected, Net, Numbered, batches, quiet, trainer, zero_rows
+from tests.oracle import oracle_mask
 
 pytestmark = pytest.mark.dist
 

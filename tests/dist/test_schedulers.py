@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import CubicDataScheduler, LambdaDataScheduler, LinearDataScheduler
+from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from tests.dist.harness import run_cases, run_ranks
 

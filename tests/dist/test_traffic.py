@@ -14,11 +14,9 @@ from torch import Tensor
 
 from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, describe
 from dist_sparse.groups import reset_traffic, traffic
-from tests.dist.cells import LOCAL, build, cells
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import Sent, by_cols, by_rows, check_outcomes, move, quiet, sharded, watched, write
-
-pytestmark = pytest.mark.dist
+from tests.dist.cells import build, cells
+from tests.dist.pieces import Sent, by_cols, by_rows, move, sharded, watched, write
+from tests.dist.plugin import on_ranks
 
 ROUNDS = 8 * (2049 + 1024 + 1024)  # bytes a table of the three histograms: 2048 buckets and one for zeros, 1024, 1024
 STATUS = 32
@@ -58,22 +56,26 @@ def rows_of(rows: int, level: float = 0.5, cols: int = 8) -> Sent:
     return sent
 
 
-def one_table() -> None:
+@on_ranks(2)
+def test_one_table() -> None:
     sent = rows_of(100)
     assert [name for name, _ in sent.calls] == ["all_gather", "all_reduce", "all_reduce", "all_reduce"]
     assert sent.bytes == STATUS + ROUNDS
 
 
-def more_rows_are_not_more_bytes() -> None:
+@on_ranks(2)
+def test_more_rows_are_not_more_bytes() -> None:
     assert rows_of(100_000).calls == rows_of(100).calls
 
 
-def nothing_to_select() -> None:
+@on_ranks(2)
+def test_nothing_to_select() -> None:
     for level in (0.0, 1.0):
         assert len(rows_of(100, level).calls) == 1
 
 
-def a_thousand_tables() -> None:
+@on_ranks(2)
+def test_a_thousand_tables() -> None:
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, ROW))
     generator = torch.Generator().manual_seed(0)
     full = {}
@@ -94,7 +96,8 @@ def a_thousand_tables() -> None:
     assert all(stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats())
 
 
-def cut_columns() -> None:
+@on_ranks(2)
+def test_cut_columns() -> None:
     """Two messages more; partial scores grow with the rows, not with the columns."""
     sizes = {}
     for rows, cols in ((64, 8), (64, 4096), (640, 8)):
@@ -111,7 +114,8 @@ def cut_columns() -> None:
     assert sizes[640, 8] == STATUS + ROUNDS + 640 * 8 + 640 // 8
 
 
-def the_worst_step() -> None:
+@on_ranks(2)
+def test_the_worst_step() -> None:
     """Everything at once: blocks cut by rows and by columns, ties over ranks among millions, shards that have moved."""
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, 1))
     ones = torch.ones(2049, 2049)  # 23 bits of block index
@@ -136,7 +140,8 @@ def the_worst_step() -> None:
     sparsifier.audit()
 
 
-def replicas() -> None:
+@on_ranks(2)
+def test_replicas() -> None:
     """Data-parallel tables: their hashes fit in the first message."""
     cell = cells(2)["data_parallel"]
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, ROW))
@@ -150,7 +155,8 @@ def replicas() -> None:
     assert sent.bytes <= STATUS + len(cell.tables) * ROUNDS
 
 
-def not_due() -> None:
+@on_ranks(2)
+def test_not_due() -> None:
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, ROW))
     table = sharded(three_rounds(10, 8), by_rows(10, 8, 5))
     sparsifier.add_data("table", table)
@@ -165,7 +171,8 @@ def not_due() -> None:
         sparsifier.step()
 
 
-def between_due_steps() -> None:
+@on_ranks(2)
+def test_between_due_steps() -> None:
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, ROW))
     sparsifier.add_data("table", sharded(torch.randn(20, 8), by_rows(20, 8, 5)))
     scheduler = CubicDataScheduler(sparsifier, "sparsity_level", final=0.8, begin=2, end=8, every=3)
@@ -181,7 +188,8 @@ def between_due_steps() -> None:
     assert sparsifier.table_stats()[0].removed_blocks == 16
 
 
-def local_calls() -> None:
+@on_ranks(2)
+def test_local_calls() -> None:
     full = torch.randn(10, 8)
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, ROW))
     table = sharded(full, by_rows(10, 8, 5))
@@ -201,38 +209,6 @@ def local_calls() -> None:
         lambda: sparsifier.squash_mask(),
     ):
         nothing(call)
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        one_table,
-        more_rows_are_not_more_bytes,
-        nothing_to_select,
-        a_thousand_tables,
-        cut_columns,
-        the_worst_step,
-        replicas,
-        not_due,
-        between_due_steps,
-        local_calls,
-    )
-}
-
-
-def run_all() -> dict[str, str | None]:
-    quiet()
-    return run_cases(CASES, lambda case: case())
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(2, run_all, local_world_size=LOCAL[2])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_traffic(outcomes: list[dict[str, str | None]], case: str) -> None:
-    check_outcomes(outcomes, case)
 
 
 def test_one_process_sends_nothing() -> None:
