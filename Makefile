@@ -27,7 +27,7 @@ help:  ## this list
 
 setup: $(READY)  ## makes .venv with all that training, development and tests need, pinned
 
-$(READY): requirements/cpu.txt pyproject.toml setup.py
+$(READY): requirements/cpu.txt pyproject.toml
 	@test ! -L $(VENV) || { echo '$(VENV) is a symbolic link: nothing is installed into the environment of another checkout. Remove the link.' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make setup PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

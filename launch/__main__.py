@@ -1,8 +1,8 @@
-"""How is the launcher called? `python -m launch ...` in a clone, `python -m dist_sparse.launch ...` elsewhere."""
+"""Command line of the launcher in a clone: `python -m launch ...`."""
 
 import sys
 
-from .cli import main
+from dist_sparse.launch.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog=f"python -m {__package__}"))
+    sys.exit(main(prog="python -m launch"))

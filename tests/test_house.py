@@ -130,7 +130,8 @@ def test_one_module_communicates_and_nobody_prints() -> None:
                 assert node.func.value.id != "pickle", here
             if isinstance(node.func, ast.Name) and node.func.id == "print":
                 place = f"{file.parent.name}/{file.name}"
-                assert place in ("schedulers/base.py", "cli/main.py"), f"{place}:{node.lineno}"
+                allowed = place in ("schedulers/base.py", "cli/main.py") or file.parent.name == "launch"
+                assert allowed, f"{place}:{node.lineno}"
 
 
 def test_pytest_looks_into_every_folder(pytestconfig: pytest.Config) -> None:
@@ -144,7 +145,7 @@ def test_pytest_looks_into_every_folder(pytestconfig: pytest.Config) -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 def test_a_borrowed_environment_is_not_installed_into(tmp_path: Path) -> None:
     """It is another checkout's, whose own installation would then lead here."""
-    for name in ("Makefile", "pyproject.toml", "setup.py"):
+    for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     (tmp_path / "others").mkdir()

@@ -120,14 +120,9 @@ class _Version(argparse.Action):
 
 def _add_launch(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        try:
-            from dist_sparse.launch.cli import main as launch
-        except ModuleNotFoundError as error:
-            if error.name != "dist_sparse.launch":
-                raise
-            print("dist-sparse launch: is not installed; in a clone there is `python -m launch`", file=sys.stderr)
-            return 2
-        return int(launch(options.words, prog="dist-sparse launch"))
+        from dist_sparse.launch.cli import main as launch
+
+        return launch(options.words, prog="dist-sparse launch")
 
     # The launcher parses for itself, `--help` included: with this prefix no word is an option here.
     parser = commands.add_parser(

@@ -8,8 +8,8 @@ import selectors
 
 import pytest
 
-from launch.channels import Channels
-from launch.output import Display, Source
+from dist_sparse.launch.channels import Channels
+from dist_sparse.launch.output import Display, Source
 
 
 def test_files_that_can_not_all_be_opened_are_closed() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
-from launch.runner import run
-from launch.spec import LaunchSpec
+from dist_sparse.launch.cli import main
+from dist_sparse.launch.run import run
+from dist_sparse.launch.spec import LaunchSpec
 
 from .jobs import ROOT
 
@@ -186,7 +186,7 @@ def test_an_output_of_python_s_own() -> None:
 
 
 def test_what_was_printed_before_comes_before() -> None:
-    code = "import sys; from launch.cli import main; print('before'); sys.exit(main(['sbatch', 'a.py']))"
+    code = "import sys; from dist_sparse.launch.cli import main; print('before'); sys.exit(main(['sbatch', 'a.py']))"
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, check=True)
     assert done.stdout.startswith(b"before\n#!/usr/bin/env bash\n")
@@ -198,7 +198,8 @@ def test_only_the_main_thread_can_run_a_job() -> None:
 
 
 def test_the_launcher_needs_no_torch() -> None:
-    code = "import launch.cli, launch.child, sys\n"
-    code += "print(sorted({'torch', 'torchx', 'yaml', 'dist_sparse'} & {*sys.modules}))"
+    """It starts quickly, and where torch is broken."""
+    code = "import dist_sparse.launch.cli, sys\n"
+    code += "print(sorted({'torch', 'torchx', 'yaml', 'numpy'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from launch import kubeflow, sbatch
-from launch.command import argv
-from launch.spec import LaunchSpec, Rendezvous, Resources
+from dist_sparse.launch import kubeflow, sbatch
+from dist_sparse.launch.command import argv
+from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 
 from .jobs import finish, job, script
 

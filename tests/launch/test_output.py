@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from launch.output import Display, Source, wants_colour
+from dist_sparse.launch.output import Display, Source, wants_colour
 
 from .jobs import wait_for
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.run import parse_args
 
-from launch.command import additions, argv, environment, threads
-from launch.spec import LaunchSpec, Rendezvous, Resources
+from dist_sparse.launch.command import additions, argv, environment, threads
+from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"script": None}, "script=None, module=None: must be exactly one"),

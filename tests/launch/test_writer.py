@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.writer import ROOM, Writer
+from dist_sparse.launch.writer import ROOM, Writer
 
 from .jobs import LAUNCH, ROOT, finish, job, script, wait_for
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .output import Display, Source
+from dist_sparse.launch.output import Display, Source
 
 __all__ = ["Channels"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shlex
 
-from .command import argv, new_id, plain_variables, threads
-from .spec import LaunchSpec
+from dist_sparse.launch.command import argv, new_id, plain_variables, threads
+from dist_sparse.launch.spec import LaunchSpec
 
 __all__ = ["render"]
 

@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .channels import Channels
-from .child import JOB, SOCKET
-from .command import argv, environment, target
-from .output import Display, Source, wants_colour
-from .spec import LaunchSpec
+from dist_sparse.launch.channels import Channels
+from dist_sparse.launch.child import JOB, SOCKET
+from dist_sparse.launch.command import argv, environment, target
+from dist_sparse.launch.output import Display, Source, wants_colour
+from dist_sparse.launch.spec import LaunchSpec
 
 __all__ = ["refuse_closed", "run"]
 

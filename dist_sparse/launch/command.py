@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from string import Template
 
-from .spec import LaunchSpec
+from dist_sparse.launch.spec import LaunchSpec
 
 __all__ = ["LOOPBACK", "additions", "argv", "environment", "new_id", "plain_variables", "target", "threads"]
 

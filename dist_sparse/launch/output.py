@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable
 
-from .writer import Writer
+from dist_sparse.launch.writer import Writer
 
 __all__ = ["Display", "Source", "wants_colour"]
 

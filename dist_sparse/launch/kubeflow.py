@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .command import argv, new_id, plain_variables, target, threads
-from .spec import LaunchSpec
+from dist_sparse.launch.command import argv, new_id, plain_variables, target, threads
+from dist_sparse.launch.spec import LaunchSpec
 
 __all__ = ["manifest", "render"]
 

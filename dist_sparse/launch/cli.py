@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import kubeflow, sbatch
-from .command import additions, argv, plain_variables
-from .runner import refuse_closed, run
-from .spec import LaunchSpec, Rendezvous, Resources
+from dist_sparse.launch import kubeflow, sbatch
+from dist_sparse.launch.command import additions, argv, plain_variables
+from dist_sparse.launch.run import refuse_closed, run
+from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 
 __all__ = ["main"]
 

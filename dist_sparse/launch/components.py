@@ -1,0 +1,73 @@
+"""How does torchx run a job?
+
+`torchx run -s local_cwd launch/components.py:train --script train.py --nproc 2 -- ARGS`, in the folder of the scripts.
+Each node runs this launcher, found by the interpreter and not by PATH: torchx's own `dist.ddp` fails without a word
+where PATH has no torchrun. torchx executes this file outside of any package, so nothing of the launcher is imported
+here; what it refuses, it refuses on the node.
+"""
+
+import sys
+from typing import Dict, Optional  # noqa: UP035  # torchx 0.7.0 reads annotations itself, and knows these alone
+
+from torchx import specs
+
+
+def train(
+    *args: str,
+    script: Optional[str] = None,  # noqa: UP045
+    module: Optional[str] = None,  # noqa: UP045
+    nnodes: int = 1,
+    nproc: str = "1",
+    name: str = "train",
+    image: str = "",
+    python: Optional[str] = None,  # noqa: UP045
+    launcher: str = "launch",
+    env: Optional[Dict[str, str]] = None,  # noqa: UP006, UP045
+    max_restarts: int = 0,
+    grace: int = 30,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 4096,
+    rdzv_port: int = 29400,
+) -> specs.AppDef:
+    """A training script under torchrun, on one node or several.
+
+    Args:
+        args: the script's own words
+        script: what every rank runs; or else
+        module: the module that every rank runs
+        nnodes: nodes
+        nproc: processes on each node: a number, or gpu, cpu, auto
+        name: of the job: a-z, 0-9 and -
+        image: container image, or what the scheduler takes for one
+        python: the interpreter on the nodes; the one that runs torchx if left out
+        launcher: the launcher's module there: launch in a clone, dist_sparse.launch where the package is installed
+        env: variables for the ranks
+        max_restarts: starts after a rank has failed
+        grace: seconds between a signal and SIGKILL
+        cpu: cores of a node
+        gpu: GPUs of a node
+        memMB: memory of a node, in MB
+        rdzv_port: port on the first node, where several nodes meet
+    """
+    if (script is None) == (module is None):
+        raise ValueError(f"Invalid {script=}, {module=}: must be exactly one of them.")
+    words = ["-m", launcher, "torchrun", "--nnodes", str(nnodes), "--nproc", nproc, "--name", name]
+    words += ["--max-restarts", str(max_restarts), "--grace", str(grace)]
+    if nnodes > 1:
+        words += ["--rdzv-host-env", specs.macros.rank0_env, "--rdzv-port", str(rdzv_port)]
+        words += ["--rdzv-id", specs.macros.app_id]
+    words += [*(["--module"] if module is not None else []), str(script if module is None else module), "--"]
+    # torchx fills in ${...} in all words and values; a doubled $ is one.
+    words += [word.replace("$", "$$") for word in args]
+    role = specs.Role(
+        name=name,
+        image=image,
+        entrypoint=python or sys.executable,
+        args=words,
+        env={key: value.replace("$", "$$") for key, value in (env or {}).items()},
+        num_replicas=nnodes,
+        resource=specs.Resource(cpu=cpu, gpu=gpu, memMB=memMB),
+        port_map={"c10d": rdzv_port},
+    )
+    return specs.AppDef(name=name, roles=[role])
