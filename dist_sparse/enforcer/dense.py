@@ -7,22 +7,26 @@ whole, so they are made true to their masks right after it: all of them, or the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer.fused import Place
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.enforcer.optimizer_state import reset_state, state_of
-from dist_sparse.enforcer.optimizers import leaves, local, same_storage, step_rows
+from dist_sparse.enforcer.optimizers import leaves, local, reset_state, same_storage, state_of, step_rows
 from dist_sparse.enforcer.rows import settle_rows
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers import dense_store as plain
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.tables.shards import ShardedData, Source
 
-__all__ = ["DenseWeights", "Target"]
+__all__ = ["DenseWeights", "Target", "packed_targets", "plain_targets"]
 
 
 @dataclass(eq=False)
@@ -228,3 +232,49 @@ class DenseWeights:
         else:
             target.weight.data.masked_fill_(mask == 0, 0)
         target.note(hashed=bool(target.steppers) and not self._has_fired(target))
+
+
+def packed_targets(
+    sources: Iterable[Source],
+    located: Mapping[str, ShardedData],
+    fused: set[Place],
+    mask: Callable[[Place], BlockMask],
+) -> Iterator[Target]:
+    """The shards that no fused optimizer writes."""
+    owners = [owner for source in sources for owner in _parameters(source)]
+    owning = same_storage([parameter for _, _, parameter in owners])
+    for name, data in located.items():
+        for number, shard in enumerate(data.shards):
+            place = Place(name, number)
+            if place not in fused:
+                target = Target(name, shard.tensor, partial(mask, place))
+                for i in owning(shard.tensor)[:1]:
+                    module, attribute, target.parameter = owners[i]
+                    target.owner = None if module is None else (module, attribute)
+                yield target
+
+
+def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
+    """Plain data that is not squashed."""
+    container = sparsifier._container
+    for name in sparsifier.state:
+        if plain.is_attached(container, name):
+            weight = plain.original(container, name)
+            mask = partial(_plain_mask, sparsifier, name)
+            yield Target(name, weight.data, mask, weight if weight.is_leaf else None)
+
+
+def _parameters(source: Any) -> Iterator[tuple[nn.Module | None, str, Tensor]]:
+    """What a source has that may be trained: its module and its name there, where there is one."""
+    if hasattr(source, "model"):
+        for module in source.model.modules():
+            yield from ((module, name, p) for name, p in module._parameters.items() if p is not None)
+    else:
+        pieces = source.data.local_shards() if hasattr(source.data, "local_shards") else None
+        tensors = [source.data] if pieces is None else [piece.tensor for piece in pieces]
+        yield from ((None, "", tensor) for tensor in tensors if tensor.is_leaf)
+
+
+def _plain_mask(sparsifier: BaseDataSparsifier, name: str) -> Tensor:
+    mask: Tensor = sparsifier.state[name]["mask"]
+    return mask

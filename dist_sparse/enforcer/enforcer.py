@@ -8,7 +8,7 @@ after their step, so that every removed weight that a forward reads is exactly 0
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -17,23 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.dense import DenseWeights
-from dist_sparse.enforcer.found import (
+from dist_sparse.enforcer.dense import DenseWeights, packed_targets, plain_targets
+from dist_sparse.enforcer.fused import (
+    Kernel,
+    Place,
     averages,
-    check_not_compiled,
     collections_of,
     fused_kernels,
     lookups_of,
-    models_of,
-    packed_targets,
     places_in,
     places_of,
-    plain_targets,
 )
 from dist_sparse.enforcer.hooks import Hook, Wrapped
-from dist_sparse.enforcer.lookups import Kernel, Place
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.shards import Source
 
 __all__ = ["MaskEnforcer"]
 
@@ -310,3 +308,22 @@ class MaskEnforcer:
         for kernel in self._kernels:
             kernel.unsettle()
         self._dense.loaded()
+
+
+def models_of(sources: Iterable[Source]) -> list[nn.Module]:
+    """The models that were registered."""
+    return [source.model for source in sources if hasattr(source, "model")]
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Refuses what hooks can't follow.
+
+    Raises:
+        ValueError: the model, or a part of it, is compiled.
+    """
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside torch.compile, so "
+                "removed weights would come back unseen. Attach to the model as it was before torch.compile."
+            )

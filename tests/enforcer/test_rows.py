@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer import unsettled as unsettled_module
-from dist_sparse.enforcer.lookups import _removed_rows
-from dist_sparse.enforcer.optimizer_state import reset_state
-from dist_sparse.enforcer.rows import Slot, TorchLookup, in_table, lookup_on, settle_rows
-from dist_sparse.enforcer.unsettled import UnsettledRows
+from dist_sparse.enforcer.fused import _removed_rows
+from dist_sparse.enforcer.optimizers import reset_state
+from dist_sparse.enforcer.rows import Slot, TorchLookup, UnsettledRows, in_table, lookup_on, settle_rows
 from dist_sparse.masking.bits import pack
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import Rect, grid_of
@@ -258,7 +256,7 @@ class TestUnsettledRows:
                     want[table].update(range(rows[table]))
         assert bool(unsettled) == any(ids.numel() for ids, _ in batches)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(unsettled_module, "_CHUNK", chunk)
+            patch.setattr(rows_module, "_TAKEN", chunk)
             for table, of_this in enumerate(want):
                 parts = list(unsettled.take(table))
                 assert all(part.dtype == torch.int64 for part in parts)

@@ -9,23 +9,25 @@ With :mod:`dist_sparse.tables.torchrec`, this knows TorchRec and FBGEMM from the
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook, Wrapped
-from dist_sparse.enforcer.optimizer_state import reset_state
-from dist_sparse.enforcer.rows import Lookup, Slot, TorchLookup, lookup_on, settle_rows
-from dist_sparse.enforcer.unsettled import UnsettledRows
+from dist_sparse.enforcer.optimizers import reset_state
+from dist_sparse.enforcer.rows import Lookup, Slot, TorchLookup, UnsettledRows, lookup_on, settle_rows
 from dist_sparse.masking.bits import unpack
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Kernel", "Place"]
+__all__ = ["Kernel", "Place", "averages", "collections_of", "fused_kernels", "lookups_of", "places_in", "places_of"]
 
 
 class Place(NamedTuple):
@@ -224,3 +226,48 @@ def _ends(features: Any) -> Sequence[int] | Tensor:
         return ends
     offsets: Tensor = features.offsets()[:: features.stride()]
     return offsets
+
+
+Places = Mapping[tuple[int, tuple[int, ...]], Place]
+"""Where masks are, by the address and the shape of the weights."""
+
+
+def places_of(located: Mapping[str, ShardedData]) -> Places:
+    """Where the masks of this rank's shards are."""
+    return {
+        (shard.tensor.data_ptr(), tuple(shard.tensor.shape)): Place(name, number)
+        for name, data in located.items()
+        for number, shard in enumerate(data.shards)
+    }
+
+
+def averages(module: nn.Module) -> bool:
+    """Whether a module averages copies of its tables now and then, by its method ``sync``."""
+    return bool(_torchrec() and _torchrec().averages(module))
+
+
+def fused_kernels(collection: nn.Module) -> Iterator[Any]:
+    """The kernels of a sharded collection on this rank that hold batches of tables with a fused optimizer."""
+    yield from _torchrec().fused_kernels(collection)
+
+
+def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The sharded collections in some models, each once."""
+    if _torchrec() is not None:
+        modules = {id(module): module for model in models for module in model.modules()}.values()
+        yield from (module for module in modules if _torchrec().shards_tables(module))
+
+
+def lookups_of(collection: Any) -> list[Any]:
+    """The lookups of a sharded collection. A reshard makes new ones on every rank, also where no shard was or is."""
+    return list(collection._lookups)
+
+
+def places_in(kernel: Any, places: Places) -> list[Place | None]:
+    """For each table of a kernel, where its mask is."""
+    views = kernel.emb_module.split_embedding_weights()
+    return [places.get((view.data_ptr(), tuple(view.shape))) for view in views]
+
+
+def _torchrec() -> Any:
+    return importlib.import_module("dist_sparse.tables.torchrec") if "torchrec" in sys.modules else None
