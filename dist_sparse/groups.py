@@ -1,29 +1,38 @@
-"""How do ranks talk? The one module that communicates.
+"""All communication of the library: groups of ranks, their collectives, and agreement before anything changes.
 
-A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout; no process group is a
-world of one that runs the same code and sends nothing. Objects cross ranks as JSON bytes in tensors, never as pickles.
-Every collective adds to :func:`traffic`.
+A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout. Without a process group it
+is a world of one that runs the same code and sends nothing. Objects cross ranks as JSON bytes in tensors, never as
+pickles. Every collective is counted by :func:`traffic`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_sparse.checks import number
+from dist_sparse.disagreement import MOST_SHOWN, cut, explain_actions, explain_errors, explain_facts, ranks_text
+
 __all__ = [
+    "Disagreement",
+    "Facts",
     "Group",
+    "Parcels",
     "Replica",
+    "Rider",
     "Traffic",
+    "agreeing",
     "group_over",
     "rank_in",
     "reset_traffic",
@@ -52,43 +61,111 @@ class Replica(NamedTuple):
     holders: int
 
 
+class Disagreement(ValueError):
+    """Ranks were about to do different things. Raised on every rank.
+
+    Attributes:
+        keys: of the facts that differ; the same on every rank.
+    """
+
+    def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.keys = frozenset(keys)
+
+
+class Facts(dict[str, Json]):
+    """What must be equal on all ranks of one group, by a key for messages. See :func:`agreeing`.
+
+    Attributes:
+        replicas: hashes of what this rank holds in common with others, by a name that its holders share.
+        drifted: for each replica that differs from its first holder's the global ranks where it does; filled on exit.
+        on_drift: called on every rank of the group with what has drifted, if anything has. What it raises is raised on
+            every rank of the other groups too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicas: dict[str, Replica] = {}
+        self.drifted: dict[str, list[int]] = {}
+        self.on_drift: Callable[[dict[str, list[int]]], object] | None = None
+
+
+class Rider:
+    """Values that travel with somebody else's all-reduce, without a message of their own.
+
+    Pass it to the calls that may carry it: the first int64 :meth:`Group.all_reduce` does. Every rank must pass one of
+    the same shape.
+
+    Attributes:
+        values: int64, of any shape.
+        summed: their sum over ranks; None until a call has carried them.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.summed: Tensor | None = None
+
+
 _sent = [0, 0]
 _timeout = timedelta(seconds=600)
 _groups: dict[tuple[int, ...], tuple[Any, Group]] = {}
 
 
 def traffic() -> Traffic:
-    """Collectives that this process took part in through the library, and the bytes it handed to them. A world of one
-    sends nothing."""
+    """Return the collectives that this process took part in through the library, and the bytes it handed to them.
+
+    A world of one sends nothing.
+
+    Example::
+
+        >>> from dist_sparse.groups import reset_traffic, traffic
+        >>> reset_traffic()
+        >>> traffic()
+        Traffic(collectives=0, bytes=0)
+    """
     return Traffic(*_sent)
 
 
 def reset_traffic() -> None:
-    """Starts the count of :func:`traffic` again at zero."""
+    """Reset the counts of :func:`traffic` to zero.
+
+    Example::
+
+        >>> from dist_sparse.groups import reset_traffic, traffic
+        >>> reset_traffic()
+        >>> traffic().bytes
+        0
+    """
     _sent[:] = [0, 0]
 
 
 def set_timeout(seconds: float) -> None:
-    """The longest that a collective of the library waits for a stalled or dead rank (600 s at first).
+    """Set how long a collective of the library waits for a stalled or dead rank (600 s by default).
 
-    Counts for groups made afterwards, so call it before the first ``add_model`` or ``step``, with the same value on
+    Applies to groups made afterwards, so call it before the first ``add_model`` or ``step``, with the same value on
     every rank.
+
+    Example::
+
+        >>> from dist_sparse.groups import set_timeout
+        >>> set_timeout(600)
     """
     global _timeout
+    seconds = number("seconds", seconds)
     if not seconds > 0:
-        raise ValueError(f"Invalid timeout {seconds=}: must be > 0.")
+        raise ValueError(f"Invalid {seconds=}: must be > 0.")
     _timeout = timedelta(seconds=seconds)
 
 
 def world_ranks() -> tuple[int, ...] | None:
-    """All global ranks, or None when torch.distributed is not in use or the world is this process alone."""
+    """Return all global ranks, or None when torch.distributed is not in use or the world is this process alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return tuple(range(dist.get_world_size()))
 
 
 def rank_in(ranks: tuple[int, ...] | None) -> int:
-    """This process's place among ``ranks``; does not communicate."""
+    """Return this process's place among ``ranks``. Does not communicate."""
     return 0 if ranks is None or len(ranks) == 1 else ranks.index(dist.get_rank())
 
 
@@ -97,7 +174,7 @@ class Group:
 
     Args:
         ranks: global ranks in group order; None or a single rank is a world of one.
-        process_group: what the messages go through; None for a world of one.
+        process_group: what the messages are sent through; None for a world of one.
     """
 
     def __init__(self, ranks: tuple[int, ...] | None, process_group: dist.ProcessGroup | None) -> None:
@@ -107,55 +184,46 @@ class Group:
         self._group = process_group
         backend = dist.get_backend(process_group) if process_group is not None else "gloo"
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-        self._along: Tensor | None = None
-        self._came: Tensor | None = None
+        self._timeout = _timeout
+        self._at = "before any agreement"
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks. Collective over the group. Takes and returns any shape, on the tensor's device; the input
-        may be overwritten."""
-        if self._along is not None and tensor.dtype == torch.int64:
-            along, self._along = self._along, None
-            both = self.all_reduce(torch.cat([tensor.flatten(), along.flatten().to(tensor.device)]))
-            self._came = both[tensor.numel() :].view(along.shape)
+    def all_reduce(self, tensor: Tensor, rider: Rider | None = None) -> Tensor:
+        """Return the sum over ranks. Collective over the group.
+
+        Args:
+            tensor: of any shape, on any device, where the result is too; it may be overwritten.
+            rider: more to sum, in the same message; skipped if it has been carried already. ``tensor`` must be int64.
+        """
+        if rider is not None and rider.summed is None and self._group is not None:
+            values = rider.values
+            both = self.all_reduce(torch.cat([tensor.flatten(), values.flatten().to(tensor.device)]))
+            rider.summed = both[tensor.numel() :].view(values.shape)
             return both[: tensor.numel()].view(tensor.shape)
         if self._group is None:
             return tensor
         sent = tensor.to(self.device).contiguous()
-        _count(sent)
-        dist.all_reduce(sent, group=self._group)
+        with self._issued("all_reduce", sent):
+            dist.all_reduce(sent, group=self._group)
         return sent.to(tensor.device)
 
-    @contextmanager
-    def along(self, values: Tensor) -> Iterator[Callable[[], Tensor | None]]:
-        """Sends int64 ``values`` along with the next :meth:`all_reduce` of int64 in this context: no message of their
-        own. Every rank must do so, with the same shape.
-
-        Yields:
-            A function that gives their sum over ranks; None as long as there was no such all-reduce.
-        """
-        self._along, self._came = values, None
-        try:
-            yield lambda: self._came
-        finally:
-            self._along = self._came = None
-
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective over the group."""
+        """Return all ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective over the group."""
         if self._group is None:
             return tensor.unsqueeze(0)
         sent = tensor.to(self.device).contiguous()
-        _count(sent)
         parts = [torch.empty_like(sent) for _ in self.ranks]
-        dist.all_gather(parts, sent, group=self._group)
+        with self._issued("all_gather", sent):
+            dist.all_gather(parts, sent, group=self._group)
         return torch.stack(parts).to(tensor.device)
 
     def all_to_all(self, pieces: Sequence[list[Tensor]], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-        """Sends the bytes of ``pieces[r]``, one after the other, to rank r. Collective.
+        """Send the bytes of ``pieces[r]``, one after the other, to rank r. Collective. :class:`Parcels` does the
+        bookkeeping.
 
         Args:
-            pieces: contiguous tensors of any dtype, for each rank. They are let go of as soon as they are copied.
+            pieces: contiguous tensors of any dtype, for each rank. The lists are emptied once they are copied.
             sizes: how many bytes come from each rank.
-            device: where the results are to be.
+            device: of the results.
 
         Returns:
             What every rank sent here, uint8 ``(sizes[r],)`` from rank r.
@@ -168,13 +236,14 @@ class Group:
             parts.clear()
         if self._group is None:
             return [sent.to(device)]
-        _count(sent)
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(received, sent, list(sizes), lengths, group=self._group)
+        with self._issued("all_to_all", sent):
+            dist.all_to_all_single(received, sent, list(sizes), lengths, group=self._group)
         return list(torch.split(received.to(device), list(sizes)))
 
     def all_gather_json(self, value: Json) -> list[Json]:
-        """Every rank's JSON value, in group order. Collective over the group; two messages (lengths, then bytes)."""
+        """Return every rank's JSON value, in group order. Collective over the group; two messages (lengths, then
+        bytes)."""
         if self._group is None:
             return [value]
         raw = torch.frombuffer(bytearray(_encode(value)), dtype=torch.uint8)
@@ -185,12 +254,12 @@ class Group:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrites ``tensor`` in place by that of the group's first rank. Collective over the group."""
+        """Overwrite ``tensor`` in place by that of the group's first rank. Collective over the group."""
         if self._group is None:
             return
         sent = tensor.data.to(self.device).contiguous()
-        _count(sent)
-        dist.broadcast(sent, self.ranks[0], group=self._group)
+        with self._issued("broadcast", sent):
+            dist.broadcast(sent, self.ranks[0], group=self._group)
         tensor.data.copy_(sent)
 
     def agree(
@@ -200,29 +269,30 @@ class Group:
         error: Exception | None = None,
         replicas: Mapping[str, Replica] | None = None,
     ) -> dict[str, list[int]]:
-        """Makes sure that all ranks are about to do the same, before any of them does it. Collective over the group.
+        """Check that all ranks are about to do the same, before any of them does it. Collective over the group.
 
         One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at fault and what is
-        wrong with each.
+        wrong with each. :func:`agreeing` wraps it around the local work that comes before.
 
         Args:
             action: what is about to happen, for messages.
-            facts: flat and JSON-able: what must be equal on all ranks; differing keys are named in the message.
+            facts: what must be equal on all ranks; differing keys are named in the message.
             error: what this rank found wrong already; raised on all ranks.
             replicas: hashes of what this rank holds in common with others, by a name that its holders share.
 
         Returns:
-            For each replica that has drifted from its first holder's: the global ranks where it has. Empty when all is
+            For each replica that differs from its first holder's: the global ranks where it does. Empty when all is
             well.
 
         Raises:
-            ValueError: a rank reported an error (with its text), or facts differ. A world of one re-raises ``error``
-                itself.
+            ValueError: a rank reported an error (with its text), or facts differ (:class:`Disagreement`). A world of
+                one re-raises ``error`` itself.
         """
         if self._group is None:
             if error is not None:
                 raise error
             return {}
+        self._at = f"in {action}"
         replicas = replicas or {}
         balance = sum(_weight(name) * r.hash * (r.holders - 1 if r.first else -1) for name, r in replicas.items())
         # As int64. It sums to zero over ranks, modulo 2**64, if no replica has drifted.
@@ -233,14 +303,134 @@ class Group:
             if int(told[:, 3].sum()) == 0:
                 return {}
             return _drifted(self.ranks, self.all_gather_json({name: [r.hash, r.first] for name, r in replicas.items()}))
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        reports = self.all_gather_json({"action": action, "facts": dict(facts), "error": said})
-        raise ValueError(_explain(self.ranks, reports)) from error
+        raise self._refusal(action, facts, error) from error
+
+    @contextmanager
+    def agreeing(self, action: str) -> Iterator[Facts]:
+        """:func:`agreeing` over this group alone."""
+        with agreeing(action, [self]) as (facts,):
+            yield facts
+
+    def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> ValueError:
+        """What every rank raises. Collective over the group: first digests alone, for facts may be long (tilings of
+        all ranks), then the values of the first few that differ."""
+        said = None if error is None else cut(f"{type(error).__name__}: {error}")
+        reports = self.all_gather_json(
+            {"action": action, "error": said, "facts": {key: _digest(value) for key, value in facts.items()}}
+        )
+        if any(report["error"] for report in reports):
+            return ValueError(explain_errors(self.ranks, reports))
+        if any(report["action"] != action for report in reports):
+            return Disagreement(explain_actions(self.ranks, reports))
+        digests = [report["facts"] for report in reports]
+        differing = sorted(
+            key for key in {key for known in digests for key in known} if len({each.get(key) for each in digests}) > 1
+        )
+        shown = differing[:MOST_SHOWN]
+        values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
+        return Disagreement(explain_facts(self.ranks, action, shown, values, len(differing)), differing)
+
+    @contextmanager
+    def _issued(self, operation: str, sent: Tensor) -> Iterator[None]:
+        """Around each collective: counts it, and says what a timeout or a broken connection means."""
+        _sent[0] += 1
+        _sent[1] += sent.numel() * sent.element_size()
+        try:
+            yield
+        except RuntimeError as fault:
+            if not any(word in str(fault).lower() for word in _LOST):
+                raise
+            raise RuntimeError(
+                f"Rank {self.ranks[self.rank]}: {operation} {self._at} failed. Not all of "
+                f"{ranks_text(self.ranks)} made this call within {self._timeout.total_seconds():g} s: a rank has "
+                f"ended, is stalled, or is making another call. The backend says: {cut(str(fault), 300)}"
+            ) from fault
+
+
+@contextmanager
+def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
+    """Run local work, then check that all ranks are about to do the same. Collective over all ``groups``.
+
+    The body must neither communicate nor change anything. Once it is left, an exception in it is raised on all ranks of
+    ``groups``, and so is a difference between the facts that it has noted. ``KeyboardInterrupt`` and ``SystemExit``
+    leave at once, without an exchange.
+
+    Args:
+        action: what is about to happen, for messages.
+        groups: in an order that all ranks share, larger ones later, so that an error of one group reaches all of its
+            ranks through the largest.
+
+    Yields:
+        One :class:`Facts` for each group.
+
+    Raises:
+        ValueError: see :meth:`Group.agree`. A world of one re-raises the exception itself.
+
+    Example::
+
+        >>> from dist_sparse.groups import agreeing, group_over
+        >>> with agreeing("load()", [group_over(None)]) as (facts,):
+        ...     facts["path"] = "masks.pt"
+    """
+    noted = [Facts() for _ in groups]
+    error: Exception | None = None
+    try:
+        yield noted
+    except Exception as fault:
+        error = fault
+    for group, facts in zip(groups, noted, strict=True):
+        if group.size > 1:
+            try:
+                facts.drifted = group.agree(action, facts, error, facts.replicas)
+                if facts.drifted and facts.on_drift is not None:
+                    facts.on_drift(facts.drifted)
+            except ValueError as refused:  # no group is left out: its ranks are waiting
+                error = refused
+    if error is not None:
+        raise error
+
+
+class Parcels:
+    """One all-to-all: pack tensors per receiver, read them per sender.
+
+    Call :meth:`send` and :meth:`expect` for all of them, then :meth:`exchange`. What is expected of a rank must come in
+    the order in which that rank sends it: both sides loop over the same metadata.
+
+    Args:
+        group: over which to send.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
+        self._sizes = [0] * group.size
+        self._received: list[Tensor] = []
+
+    def send(self, receiver: int, tensor: Tensor) -> None:
+        """Pack a contiguous tensor for group rank ``receiver``. It is released once it is copied."""
+        self._pieces[receiver].append(tensor)
+
+    def expect(self, sender: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Callable[[], Tensor]:
+        """Return a function that gives the next tensor of group rank ``sender``, of this shape and dtype, once
+        :meth:`exchange` has been called. It may be a view of the received bytes."""
+        start = self._sizes[sender]
+        stop = self._sizes[sender] = start + math.prod(shape) * dtype.itemsize
+
+        def read() -> Tensor:
+            part = self._received[sender][start:stop]
+            aligned = (part.storage_offset() % dtype.itemsize) == 0
+            return (part if aligned else part.clone()).view(dtype).view(tuple(shape))
+
+        return read
+
+    def exchange(self, device: torch.device) -> None:
+        """Send and receive everything, to tensors on ``device``. Collective over the group."""
+        self._received = self._group.all_to_all(self._pieces, self._sizes, device)
 
 
 def group_over(ranks: tuple[int, ...] | None) -> Group:
-    """The library's own group over these global ranks, made at the first call. Collective over ``ranks`` (that first
-    time)."""
+    """Return the library's own group over these global ranks, made at the first call. Collective over ``ranks`` (that
+    first time)."""
     if ranks is None or len(ranks) == 1:
         return Group(None, None)
     parent = dist.group.WORLD
@@ -252,20 +442,46 @@ def group_over(ranks: tuple[int, ...] | None) -> Group:
     return known[1]
 
 
-def _count(tensor: Tensor) -> None:
-    _sent[0] += 1
-    _sent[1] += tensor.numel() * tensor.element_size()
+_LOST: Final = ("timed out", "timeout", "connect", "socket", "peer")
+"""Words of the backends' errors about ranks that do not answer."""
+
+_DEEPEST: Final = 12
+"""Levels of nested containers that are compared; a container that holds itself has no end."""
 
 
 def _encode(value: Json) -> bytes:
-    return json.dumps(value, sort_keys=True, default=_as_json).encode()
+    return json.dumps(_plain(value), sort_keys=True).encode()
 
 
-def _as_json(value: object) -> Json:
-    """Numbers of NumPy as Python's; of anything else the type, which is as much as ranks can compare."""
+def _plain(value: object, depth: int = 0) -> Json:
+    """``value`` as JSON can hold it, whatever it is: an error here, on one rank, would leave the others waiting.
+
+    Numbers of NumPy become Python's; of what JSON does not have the type remains, which is as much as ranks can
+    compare.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        whole = int(value)
+        return whole if whole.bit_length() < 1024 else f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
     if isinstance(value, numbers.Real):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return f"<{type(value).__name__}>"
+    if depth < _DEEPEST and isinstance(value, dict):
+        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
+    if depth < _DEEPEST and isinstance(value, (list, tuple)):
+        return [_plain(item, depth + 1) for item in value]
     return f"<{type(value).__name__}>"
+
+
+def _key(key: object) -> str:
+    """Keys as text: those of mixed types can't be sorted."""
+    plain = _plain(key)
+    return plain if isinstance(plain, str) else json.dumps(plain)
 
 
 def _digest(value: Json) -> int:
@@ -277,28 +493,10 @@ def _weight(name: str) -> int:
 
 
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:
-    first = {name: value for held in hashes for name, (value, speaks) in held.items() if speaks}
+    first = {name: value for held in hashes for name, (value, owned) in held.items() if owned}
     drifted: dict[str, list[int]] = {}
     for rank, held in zip(ranks, hashes, strict=True):
         for name, (value, _) in held.items():
             if value != first.get(name):
                 drifted.setdefault(name, []).append(rank)
     return drifted
-
-
-def _explain(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
-    """One sentence a fault: errors first, then different actions, then different facts (against the lowest rank's)."""
-    errors = [f"rank {rank}: {report['error']}" for rank, report in zip(ranks, reports, strict=True) if report["error"]]
-    if errors:
-        return f"{reports[0]['action']} was refused on every rank, nothing was changed. " + " | ".join(errors)
-    first = reports[0]
-    faults = []
-    for rank, report in zip(ranks[1:], reports[1:], strict=True):
-        if report["action"] != first["action"]:
-            faults.append(f"rank {rank} is at {report['action']!r} while rank {ranks[0]} is at {first['action']!r}")
-            continue
-        for key in sorted({*first["facts"], *report["facts"]}):
-            ours, theirs = first["facts"].get(key, "nothing"), report["facts"].get(key, "nothing")
-            if ours != theirs:
-                faults.append(f"{key} is {theirs} on rank {rank} and {ours} on rank {ranks[0]}")
-    return f"The ranks disagree at {first['action']!r}, nothing was changed. " + "; ".join(faults[:20])

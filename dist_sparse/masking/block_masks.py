@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group
+from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.bits import pack
 from dist_sparse.masking.cuts import CutTable, Owned, Verdict
 from dist_sparse.masking.exchange import exchange_partials, return_verdicts
@@ -45,12 +45,12 @@ class MadeMasks(NamedTuple):
     threshold: Threshold | None
 
 
-def new_masks(scored: Sequence[ScoredTable], group: Group) -> list[MadeMasks]:
+def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None) -> list[MadeMasks]:
     """The new masks of this rank's shards, per table in the order of its shards. Collective over ``group``: every rank
     must call it.
 
     At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces if scores tie over
-    ranks.
+    ranks, the first of which carries ``rider``.
     """
     ballots = [
         Ballot(
@@ -65,7 +65,7 @@ def new_masks(scored: Sequence[ScoredTable], group: Group) -> list[MadeMasks]:
         owned = exchange_partials([(cuts, table.partials) for _, table, cuts in cut], group, device)
         for (i, _, _), own in zip(cut, owned, strict=True):
             ballots[i].segments += own.segments
-    thresholds = select_smallest(ballots, group)
+    thresholds = select_smallest(ballots, group, rider)
     verdicts: list[dict[Rect, Verdict]] = [{} for _ in scored]
     if cut:
         decisions = [_decide(table, own, thresholds[i]) for (i, table, _), own in zip(cut, owned, strict=True)]

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group
+from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.segments import (
     HISTOGRAM,
     KEPT,
@@ -96,12 +96,12 @@ _NOTHING = Threshold(bits=0, last=-1)
 _EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
-def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
+def select_smallest(ballots: Sequence[Ballot], group: Group, rider: Rider | None = None) -> list[Threshold]:
     """For every ballot the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``:
     every rank must call it.
 
     At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose threshold ties over
-    ranks. None of the sizes depends on the number of scores.
+    ranks. None of the sizes depends on the number of scores. ``rider`` is carried by the first all-reduce, if any.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
@@ -110,7 +110,9 @@ def select_smallest(ballots: Sequence[Ballot], group: Group) -> list[Threshold]:
     asked = [i for i, ballot in enumerate(ballots) if 0 < ballot.k < ballot.blocks]
     searches = {i: _Search(ballots[i].k, partial(_counted, ballots[i]), first=_first(ballots[i])) for i in asked}
     rounds = list(zip(_SHIFTS, _BUCKETS, strict=True))
-    _narrow(list(searches.values()), rounds, group.all_reduce, names=[ballots[i].name for i in asked])
+    _narrow(
+        list(searches.values()), rounds, partial(group.all_reduce, rider=rider), names=[ballots[i].name for i in asked]
+    )
     over_ranks: dict[int, _Search] = {}
     for i, search in searches.items():
         ballot, bits = ballots[i], search.last

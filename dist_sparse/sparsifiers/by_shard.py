@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dist_sparse.groups import Group
+from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.block_masks import MadeMasks, NewMask
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import ShardedData
@@ -47,5 +47,7 @@ class ByShard:
         level: float | None = self._sparsifier.data_groups[name].get("sparsity_level")
         return level
 
-    def finish(self, prepared: dict[str, list[NewMask]], names: list[str], group: Group) -> dict[str, MadeMasks]:
+    def finish(
+        self, prepared: dict[str, list[NewMask]], names: list[str], group: Group, rider: Rider | None
+    ) -> dict[str, MadeMasks]:
         return {name: MadeMasks(prepared[name], (1, 1), None) for name in names}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group, group_over, traffic
+from dist_sparse.groups import Group, Rider, group_over, traffic
 from dist_sparse.masking.bits import count_bits
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
@@ -154,17 +154,17 @@ class Recorder:
         self._sort_out()
 
     @contextmanager
-    def riding(self, ranks: Ranks, group: Group) -> Iterator[None]:
-        """Around what a due step sends over one group: counts of earlier steps go along, also those of tables that have
-        been squashed since."""
+    def riding(self, ranks: Ranks, group: Group) -> Iterator[Rider | None]:
+        """Yield the counts of earlier steps, also those of tables that have been squashed since, for a mask update to
+        send with an all-reduce of its own over one group; None where nothing waits."""
         waiting = self._waiting_of(ranks)
         if group.size == 1 or not waiting:
-            yield
+            yield None
             return
-        with group.along(self._sent(waiting)) as came:
-            yield
-            if (summed := came()) is not None:
-                self._arrived(waiting, summed)
+        rider = Rider(self._sent(waiting))
+        yield rider
+        if rider.summed is not None:
+            self._arrived(waiting, rider.summed)
 
     def note(
         self, data: ShardedData, before: list[BlockMask], block: Block, made: MadeMasks, target: float | None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dist_sparse.groups import Group, rank_in
+from dist_sparse.groups import Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.scores import Measure
 from dist_sparse.masking.scoring import Goal, ScoredTable, cuts_of, score_table
@@ -157,8 +157,10 @@ class _ByScore:
     def target(self, name: str) -> float | None:
         return float(self._sparsifier.data_groups[name]["sparsity_level"])
 
-    def finish(self, prepared: dict[str, ScoredTable], names: list[str], group: Group) -> dict[str, MadeMasks]:
-        return dict(zip(names, new_masks([prepared[name] for name in names], group), strict=True))
+    def finish(
+        self, prepared: dict[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
+    ) -> dict[str, MadeMasks]:
+        return dict(zip(names, new_masks([prepared[name] for name in names], group, rider), strict=True))
 
 
 def _area(block: Any) -> int | None:

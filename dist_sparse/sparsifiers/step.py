@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-from dist_sparse.groups import Group, Replica, group_over
+from dist_sparse.groups import Disagreement, Group, Replica, Rider, group_over
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.sparsifiers.packed_store import ShardedTables
 from dist_sparse.sparsifiers.recorder import Recorder
@@ -47,8 +47,8 @@ class MaskRule(Protocol):
         """The sparsity level that one table is to have, where there is such a thing."""
         ...
 
-    def finish(self, prepared: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
-        """The collective half: new masks of the named tables."""
+    def finish(self, prepared: Any, names: list[str], group: Group, rider: Rider | None) -> Mapping[str, MadeMasks]:
+        """The collective half: new masks of the named tables. Its first all-reduce, if any, carries ``rider``."""
         ...
 
 
@@ -118,8 +118,8 @@ def make_masks(
     made: dict[str, MadeMasks] = {}
     for ranks, names in tables.groups.items():
         group = group_over(ranks)
-        with nullcontext() if recorder is None else recorder.riding(ranks, group):
-            finished = rule.finish(prepared, names, group)
+        with nullcontext() if recorder is None else recorder.riding(ranks, group) as rider:
+            finished = rule.finish(prepared, names, group, rider)
         made.update(take_over(finished, located, group))
     return located, made
 
@@ -163,7 +163,7 @@ def _agree_all(
             drifted |= to_restore(group.agree(action, facts, error, replicas), names, located, repair)
         except ValueError as refused:
             error = refused
-            if recorder is not None and _WAITING in str(refused):
+            if recorder is not None and isinstance(refused, Disagreement) and _WAITING in refused.keys:
                 recorder.forget()  # on all ranks alike: the next step finds nothing that they could disagree on
     if error is not None:
         raise error

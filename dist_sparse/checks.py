@@ -1,0 +1,88 @@
+"""Checks of arguments: integers, numbers, levels, names and globs, by one rule each.
+
+NumPy scalars are accepted, bools are not numbers. Every error reads ``Invalid {name}={value!r}: must be ...``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection, Mapping
+
+__all__ = ["integer", "level", "name_list", "number"]
+
+
+def integer(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
+    """Return ``value`` as an int.
+
+    Args:
+        name: of the argument, for the message.
+        least, most: the bounds, themselves allowed; None is no bound.
+
+    Raises:
+        ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
+    """
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        found = int(value)
+        if (least is None or found >= least) and (most is None or found <= most):
+            return found
+    raise ValueError(f"Invalid {name}={value!r}: must be an int{_bounds(least, most)}.")
+
+
+def number(name: str, value: object, *, least: float | None = None, most: float | None = None) -> float:
+    """Return ``value`` as an int if it is one, else as a float.
+
+    Args:
+        name: of the argument, for the message.
+        least, most: the bounds, themselves allowed; None is no bound.
+
+    Raises:
+        ValueError: it is no real number, not finite as a float, or out of bounds.
+    """
+    if not isinstance(value, bool) and isinstance(value, numbers.Real) and _finite(value):
+        found = int(value) if isinstance(value, numbers.Integral) else float(value)
+        if (least is None or found >= least) and (most is None or found <= most):
+            return found
+    raise ValueError(f"Invalid {name}={value!r}: must be a finite number{_bounds(least, most)}.")
+
+
+def level(name: str, value: object) -> float:
+    """Return a sparsity level as a float.
+
+    Raises:
+        ValueError: it is no number in [0, 1].
+    """
+    if not isinstance(value, bool) and isinstance(value, numbers.Real) and _finite(value) and 0 <= float(value) <= 1:
+        return float(value)
+    raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].")
+
+
+def name_list(name: str, value: object) -> tuple[str, ...]:
+    """Return names or globs as a tuple: of one string, or of a collection of strings; None is none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    given = list(value) if isinstance(value, Collection) and not isinstance(value, Mapping) else None
+    if given is None or not all(isinstance(each, str) for each in given):
+        raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
+    return tuple(given)
+
+
+def _finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an int that no float can hold
+        return False
+
+
+def _bounds(least: float | None, most: float | None) -> str:
+    if least is not None and most is not None:
+        return f" in [{least}, {most}]"
+    if least is not None:
+        return f" >= {least}"
+    return "" if most is None else f" <= {most}"

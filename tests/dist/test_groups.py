@@ -1,0 +1,172 @@
+"""Agreement, riders, parcels and timeouts on real ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_sparse import DataNormSparsifier
+from dist_sparse.groups import (
+    Disagreement,
+    Parcels,
+    Replica,
+    Rider,
+    agreeing,
+    group_over,
+    set_timeout,
+    traffic,
+    world_ranks,
+)
+from tests.dist.harness import run_cases, run_ranks
+from tests.dist.pieces import by_rows, sharded
+
+pytestmark = pytest.mark.dist
+
+
+def refused(words: str, error: BaseException | None = None, facts: dict[str, Any] | None = None) -> ValueError:
+    with pytest.raises(ValueError, match=words) as caught, group_over(world_ranks()).agreeing("load()") as mine:
+        mine.update(facts or {})
+        if error is not None:
+            raise error
+    return caught.value
+
+
+def an_exception_of_one_rank_is_raised_on_all() -> None:
+    mine = KeyError("lost") if dist.get_rank() == 1 else None
+    raised = refused(r"load\(\) was refused on every rank, nothing was changed\. rank 1: KeyError: 'lost'", mine)
+    assert raised.__cause__ is mine
+
+
+def other_facts() -> None:
+    raised = refused("level is 0.6 on rank 1 and 0.5 on rank 0", facts={"level": 0.5 + dist.get_rank() / 10, "same": 1})
+    assert isinstance(raised, Disagreement) and raised.keys == {"level"}
+
+
+def one_exchange_when_all_is_well() -> None:
+    before = traffic()
+    with group_over(world_ranks()).agreeing("load()") as facts:
+        facts["level"] = 0.5
+    assert (traffic().collectives, traffic().bytes) == (before.collectives + 1, before.bytes + 32)
+
+
+def facts_that_json_can_not_hold() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    odd = {"keys": {1: 2, "a": 3, None: 4, (1, 2): 5}, "loop": loop, "long": 10**5000, "set": {1}, "nan": float("nan")}
+    with group_over(world_ranks()).agreeing("load()") as facts:
+        facts.update(odd)
+    refused("long is ", facts={"long": 10**5000 + dist.get_rank()})
+    refused("keys: a is 1 on rank 1 and 0 on rank 0", facts={"keys": {1: 2, "a": dist.get_rank()}})
+    if dist.get_rank() == 1:
+        refused("x is nothing on rank 0|x is .* on rank 1", facts={"x": odd})
+    else:
+        refused("x is .* on rank 1 and nothing on rank 0")
+
+
+def a_config_with_keys_of_two_kinds_on_one_rank() -> None:
+    """It was a TypeError on that rank, and the other one waited for the timeout. (C6)"""
+    sparsifier = DataNormSparsifier(sparsity_level=0.5)
+    sparsifier.add_data("a", sharded(torch.randn(8, 4), by_rows(8, 4, 4)))
+    sparsifier.step()
+    if dist.get_rank() == 1:
+        sparsifier.data_groups["a"]["mine"] = {1: 2, "b": 3}
+    with pytest.raises(ValueError, match="config of table 'a'"):
+        sparsifier.step()
+
+
+def errors_and_drift_reach_the_larger_group() -> None:
+    """A group of one rank knows something; the group of all hears it."""
+    groups = [group_over((dist.get_rank(),)), group_over(world_ranks())]
+    with pytest.raises(ValueError, match="rank 0: ValueError: mine"), agreeing("step()", groups):
+        if dist.get_rank() == 0:
+            raise ValueError("mine")
+
+    def refuse(drifted: dict[str, list[int]]) -> None:
+        raise ValueError(f"drifted: {drifted}")
+
+    def agree(on_drift: Callable[[dict[str, list[int]]], object] | None) -> dict[str, list[int]]:
+        with agreeing("step()", groups) as (_, facts):
+            facts.replicas["bias"] = Replica(hash=7 + dist.get_rank(), first=dist.get_rank() == 0, holders=2)
+            facts.on_drift = on_drift
+        return facts.drifted
+
+    assert agree(None) == {"bias": [1]}
+    with pytest.raises(ValueError, match=r"drifted: \{'bias': \[1\]\}"):
+        agree(refuse)
+
+
+def a_rider_is_carried_once() -> None:
+    group, rank = group_over(world_ranks()), dist.get_rank()
+    rider = Rider(torch.tensor([[rank, 10]]))
+    before = traffic()
+    group.all_reduce(torch.tensor([5]))  # somebody else's, which does not know the rider
+    assert rider.summed is None
+    assert group.all_reduce(torch.tensor([rank, 1]), rider).tolist() == [1, 2]
+    assert rider.summed is not None and rider.summed.tolist() == [[1, 20]]
+    assert group.all_reduce(torch.tensor([4]), rider).tolist() == [8]
+    assert traffic().collectives == before.collectives + 3
+
+
+def parcels_come_as_they_were_packed() -> None:
+    group, rank = group_over(world_ranks()), dist.get_rank()
+    parcels, expected = Parcels(group), []
+    for receiver in range(2):
+        parcels.send(receiver, torch.full((3,), 10 * rank + receiver, dtype=torch.uint8))  # leaves doubles unaligned
+        parcels.send(receiver, torch.full((rank + 1, 2), float(rank), dtype=torch.float64))
+    for sender in range(2):
+        expected.append((parcels.expect(sender, (3,)), parcels.expect(sender, (sender + 1, 2), torch.float64)))
+    parcels.exchange(torch.device("cpu"))
+    for sender, (bits, sums) in enumerate(expected):
+        assert bits().tolist() == [10 * sender + rank] * 3
+        assert sums().tolist() == [[float(sender)] * 2] * (sender + 1)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        an_exception_of_one_rank_is_raised_on_all,
+        other_facts,
+        one_exchange_when_all_is_well,
+        facts_that_json_can_not_hold,
+        a_config_with_keys_of_two_kinds_on_one_rank,
+        errors_and_drift_reach_the_larger_group,
+        a_rider_is_carried_once,
+        parcels_come_as_they_were_packed,
+    )
+}
+
+
+def _run() -> dict[str, str | None]:
+    return run_cases(CASES, lambda case: case())
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str | None]]:
+    return run_ranks(2, _run)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks(case: str, outcomes: list[dict[str, str | None]]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[case] is None, f"rank {rank}: {outcome[case]}"
+
+
+def _alone() -> str:
+    set_timeout(2)
+    group = group_over(world_ranks())
+    group.agree("start", {})
+    if dist.get_rank() == 1:
+        return ""  # it never steps
+    with pytest.raises(RuntimeError) as caught:
+        group.agree("step()", {})
+    return str(caught.value)
+
+
+def test_a_timeout_says_who_waited_where() -> None:
+    message = run_ranks(2, _alone)[0]
+    assert re.search(r"^Rank 0: all_gather in step\(\) failed. Not all of ranks 0-1 made", message), message

@@ -1,0 +1,83 @@
+"""A world of one, and the messages of ranks that disagree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dist_sparse.disagreement import explain_actions, explain_errors, explain_facts
+from dist_sparse.groups import Group, Parcels, Rider, agreeing, group_over, set_timeout, traffic
+
+ALONE = Group(None, None)
+WORLD = range(512)
+
+
+def test_a_world_of_one_raises_what_was_raised() -> None:
+    mistake = KeyError("lost")
+    with pytest.raises(KeyError) as caught, ALONE.agreeing("step()") as facts:
+        facts["level"] = 0.5
+        raise mistake
+    assert caught.value is mistake
+
+
+def test_interrupts_are_not_held_back() -> None:
+    with pytest.raises(KeyboardInterrupt), agreeing("step()", [ALONE]):
+        raise KeyboardInterrupt
+
+
+def test_nothing_is_sent_by_a_world_of_one() -> None:
+    before = traffic()
+    rider = Rider(torch.ones(2, dtype=torch.int64))
+    assert ALONE.all_reduce(torch.tensor([3]), rider).tolist() == [3] and rider.summed is None
+    parcels = Parcels(group_over(None))
+    parcels.send(0, torch.tensor([1, 2, 3], dtype=torch.uint8))
+    parcels.send(0, torch.tensor([[0.5], [1.5]], dtype=torch.float64))
+    bits, sums = parcels.expect(0, (3,)), parcels.expect(0, (2, 1), torch.float64)
+    parcels.exchange(torch.device("cpu"))
+    assert bits().tolist() == [1, 2, 3] and sums().tolist() == [[0.5], [1.5]]
+    assert traffic() == before
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), True, "600"])
+def test_invalid_timeouts(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"^Invalid seconds="):
+        set_timeout(seconds)
+
+
+def test_one_mistake_on_512_ranks_is_said_once() -> None:
+    report = {"action": "step()", "error": "ValueError: " + "x" * 300, "facts": {}}
+    message = explain_errors(WORLD, [report] * 512)
+    assert message.startswith("step() was refused on every rank, nothing was changed. ranks 0-511: ValueError: xxx")
+    assert message.count("ValueError") == 1 and len(message) < 500
+
+
+def test_512_different_mistakes_are_cut() -> None:
+    reports = [{"action": "step()", "error": f"ValueError: {rank} " + "x" * 5000} for rank in WORLD]
+    message = explain_errors(WORLD, reports)
+    assert "rank 0: ValueError: 0 xxx" in message and "ranks 3-511: other errors" in message and len(message) < 2000
+
+
+def test_other_actions_are_grouped() -> None:
+    reports = [{"action": "audit()" if rank in (3, 5, 6) else "step()"} for rank in WORLD]
+    assert "ranks 3, 5-6 are at 'audit()' while rank 0 is at 'step()'" in explain_actions(WORLD, reports)
+
+
+def test_the_part_that_differs_is_shown_alone() -> None:
+    tiling = [[rank * 100, 0, 100, 64] for rank in WORLD]
+    other = [*tiling[:300], [7, 0, 100, 64], *tiling[301:]]
+    values = [{"table 'a'": {"config": {"level": 0.5}, "tiling": other if rank == 9 else tiling}} for rank in WORLD]
+    message = explain_facts(WORLD, "add_model()", ["table 'a'"], values, 1)
+    assert "table 'a': tiling[300] is [7, 0, 100, 64] on rank 9 and [30000, 0, 100, 64] on rank 0" in message
+    assert len(message) < 250
+
+
+def test_differences_on_many_ranks_are_cut() -> None:
+    keys = [f"table {number}" for number in range(3)]
+    values = [{key: f"{rank} " * 1000 for key in keys} for rank in WORLD]
+    message = explain_facts(WORLD, "add_model()", keys, values, 500)
+    assert len(message) < 2000 and message.endswith("...")
+
+
+def test_a_key_that_one_rank_lacks() -> None:
+    message = explain_facts(range(2), "step()", ["b"], [{"b": {"level": 0.5}}, {}], 1)
+    assert "b is nothing on rank 1 and {'level': 0.5} on rank 0" in message
