@@ -7,10 +7,8 @@ pickles. Every collective is counted by :func:`traffic`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.checks import number
-from dist_sparse.disagreement import MOST_SHOWN, cut, explain_actions, explain_errors, explain_facts, ranks_text
+from dist_sparse.facts import (
+    MOST_SHOWN,
+    cut,
+    digest,
+    encode,
+    explain_actions,
+    explain_errors,
+    explain_facts,
+    ranks_text,
+)
 
 __all__ = [
     "Disagreement",
@@ -246,7 +253,7 @@ class Group:
         bytes)."""
         if self._group is None:
             return [value]
-        raw = torch.frombuffer(bytearray(_encode(value)), dtype=torch.uint8)
+        raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([raw.numel()])).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: raw.numel()] = raw
@@ -297,7 +304,7 @@ class Group:
         balance = sum(_weight(name) * r.hash * (r.holders - 1 if r.first else -1) for name, r in replicas.items())
         # As int64. It sums to zero over ranks, modulo 2**64, if no replica has drifted.
         balance = (balance + (1 << 63)) % (1 << 64) - (1 << 63)
-        mine = torch.tensor([error is not None, _digest(action), _digest(facts), balance], dtype=torch.int64)
+        mine = torch.tensor([error is not None, digest(action), digest(facts), balance], dtype=torch.int64)
         told = self.all_gather(mine)
         if not told[:, 0].any() and bool((told[:, 1:3] == told[0, 1:3]).all()):
             if int(told[:, 3].sum()) == 0:
@@ -316,7 +323,7 @@ class Group:
         all ranks), then the values of the first few that differ."""
         said = None if error is None else cut(f"{type(error).__name__}: {error}")
         reports = self.all_gather_json(
-            {"action": action, "error": said, "facts": {key: _digest(value) for key, value in facts.items()}}
+            {"action": action, "error": said, "facts": {key: digest(value) for key, value in facts.items()}}
         )
         if any(report["error"] for report in reports):
             return ValueError(explain_errors(self.ranks, reports))
@@ -445,51 +452,9 @@ def group_over(ranks: tuple[int, ...] | None) -> Group:
 _LOST: Final = ("timed out", "timeout", "connect", "socket", "peer")
 """Words of the backends' errors about ranks that do not answer."""
 
-_DEEPEST: Final = 12
-"""Levels of nested containers that are compared; a container that holds itself has no end."""
-
-
-def _encode(value: Json) -> bytes:
-    return json.dumps(_plain(value), sort_keys=True).encode()
-
-
-def _plain(value: object, depth: int = 0) -> Json:
-    """``value`` as JSON can hold it, whatever it is: an error here, on one rank, would leave the others waiting.
-
-    Numbers of NumPy become Python's; of what JSON does not have the type remains, which is as much as ranks can
-    compare.
-    """
-    if isinstance(value, str):
-        return str(value)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, numbers.Integral):
-        whole = int(value)
-        return whole if whole.bit_length() < 1024 else f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
-    if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError:
-            return f"<{type(value).__name__}>"
-    if depth < _DEEPEST and isinstance(value, dict):
-        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
-    if depth < _DEEPEST and isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
-    return f"<{type(value).__name__}>"
-
-
-def _key(key: object) -> str:
-    """Keys as text: those of mixed types can't be sorted."""
-    plain = _plain(key)
-    return plain if isinstance(plain, str) else json.dumps(plain)
-
-
-def _digest(value: Json) -> int:
-    return int.from_bytes(hashlib.blake2b(_encode(value), digest_size=8).digest(), "little", signed=True)
-
 
 def _weight(name: str) -> int:
-    return _digest(name) | 1
+    return digest(name) | 1
 
 
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:

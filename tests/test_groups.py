@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dist_sparse.disagreement import explain_actions, explain_errors, explain_facts
+from dist_sparse.facts import explain_actions, explain_errors, explain_facts
 from dist_sparse.groups import Group, Parcels, Rider, agreeing, group_over, set_timeout, traffic
 
 ALONE = Group(None, None)

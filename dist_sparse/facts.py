@@ -1,14 +1,18 @@
-"""Error messages about ranks that fail or disagree, of a length that does not grow with the world."""
+"""What ranks compare before they act: any value as JSON and as a digest, and messages about values that differ.
+
+The length of a message does not grow with the number of ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import numbers
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from os.path import commonprefix
 from typing import Any, Final
 
-__all__ = ["MOST_SHOWN", "cut", "explain_actions", "explain_errors", "explain_facts", "ranks_text"]
+__all__ = ["MOST_SHOWN", "cut", "digest", "encode", "explain_actions", "explain_errors", "explain_facts", "ranks_text"]
 
 Json = Any
 
@@ -17,6 +21,50 @@ MOST_SHOWN: Final = 3
 
 _LONGEST_ERROR: Final = 1000
 _LONGEST_VALUE: Final = 120
+
+_DEEPEST: Final = 12
+"""Levels of nested containers that are compared; a container that holds itself has no end."""
+
+
+def encode(value: Json) -> bytes:
+    """Return any value as JSON, with sorted keys."""
+    return json.dumps(_plain(value), sort_keys=True).encode()
+
+
+def _plain(value: object, depth: int = 0) -> Json:
+    """``value`` as JSON can hold it, whatever it is: an error here, on one rank, would leave the others waiting.
+
+    Numbers of NumPy become Python's; of what JSON does not have the type remains, which is as much as ranks can
+    compare.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        whole = int(value)
+        return whole if whole.bit_length() < 1024 else f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return f"<{type(value).__name__}>"
+    if depth < _DEEPEST and isinstance(value, dict):
+        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
+    if depth < _DEEPEST and isinstance(value, (list, tuple)):
+        return [_plain(item, depth + 1) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+def _key(key: object) -> str:
+    """Keys as text: those of mixed types can't be sorted."""
+    plain = _plain(key)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def digest(value: Json) -> int:
+    """Return 64 bits of a hash of any value, signed."""
+    return int.from_bytes(hashlib.blake2b(encode(value), digest_size=8).digest(), "little", signed=True)
 
 
 def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
@@ -90,7 +138,7 @@ def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
         else:
             break
     mine, other = str(ours), str(theirs)
-    same = len(commonprefix([mine, other]))
+    same = next((i for i, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, same - 20) if max(len(mine), len(other)) > _LONGEST_VALUE else 0
     mine, other = (("..." if start else "") + cut(text[start:], _LONGEST_VALUE) for text in (mine, other))
     return path, mine, other
