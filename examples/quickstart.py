@@ -1,4 +1,4 @@
-"""How does one script sparsify a TorchRec model, in one process and under torchrun?"""
+"""Sparsify a TorchRec model, in one process and under torchrun."""
 
 import os
 

@@ -77,6 +77,6 @@ def test_its_words_fit_its_figures(executed: Any) -> None:
     auc = {
         name.strip(): float(value) for name, value in re.findall(r"^(.+?) AUC (0\.\d+)", text(executed), re.MULTILINE)
     }
-    assert list(auc) == ["dense", "80 % of rows", "80 % of 1 x 4 blocks", "95 % of the pairs"]
-    assert 0.55 < auc["80 % of rows"] < auc["80 % of 1 x 4 blocks"] < 0.8
-    assert auc["80 % of rows"] < auc["dense"] < auc["95 % of the pairs"]
+    assert list(auc) == ["dense", "80% of rows", "80% of 1x4 blocks", "95% of the pairs"]
+    assert 0.55 < auc["80% of rows"] < auc["80% of 1x4 blocks"] < 0.8
+    assert auc["80% of rows"] < auc["dense"] < auc["95% of the pairs"]
