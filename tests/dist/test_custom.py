@@ -1,4 +1,4 @@
-"""Do a user's own sparsifiers work on sharded tables as in one process?"""
+"""Custom sparsifiers work on sharded tables as in one process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
-from tests.dist.cells import LOCAL, build, cells, gathered, set_weights, weights
-from tests.dist.harness import run_cases, run_ranks
+from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.kinds import names_of, some_cells
-from tests.dist.pieces import by_rows, check_outcomes, quiet, sharded, watched, write
+from tests.dist.pieces import by_rows, sharded, watched, write
 from tests.dist.pieces import gathered as whole
-
-pytestmark = pytest.mark.dist
+from tests.dist.plugin import on_ranks
 
 
 def plain_model(full: dict[str, Tensor]) -> nn.ModuleDict:
@@ -70,7 +68,8 @@ class Seldom(ScoreSparsifier):
 # -- update_mask -------------------------------------------------------------------------------------------------------
 
 
-def own_update_mask(world: int) -> None:
+@on_ranks(2, 4)
+def test_own_update_mask(world: int) -> None:
     """Once for each local shard, in the storage that is live, never for none; equal to one process."""
     for name, cell in some_cells(world).items():
         model = build(cell)
@@ -107,7 +106,8 @@ def own_update_mask(world: int) -> None:
             assert torch.equal(gathered(model)[table], second[table].to(held[table].dtype) * want)
 
 
-def replaced_mask(world: int) -> None:
+@on_ranks(2)
+def test_replaced_mask(world: int) -> None:
     cell = cells(world)["mixed"]
     model = build(cell)
     sparsifier = Replacing(below=0.25)
@@ -120,7 +120,8 @@ def replaced_mask(world: int) -> None:
     sparsifier.audit()
 
 
-def mask_of_another_shape(world: int) -> None:
+@on_ranks(2)
+def test_mask_of_another_shape(world: int) -> None:
     class Wrong(BaseDataSparsifier):
         def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
             self.get_mask(name).data = torch.ones(1, 1)
@@ -137,7 +138,8 @@ def mask_of_another_shape(world: int) -> None:
 # -- score -------------------------------------------------------------------------------------------------------------
 
 
-def own_score(world: int) -> None:
+@on_ranks(2, 4)
+def test_own_score(world: int) -> None:
     """The same masks as in one process, on every sharding; zeroed even where the score says nothing of the weight."""
     for name, cell in some_cells(world).items():
         model = build(cell)
@@ -170,7 +172,8 @@ def write_alone(sparsifier: BaseDataSparsifier, full: dict[str, Tensor]) -> None
         sparsifier.get_data(table).copy_(weight)
 
 
-def rows_come_back(world: int) -> None:
+@on_ranks(2, 4)
+def test_rows_come_back(world: int) -> None:
     """A removed row whose score rises is kept again, and starts at 0."""
     rows = 11
     counts = {"table": torch.arange(rows)}
@@ -191,7 +194,8 @@ def rows_come_back(world: int) -> None:
 # -- what one rank can see ---------------------------------------------------------------------------------------------
 
 
-def several_shards_or_none(world: int) -> None:
+@on_ranks(2, 4)
+def test_several_shards_or_none(world: int) -> None:
     seen = set()
     for name in ("two_shards", "table_wise_one_rank"):
         sparsifier = DataNormSparsifier()
@@ -216,7 +220,8 @@ def several_shards_or_none(world: int) -> None:
     assert seen == ({1, 2} if dist.get_rank() == world - 1 else {0})
 
 
-def effective_data(world: int) -> None:
+@on_ranks(2)
+def test_effective_data(world: int) -> None:
     full = torch.randn(9, 8)
     sparsifier = DataNormSparsifier()
     table = sharded(full, by_rows(9, 8, 4, *([6, 7] if world == 4 else [])))
@@ -229,33 +234,3 @@ def effective_data(world: int) -> None:
     assert torch.equal(sparsifier.get_data("table", return_original=False), live * mask)
     mask.zero_()  # unpacked: edits of it count only inside update_mask
     assert int(sparsifier.get_mask("table").sum()) > 0
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        own_update_mask,
-        replaced_mask,
-        mask_of_another_shape,
-        own_score,
-        rows_come_back,
-        several_shards_or_none,
-        effective_data,
-    )
-}
-WORLDS = {2: list(CASES), 4: ["own_update_mask", "own_score", "several_shards_or_none", "rows_come_back"]}
-
-
-def run_all(world: int) -> dict[str, str | None]:
-    quiet()
-    return run_cases({name: CASES[name] for name in WORLDS[world]}, lambda case: case(world))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[int, list[dict[str, str | None]]]:
-    return {world: run_ranks(world, run_all, world, local_world_size=LOCAL[world]) for world in WORLDS}
-
-
-@pytest.mark.parametrize(("world", "case"), [(world, name) for world, names in WORLDS.items() for name in names])
-def test_custom(outcomes: dict[int, list[dict[str, str | None]]], world: int, case: str) -> None:
-    check_outcomes(outcomes[world], case)

@@ -8,18 +8,17 @@ import torch.distributed as dist
 
 from dist_sparse import ROW, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
-from tests.dist.cells import LOCAL, build, cells, set_weights, weights
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes
-
-pytestmark = pytest.mark.dist
+from tests.dist.cells import build, cells, set_weights, weights
+from tests.dist.plugin import on_ranks
 
 BLOCKS: dict[str, tuple[int, int | str]] = {"rows": (1, ROW), "small": (1, 4), "tall": (3, 4), "elements": (1, 1)}
 
 
-def check_cell(case: tuple[str, int, str]) -> None:
-    cell_name, world, block = case
-    cell = cells(world)[cell_name]
+@on_ranks()
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 4) for name in cells(world)])
+def test_dead_rows(world: int, name: str, block: str) -> None:
+    cell = cells(world)[name]
     model = build(cell)
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=BLOCKS[block])
     sparsifier.add_model(model)
@@ -36,7 +35,8 @@ def check_cell(case: tuple[str, int, str]) -> None:
             assert found == {name: round(level) * len(mask) for name, mask in full.items()}
 
 
-def check_traffic(world: int) -> None:
+@on_ranks(2, 4)
+def test_traffic(world: int) -> None:
     """A bit a row and column shard, in one message beside the sums."""
     cell = cells(world)["column_wise"]
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
@@ -48,16 +48,3 @@ def check_traffic(world: int) -> None:
     mine = [rect for data in located.values() for rect in data.owned(dist.get_rank())]
     assert traffic().collectives == 2
     assert traffic().bytes <= sum(rect.rows / 8 + world for rect in mine) + 8 * len(located)
-
-
-def _ranks(world: int) -> dict[str, str | None]:
-    cases = {f"{name}-{block}": (name, world, block) for name in cells(world) for block in BLOCKS}
-    outcomes = run_cases(cases, check_cell)
-    return outcomes | run_cases({"traffic": world}, check_traffic)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_dead_rows(world: int) -> None:
-    outcomes = run_ranks(world, _ranks, world, local_world_size=LOCAL[world])
-    for name in [*(f"{cell}-{block}" for cell in cells(world) for block in BLOCKS), "traffic"]:
-        check_outcomes(outcomes, name)

@@ -1,6 +1,6 @@
 """Golden values: the fingerprint of every cell and what its mask updates send. A refactoring may not change them.
 
-``python -m tests.dist.test_golden`` writes ``golden.json`` again; do so only when a change of masks or messages is meant.
+``python -m tests.dist.test_golden`` writes ``golden.json`` again, for a change of masks or messages that is meant.
 """
 
 from __future__ import annotations

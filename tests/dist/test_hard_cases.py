@@ -1,4 +1,4 @@
-"""Do the cases hold that a reviewer broke once? Real gloo ranks, one process start per world."""
+"""Cases that were wrong once: irregular tilings, drift, states and arguments of one rank of three."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import ROW, DataNormSparsifier, describe, groups
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import Piece, quiet, sharded
+from tests.dist.pieces import Piece, sharded
+from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
-
-pytestmark = pytest.mark.dist
 
 
 def guillotine(draw: random.Random, piece: Piece, depth: int) -> list[Piece]:
@@ -35,8 +33,8 @@ def guillotine(draw: random.Random, piece: Piece, depth: int) -> list[Piece]:
     return [part for half in halves for part in guillotine(draw, half, depth - 1)]
 
 
-def irregular_tilings() -> None:
-    quiet()
+@on_ranks(3)
+def test_irregular_tilings() -> None:
     draw = random.Random(7)
     for turn in range(60):
         rows, cols = draw.randint(5, 22), draw.choice([8, 12, 16])
@@ -54,8 +52,8 @@ def irregular_tilings() -> None:
         sparsifier.audit()
 
 
-def a_cut_row_that_lies_whole_elsewhere() -> None:
-    quiet()
+@on_ranks(3)
+def test_a_cut_row_that_lies_whole_elsewhere() -> None:
     full = torch.randn(10, 8, generator=torch.Generator().manual_seed(0))
     for cut in (5, 1):
         tiling = [[(0, 0, 10, 4)], [(0, 4, cut, 4), (cut, 4, 10 - cut, 4)], []]
@@ -76,7 +74,8 @@ def drift(change: Callable[[Tensor], None]) -> None:
         sparsifier.step()
 
 
-def a_flipped_sign() -> None:
+@on_ranks(3)
+def test_a_flipped_sign() -> None:
     for column in range(4):
 
         def flip(weight: Tensor, column: int = column) -> None:
@@ -87,7 +86,8 @@ def a_flipped_sign() -> None:
         drift(flip)
 
 
-def changes_that_cancel() -> None:
+@on_ranks(3)
+def test_changes_that_cancel() -> None:
     def nudge(weight: Tensor) -> None:
         words = weight.view(torch.int32)
         kept = int(weight.abs().sum(1).nonzero()[0])
@@ -96,8 +96,8 @@ def changes_that_cancel() -> None:
     drift(nudge)
 
 
-def one_rank_describes() -> None:
-    quiet()
+@on_ranks(3)
+def test_one_rank_describes() -> None:
     sparsifier = DataNormSparsifier()
     sparsifier.add_data("t", sharded(torch.randn(6, 4), [[(2 * r, 0, 2, 4)] for r in range(3)]))
     if dist.get_rank() == 0:  # alone, so a process group made now would wait for the others
@@ -115,8 +115,8 @@ def one_rank_describes() -> None:
             groups._groups.update(known)
 
 
-def a_state_without_a_config() -> None:
-    quiet()
+@on_ranks(3)
+def test_a_state_without_a_config() -> None:
     sparsifier = DataNormSparsifier(None, 0.5, (1, ROW))
     sparsifier.add_data("t", sharded(torch.randn(6, 4), [[(2 * r, 0, 2, 4)] for r in range(3)]))
     saved = sparsifier.state_dict()
@@ -130,8 +130,8 @@ def a_state_without_a_config() -> None:
     sparsifier.load_state_dict(saved)
 
 
-def what_sharded_data_refuses() -> None:
-    quiet()
+@on_ranks(3)
+def test_what_sharded_data_refuses() -> None:
     tensor = sharded(torch.randn(6, 4), [[(2 * r, 0, 2, 4)] for r in range(3)])
     sparsifier = DataNormSparsifier()
     with pytest.raises(ValueError, match="'mask'"):
@@ -142,39 +142,9 @@ def what_sharded_data_refuses() -> None:
     assert list(sparsifier.data_groups) == ["t"]
 
 
-def empty_rectangles_are_no_replicas() -> None:
-    quiet()
+@on_ranks(3)
+def test_empty_rectangles_are_no_replicas() -> None:
     sparsifier = DataNormSparsifier(None, 0.5, (1, 4))
     sparsifier.add_data("t", sharded(torch.randn(2, 4), [[(0, 0, 2, 4)], [(2, 0, 0, 4)], [(2, 0, 0, 4)]]))
     assert not sparsifier._tables.locate()["t"].replicated
     sparsifier.step()
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        irregular_tilings,
-        a_cut_row_that_lies_whole_elsewhere,
-        a_flipped_sign,
-        changes_that_cancel,
-        one_rank_describes,
-        a_state_without_a_config,
-        what_sharded_data_refuses,
-        empty_rectangles_are_no_replicas,
-    )
-}
-
-
-def _all() -> dict[str, str | None]:
-    return run_cases(CASES, lambda case: case())
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(3, _all)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_case(outcomes: list[dict[str, str | None]], name: str) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"

@@ -1,4 +1,4 @@
-"""Are the masks of every table the same, bit for bit, on every sharding and world, as in one process? (C1, C2)
+"""Masks of every table are those of one process, bit for bit, on every sharding and world. (C1, C2)
 
 The reference is :func:`tests.oracle.oracle_mask` on the gathered weights of that very step: plain loops that share
 nothing with the library.
@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse import ROW, DataNormSparsifier
-from tests.dist.cells import LOCAL, build, cells, gathered, set_weights
-from tests.dist.harness import run_cases, run_ranks
+from tests.dist.cells import build, cells, gathered, set_weights
+from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
 
 BLOCKS: tuple[tuple[int, Any], ...] = ((1, 1), (1, 4), (4, 1), (3, 5), (1, ROW), (8, 8))
 LEVELS = (0.5, 0.0, 1.0, 0.37, 0.8)
-CELLS = [(world, name) for world in (1, 2, 4) for name in cells(world)]
 
 
 def _ties(w: Tensor) -> Tensor:
@@ -50,10 +49,10 @@ WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
 }
 
 
-def check_cell(case: tuple[str, int]) -> None:
-    """Every block, weight pattern, norm and level on one model; the sparsifier's config is changed in place, as a
-    schedule would."""
-    name, world = case
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
+    """Every block, weight pattern, norm and level on one model; a config is changed in place, as a schedule would."""
     cell = cells(world)[name]
     model = build(cell)
     original = gathered(model)
@@ -85,29 +84,3 @@ def check_cell(case: tuple[str, int]) -> None:
                     torch.testing.assert_close(after[table], effective, rtol=0, atol=0, msg=where)
             prints = sparsifier.audit()
             assert prints == {table: alone.fingerprint()[table] for table in names}, f"fingerprints of {name}"
-
-
-def run_cells(world: int) -> dict[str, str | None]:
-    torch.set_num_threads(1)
-    return run_cases({name: (name, world) for name in cells(world)}, check_cell)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> Callable[[int], list[dict[str, str | None]]]:
-    """The outcomes of a world's cells by rank; ranks are started once per world."""
-    known: dict[int, list[dict[str, str | None]]] = {}
-
-    def of(world: int) -> list[dict[str, str | None]]:
-        if world not in known:
-            known[world] = run_ranks(world, run_cells, world, local_world_size=LOCAL[world])
-        return known[world]
-
-    return of
-
-
-@pytest.mark.parametrize(("world", "name"), CELLS, ids=[f"{name}-{world}" for world, name in CELLS])
-def test_masks_equal_the_single_process_oracle(
-    outcomes: Callable[[int], list[dict[str, str | None]]], world: int, name: str
-) -> None:
-    for rank, outcome in enumerate(outcomes(world)):
-        assert outcome[name] is None, f"rank {rank}:\n{outcome[name]}"

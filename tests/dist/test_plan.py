@@ -1,4 +1,4 @@
-"""Is a dry run the same on every sharding, and is an error on one rank one on all?"""
+"""A dry run is the same on every sharding, and an error on one rank is one on all."""
 
 from __future__ import annotations
 
@@ -12,29 +12,10 @@ from torchrec import KeyedJaggedTensor
 
 from dist_sparse import ROW
 from dist_sparse.report.plan import Plan, plan
-from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered
-from tests.dist.harness import run_cases, run_ranks
-
-pytestmark = pytest.mark.dist
+from tests.dist.cells import Cell, batch, build, cells, gathered
+from tests.dist.plugin import on_ranks
 
 WORLD = 2
-Report = list[dict[str, str | None]]
-
-
-@pytest.fixture(scope="module")
-def reports() -> Report:
-    return run_ranks(WORLD, _all_cells, local_world_size=LOCAL[WORLD])
-
-
-@pytest.mark.parametrize("name", [*cells(WORLD), "errors"])
-def test_every_sharding_gives_the_plan_of_one_process(reports: Report, name: str) -> None:
-    for rank, outcome in enumerate(reports):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
-
-
-def _all_cells() -> dict[str, str | None]:
-    checks: dict[str, Any] = {name: lambda cell=cell: _check_cell(cell) for name, cell in cells(WORLD).items()}
-    return run_cases({**checks, "errors": _check_errors}, lambda check: check())
 
 
 def _numbers(answer: Plan) -> Any:
@@ -47,7 +28,10 @@ def _numbers(answer: Plan) -> Any:
     return answer.level, sorted(tables)
 
 
-def _check_cell(cell: Cell) -> None:
+@on_ranks(WORLD)
+@pytest.mark.parametrize("name", cells(WORLD))
+def test_every_sharding_gives_the_plan_of_one_process(name: str) -> None:
+    cell = cells(WORLD)[name]
     model, rank = build(cell), dist.get_rank()
     before = gathered(model)
     alone = nn.ModuleDict({name: nn.Embedding.from_pretrained(full.clone()) for name, full in before.items()})
@@ -72,7 +56,8 @@ def _by_table(cell: Cell, keyed: KeyedJaggedTensor) -> dict[str, Tensor]:
     return {table.name: torch.cat([keyed[feature].values() for feature in table.features]) for table in cell.tables}
 
 
-def _check_errors() -> None:
+@on_ranks(WORLD)
+def test_errors() -> None:
     cell = cells(WORLD)["mixed"]
     model, rank = build(cell), dist.get_rank()
     good = [batch(cell)]

@@ -15,16 +15,8 @@ from dist_sparse import ROW, DataNormSparsifier, RunLog
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.report.folder import LINES, read_lines
 from dist_sparse.report.quality import Quality
-from tests.dist.cells import LOCAL, build, cells, set_weights, weights
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes
-
-pytestmark = pytest.mark.dist
-
-CASES = (
-    *("a_log", "several_due_steps_wait", "bad_values", "a_full_disk"),
-    *("refused_on_every_rank", "one_rank_is_wrong", "rank_0_cannot_write", "one_rank_has_an_exception", "quality"),
-)
+from tests.dist.cells import build, cells, set_weights, weights
+from tests.dist.plugin import on_ranks
 
 
 def shared_folder() -> Path:
@@ -39,7 +31,8 @@ def written(folder: Path) -> list[dict[str, Any]]:
     return list(read_lines(folder / LINES))
 
 
-def a_log() -> None:
+@on_ranks(2)
+def test_a_log() -> None:
     folder = shared_folder()
     cell = cells(2)["mixed"]
     model = build(cell)
@@ -68,7 +61,8 @@ def a_log() -> None:
     assert sparsifier._recorder is None
 
 
-def bad_values() -> None:
+@on_ranks(2)
+def test_bad_values() -> None:
     """Refused by every rank, where rank 0 alone writes; the ranks go on together."""
     folder = shared_folder()
     with RunLog(folder) as log:
@@ -81,7 +75,8 @@ def bad_values() -> None:
     assert [line["kind"] for line in written(folder)] == ["values", "end"]
 
 
-def a_full_disk() -> None:
+@on_ranks(2)
+def test_a_full_disk() -> None:
     """Rank 0 can't write any more; both ranks train on and close."""
     folder = shared_folder()
     if dist.get_rank() == 0:
@@ -98,7 +93,8 @@ def a_full_disk() -> None:
     assert sum("could not be written" in str(one.message) for one in said) == (dist.get_rank() == 0)
 
 
-def several_due_steps_wait() -> None:
+@on_ranks(2)
+def test_several_due_steps_wait() -> None:
     """Where nothing is to be chosen, no message takes counts along, so they wait; each has the step of its own."""
     folder = shared_folder()
     cell = cells(2)["row_wise"]
@@ -113,7 +109,8 @@ def several_due_steps_wait() -> None:
     assert masks == [(2, 1), (2, 2), (2, 3), (5, 4), (5, 5), (5, 6), (5, 7), (5, 8)]
 
 
-def refused_on_every_rank() -> None:
+@on_ranks(2)
+def test_refused_on_every_rank() -> None:
     folder = shared_folder()
     with pytest.raises(ValueError, match=r"rank 0: ValueError: Invalid sinks of type NoneType"):
         RunLog(folder, sinks=None if dist.get_rank() == 0 else ())  # type: ignore[arg-type]
@@ -122,7 +119,8 @@ def refused_on_every_rank() -> None:
         RunLog(folder)
 
 
-def one_rank_is_wrong() -> None:
+@on_ranks(2)
+def test_one_rank_is_wrong() -> None:
     """It does not write, and yet the one that does leaves everything as it was."""
     folder, rank = shared_folder(), dist.get_rank()
     wrongs: tuple[dict[str, Any], ...] = (
@@ -147,7 +145,8 @@ def everything_in(folder: Path) -> dict[str, bytes | None]:
     return found
 
 
-def rank_0_cannot_write() -> None:
+@on_ranks(2)
+def test_rank_0_cannot_write() -> None:
     folder = shared_folder()
     if dist.get_rank() == 0:
         (folder / "file").touch()
@@ -156,7 +155,8 @@ def rank_0_cannot_write() -> None:
     RunLog(folder / "run").close()
 
 
-def one_rank_has_an_exception() -> None:
+@on_ranks(2)
+def test_one_rank_has_an_exception() -> None:
     """It leaves the log without waiting for the others, and they for it no longer than the group's timeout: here they
     do not close."""
     folder = shared_folder()
@@ -168,7 +168,8 @@ def one_rank_has_an_exception() -> None:
         log._shut()
 
 
-def quality() -> None:
+@on_ranks(2)
+def test_quality() -> None:
     """Ranks with unequal numbers of examples, one with none: as if one process had seen all."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
@@ -192,16 +193,6 @@ def quality() -> None:
     assert set(alone) == {"auc", "ne"}
     with pytest.raises(ValueError, match="Invalid labels of shape"):
         measure.update(logits, labels[:3])
-
-
-def _ranks() -> dict[str, str | None]:
-    return run_cases({name: globals()[name] for name in CASES}, lambda check: check())
-
-
-def test_two_ranks() -> None:
-    outcomes = run_ranks(2, _ranks, local_world_size=LOCAL[2])
-    for name in CASES:
-        check_outcomes(outcomes, name)
 
 
 def test_every_must_be_a_number_of_steps() -> None:

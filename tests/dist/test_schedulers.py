@@ -1,4 +1,4 @@
-"""Do all ranks schedule the same, and is a rank that would not named on every rank? On two real gloo ranks."""
+"""All ranks schedule the same values, and a rank that differs is named on every rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import CubicDataScheduler, LambdaDataScheduler, LinearDataScheduler
 from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from tests.dist.harness import run_cases, run_ranks
-
-pytestmark = pytest.mark.dist
-WORLD = 2
+from tests.dist.plugin import on_ranks
 
 
 class Still(BaseDataSparsifier):
@@ -68,7 +65,8 @@ def refused(call: Callable[[], Any], *words: str) -> None:
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
-def rank_0_is_written_everywhere_with_one_warning() -> None:
+@on_ranks(2)
+def test_rank_0_is_written_everywhere_with_one_warning() -> None:
     sparsifier = sparsifier_of("a", "b")
     same, mine = {"a": 0.1}, {"a": per_rank(0.2, 0.9), "b": per_rank(0.3, 0.3)}
     with warnings.catch_warnings(record=True) as caught:
@@ -87,7 +85,8 @@ def rank_0_is_written_everywhere_with_one_warning() -> None:
         assert "'a' is 0.9 here and 0.2 on rank 0" in str(caught[0].message)
 
 
-def values_keep_their_types() -> None:
+@on_ranks(2)
+def test_values_keep_their_types() -> None:
     answer = {"a": (1, (2, "x")), "b": per_rank(math.nan, float("nan")), "c": per_rank((1, 2), (3, 4)), "d": None}
     sparsifier = sparsifier_of("a", "b", "c", "d", "e")
     with warnings.catch_warnings(record=True) as caught:
@@ -99,13 +98,15 @@ def values_keep_their_types() -> None:
     assert len(caught) == dist.get_rank()
 
 
-def what_can_not_cross_is_refused() -> None:
+@on_ranks(2)
+def test_what_can_not_cross_is_refused() -> None:
     sparsifier = sparsifier_of("a")
     refused(lambda: scripted({"a": object()})(sparsifier, "sparsity_level"), "ranks 0-1: ", "object", "JSON")
     assert levels(sparsifier) == {"a": 0.5}
 
 
-def exception_on_one_rank_is_raised_on_both() -> None:
+@on_ranks(2)
+def test_exception_on_one_rank_is_raised_on_both() -> None:
     sparsifier = sparsifier_of("a")
     scheduler = scripted({}, per_rank({"a": 0.7}, KeyError("lost")), {"a": 0.8})(sparsifier, "sparsity_level")
     sparsifier.step()
@@ -119,44 +120,51 @@ def exception_on_one_rank_is_raised_on_both() -> None:
     assert levels(sparsifier) == {"a": 0.8} and scheduler.last_epoch == 1
 
 
-def unknown_name_on_one_rank() -> None:
+@on_ranks(2)
+def test_unknown_name_on_one_rank() -> None:
     sparsifier = sparsifier_of("a")
     make = scripted(per_rank({"ghost": 1.0}, {}))
     refused(lambda: make(sparsifier, "sparsity_level"), "rank 0", "ghost", "['a']")
     assert "step" not in vars(sparsifier)
 
 
-def not_a_sparsifier_on_one_rank() -> None:
+@on_ranks(2)
+def test_not_a_sparsifier_on_one_rank() -> None:
     refused(
         lambda: scripted({})(per_rank(sparsifier_of("a"), object()), "sparsity_level"), "rank 1: TypeError", "object"
     )
     refused(lambda: CubicDataScheduler(per_rank(3, sparsifier_of("a")), final=0.5, end=5), "rank 0: TypeError", "int")
 
 
-def other_answers() -> None:
+@on_ranks(2)
+def test_other_answers() -> None:
     sparsifier = sparsifier_of("a", "b")
     make = scripted(per_rank({"a": 0.1}, {"a": 0.1, "b": 0.1}))
     refused(lambda: make(sparsifier, "sparsity_level"), "data 'b' is scheduled on rank 1 and not scheduled on rank 0")
     assert levels(sparsifier) == {"a": 0.5, "b": 0.5}
 
 
-def other_names() -> None:
+@on_ranks(2)
+def test_other_names() -> None:
     sparsifier = per_rank(sparsifier_of("a"), sparsifier_of("a", "b"))
     refused(lambda: scripted({})(sparsifier, "sparsity_level"), "data 'b'", "nothing on rank 0", "rank 1")
     refused(lambda: LinearDataScheduler(sparsifier, final=0.5, end=5), "data 'b'", "nothing on rank 0", "rank 1")
 
 
-def other_parameter() -> None:
+@on_ranks(2)
+def test_other_parameter() -> None:
     param = per_rank("sparsity_level", "zeros_per_block")
     refused(lambda: scripted({})(sparsifier_of("a"), param), "schedule_param is zeros_per_block on rank 1")
 
 
-def other_class() -> None:
+@on_ranks(2)
+def test_other_class() -> None:
     make = per_rank(scripted({}), scripted({}, kind=OtherScript))
     refused(lambda: make(sparsifier_of("a"), "sparsity_level"), "rank 1", "'step of OtherScript'", "'step of Script'")
 
 
-def other_step() -> None:
+@on_ranks(2)
+def test_other_step() -> None:
     make = scripted({}, {}, {})
     refused(
         lambda: make(sparsifier_of("a"), "sparsity_level", last_epoch=per_rank(-1, 0)),
@@ -164,7 +172,8 @@ def other_step() -> None:
     )
 
 
-def other_plan() -> None:
+@on_ranks(2)
+def test_other_plan() -> None:
     plan: dict[str, Any] = {"final": 0.8, "begin": 1, "end": 9, "every": 2}
     for key, values in {
         "final": (0.8, 0.7),
@@ -181,7 +190,8 @@ def other_plan() -> None:
     refused(lambda: CubicDataScheduler(sparsifier_of("a"), final=globs, end=9), "final is", "rank 1")
 
 
-def bad_plan_on_one_rank() -> None:
+@on_ranks(2)
+def test_bad_plan_on_one_rank() -> None:
     make = CubicDataScheduler
     refused(lambda: make(sparsifier_of("a"), final=per_rank(1.5, 0.5), end=5), "rank 0: ValueError: Invalid final=1.5")
     refused(lambda: make(sparsifier_of("a"), final=0.5, end=per_rank(5, 5.5)), "rank 1: ValueError: Invalid end=5.5")
@@ -193,7 +203,8 @@ def bad_plan_on_one_rank() -> None:
     refused(lambda: make(sparsifier_of("a"), final=finals, end=5), "rank 1: ValueError: Invalid names or globs ['b*']")
 
 
-def ready_steps_send_nothing() -> None:
+@on_ranks(2)
+def test_ready_steps_send_nothing() -> None:
     sparsifier = sparsifier_of("a", "b")
     reset_traffic()
     scheduler = CubicDataScheduler(sparsifier, final={"a": 0.8, "b": 0.4}, begin=2, end=8, every=3)
@@ -209,7 +220,8 @@ def ready_steps_send_nothing() -> None:
     assert traffic().collectives == 0
 
 
-def lambda_talks_at_due_steps_alone() -> None:
+@on_ranks(2)
+def test_lambda_talks_at_due_steps_alone() -> None:
     sparsifier = sparsifier_of("a")
     gap = per_rank(0.0, 0.01)
     with warnings.catch_warnings(record=True) as caught:
@@ -226,7 +238,8 @@ def lambda_talks_at_due_steps_alone() -> None:
     assert len(caught) == dist.get_rank()
 
 
-def user_written_steps_send_little() -> None:
+@on_ranks(2)
+def test_user_written_steps_send_little() -> None:
     sparsifier = sparsifier_of(*(f"table_{i}" for i in range(100)))
     answer = {name: 0.25 for name in sparsifier.data_groups}
     scheduler = scripted({}, answer)(sparsifier, "sparsity_level")
@@ -236,7 +249,8 @@ def user_written_steps_send_little() -> None:
     assert traffic().collectives == 3 and traffic().bytes < 100 * 32
 
 
-def load_of_another_step_is_refused() -> None:
+@on_ranks(2)
+def test_load_of_another_step_is_refused() -> None:
     sparsifier = sparsifier_of("a")
     scheduler = CubicDataScheduler(sparsifier, final=0.8, end=8)
     before = scheduler.state_dict()
@@ -258,7 +272,8 @@ def load_of_another_step_is_refused() -> None:
     assert levels(sparsifier) == {"a": 0.8}
 
 
-def cubic_sl_sends_nothing_and_has_one_plan() -> None:
+@on_ranks(2)
+def test_cubic_sl_sends_nothing_and_has_one_plan() -> None:
     sparsifier = sparsifier_of("a", "b")
     scheduler = CubicSL(sparsifier, init_t=[2, 3], delta_t=1, total_t=3)
     reset_traffic()
@@ -275,7 +290,8 @@ def cubic_sl_sends_nothing_and_has_one_plan() -> None:
     refused(lambda: CubicSL(sparsifier), "final levels", "0.6", "on rank 1")
 
 
-def lambda_sl_moves_where_rank_0_s_levels_do() -> None:
+@on_ranks(2)
+def test_lambda_sl_moves_where_rank_0_s_levels_do() -> None:
     mine = per_rank(
         lambda step: step // 2 / 4, lambda step: step / 8
     )  # other levels, and other steps at which they move
@@ -297,44 +313,3 @@ def lambda_sl_moves_where_rank_0_s_levels_do() -> None:
     scheduler = LambdaSL(sparsifier_of("a"), no_number, last_epoch=1)
     refused(scheduler.step, "rank 1: ValueError: Invalid 0.5 * sl_lambda(3) of 'a'=nan")
     assert scheduler.last_epoch == 2
-
-
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        rank_0_is_written_everywhere_with_one_warning,
-        values_keep_their_types,
-        what_can_not_cross_is_refused,
-        exception_on_one_rank_is_raised_on_both,
-        unknown_name_on_one_rank,
-        not_a_sparsifier_on_one_rank,
-        other_answers,
-        other_names,
-        other_parameter,
-        other_class,
-        other_step,
-        other_plan,
-        bad_plan_on_one_rank,
-        ready_steps_send_nothing,
-        lambda_talks_at_due_steps_alone,
-        user_written_steps_send_little,
-        load_of_another_step_is_refused,
-        cubic_sl_sends_nothing_and_has_one_plan,
-        lambda_sl_moves_where_rank_0_s_levels_do,
-    )
-}
-
-
-def _run() -> dict[str, str | None]:
-    return run_cases(CASES, lambda case: case())
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, _run)
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_on_two_ranks(outcomes: list[dict[str, str | None]], name: str) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"

@@ -1,4 +1,4 @@
-"""Do states, copies and squashing work on sharded tables as in one process?"""
+"""States, copies and squashing of sharded tables work as in one process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dist_sparse import ROW, DataNormSparsifier
-from tests.dist.cells import LOCAL, build, cells, gathered, set_weights, weights
-from tests.dist.harness import run_cases, run_ranks
+from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.kinds import names_of, some_cells
-from tests.dist.pieces import check_outcomes, quiet, watched
-
-pytestmark = pytest.mark.dist
-
+from tests.dist.pieces import watched
+from tests.dist.plugin import on_ranks
 
 # -- states ------------------------------------------------------------------------------------------------------------
 
@@ -30,7 +27,8 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def state_round_trip(world: int) -> None:
+@on_ranks(2)
+def test_state_round_trip(world: int) -> None:
     for name, cell in some_cells(world).items():
         for block, zeros in (((1, ROW), None), ((3, 5), None), ((4, 1), 3)):
             model = build(cell)
@@ -58,7 +56,8 @@ def state_round_trip(world: int) -> None:
             assert all(torch.equal(gathered(model)[t], gathered(loader_model)[t]) for t in names), name
 
 
-def a_state_without_a_table(world: int) -> None:
+@on_ranks(2)
+def test_a_state_without_a_table(world: int) -> None:
     """Of one rank only: refused on all, with nothing changed."""
     cell = cells(world)["mixed"]
     sparsifier = DataNormSparsifier()
@@ -98,7 +97,8 @@ def a_state_without_a_table(world: int) -> None:
         DataNormSparsifier().load_state_dict(state)
 
 
-def copies_are_refused(world: int) -> None:
+@on_ranks(2)
+def test_copies_are_refused(world: int) -> None:
     sparsifier = DataNormSparsifier()
     sparsifier.add_model(build(cells(world)["mixed"]))
     with pytest.raises(TypeError, match="state_dict"):
@@ -108,7 +108,8 @@ def copies_are_refused(world: int) -> None:
 # -- squash ------------------------------------------------------------------------------------------------------------
 
 
-def squash(world: int) -> None:
+@on_ranks(2)
+def test_squash(world: int) -> None:
     for name in ("mixed", "two_shards", "data_parallel"):
         cell = cells(world)[name]
         model = build(cell)
@@ -141,32 +142,6 @@ def squash(world: int) -> None:
         assert sparsifier.add_model(model) == names  # and can be registered anew
         sparsifier.step()
         assert all(stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats())
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        state_round_trip,
-        a_state_without_a_table,
-        copies_are_refused,
-        squash,
-    )
-}
-
-
-def run_all(world: int) -> dict[str, str | None]:
-    quiet()
-    return run_cases(CASES, lambda case: case(world))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(2, run_all, 2, local_world_size=LOCAL[2])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_states(outcomes: list[dict[str, str | None]], case: str) -> None:
-    check_outcomes(outcomes, case)
 
 
 def test_given_zeros_are_kept() -> None:
