@@ -1,4 +1,4 @@
-"""Are masks the same in all copies of a 2-D parallel model, and zero in them, before and after they are averaged?"""
+"""Masks are the same in all copies of a 2-D parallel model; removed weights are zero, averaged or not."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import Cell, batch
 from tests.dist.copies import COPIES, SHARE, build_copies, copied_cells, first_copy
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes
+from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
-
-pytestmark = pytest.mark.dist
 
 WORLD = SHARE * COPIES
 CASES: dict[str, tuple[str, type[torch.optim.Optimizer], tuple[int, Any], bool]] = {
@@ -35,31 +32,10 @@ CASES: dict[str, tuple[str, type[torch.optim.Optimizer], tuple[int, Any], bool]]
 LEVEL = 0.6
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, _all_cases, local_world_size=SHARE)
-
-
-@pytest.mark.parametrize("name", [*CASES, "the copies differ without an enforcer", "a bare replica drifts"])
-def test_copies(outcomes: list[dict[str, str | None]], name: str) -> None:
-    check_outcomes(outcomes, name)
-
-
-def test_what_torchrec_never_averages_is_refused() -> None:
-    for said in run_ranks(WORLD, _refused, local_world_size=SHARE):
-        assert "2-D parallelism never averages tables with the compute kernel 'dense'" in said
-        assert "Table 'user'" in said
-
-
-def _all_cases() -> dict[str, str | None]:
-    torch.set_num_threads(1)
-    checks: dict[str, Any] = {name: lambda case=case: _check(*case) for name, case in CASES.items()}
-    checks["the copies differ without an enforcer"] = _check_revival
-    checks["a bare replica drifts"] = _check_drift
-    return run_cases(checks, lambda check: check())
-
-
-def _check(name: str, optimizer: type[torch.optim.Optimizer], block: tuple[int, Any], neighbours: bool) -> None:
+@on_ranks(WORLD, local_world_size=SHARE)
+@pytest.mark.parametrize("case", CASES)
+def test_copies(case: str) -> None:
+    name, optimizer, block, neighbours = CASES[case]
     cell = copied_cells()[name]
     model = build_copies(cell, optimizer, use_inter_host_allreduce=neighbours)
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm="L2")
@@ -86,7 +62,8 @@ def _check(name: str, optimizer: type[torch.optim.Optimizer], block: tuple[int, 
     assert reader.checked > 0, "no lookup on this rank has read a removed weight"
 
 
-def _check_revival() -> None:
+@on_ranks(WORLD, local_world_size=SHARE)
+def test_the_copies_differ_without_an_enforcer() -> None:
     """Without an enforcer the average brings back what one copy has revived: what the other cases would show."""
     cell = copied_cells()["row_wise"]
     model = build_copies(cell)
@@ -102,7 +79,8 @@ def _check_revival() -> None:
     assert _Reader(model, sparsifier).revived() == 0
 
 
-def _check_drift() -> None:
+@on_ranks(WORLD, local_world_size=SHARE)
+def test_a_bare_replica_drifts() -> None:
     """Copies may differ, replicas of data-parallel tables may not."""
     cell = copied_cells()["mixed"]
     model = build_copies(cell)
@@ -116,14 +94,14 @@ def _check_drift() -> None:
         sparsifier.step()
 
 
-def _refused() -> str:
+@on_ranks(WORLD, local_world_size=SHARE)
+def test_what_torchrec_never_averages_is_refused() -> None:
     base = copied_cells()["row_wise"]
     cell = Cell(base.name, base.world, base.plan, fused=False)
-    try:
+    with pytest.raises(
+        ValueError, match=r"Table 'user'.*2-D parallelism never averages tables with the compute kernel"
+    ):
         build_copies(cell)  # it finds the tables as add_model() does, to fill them
-    except ValueError as error:
-        return str(error)
-    return "accepted"
 
 
 class _Reader:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dist_sparse import ROW, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
-from tests.dist.cells import LOCAL, build, cells, set_weights, weights
-from tests.dist.harness import run_ranks
+from tests.dist.cells import build, cells, set_weights, weights
+from tests.dist.harness import Ranks
+from tests.dist.plugin import on_ranks
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -26,49 +28,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(world: int) -> dict[str, dict[str, list[Any]]]:
-    """Cell -> config -> ``[fingerprint, collectives, bytes]`` of two mask updates, on this rank."""
-    found: dict[str, dict[str, list[Any]]] = {}
-    for name, cell in cells(world).items():
-        model = build(cell)
-        found[name] = {}
-        for label, config in CONFIGS.items():
-            set_weights(model, weights(cell))
-            sparsifier = DataNormSparsifier(**config)
-            sparsifier.add_model(model)
-            reset_traffic()
-            try:
-                sparsifier.step()
-                sparsifier.step()
-            except ValueError:  # zeros_per_block below the block, and a column border that cuts blocks
-                found[name][label] = ["refused"]
-                continue
-            sent = traffic()
-            prints = json.dumps(sparsifier.fingerprint(), sort_keys=True).encode()
-            found[name][label] = [hashlib.sha256(prints).hexdigest()[:16], sent.collectives, sent.bytes]
+def measure(world: int, name: str) -> dict[str, list[Any]]:
+    """Config -> ``[fingerprint, collectives, bytes of each rank]`` of two mask updates of a cell. Collective."""
+    model = build(cells(world)[name])
+    found: dict[str, list[Any]] = {}
+    for label, config in CONFIGS.items():
+        set_weights(model, weights(cells(world)[name]))
+        sparsifier = DataNormSparsifier(**config)
+        sparsifier.add_model(model)
+        reset_traffic()
+        try:
+            sparsifier.step()
+            sparsifier.step()
+        except ValueError:  # zeros_per_block below the block, and a column border that cuts blocks
+            found[label] = ["refused"]
+            continue
+        sent = traffic()
+        prints = json.dumps(sparsifier.fingerprint(), sort_keys=True).encode()
+        mine = [hashlib.sha256(prints).hexdigest()[:16], sent.collectives]
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, (mine, sent.bytes))
+        assert [theirs for theirs, _ in everyone] == [mine] * world
+        found[label] = [*mine, [size for _, size in everyone]]
     return found
 
 
-def by_rank(world: int) -> dict[str, dict[str, list[Any]]]:
-    """As :func:`measure`, with the bytes of all ranks."""
-    ranks = run_ranks(world, measure, world, local_world_size=LOCAL[world])
-    return {
-        cell: {
-            label: [*values[:2], *([[rank[cell][label][2] for rank in ranks]] if len(values) > 1 else [])]
-            for label, values in configs.items()
-        }
-        for cell, configs in ranks[0].items()
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+def test_fingerprints_and_traffic_are_golden(world: int, name: str) -> None:
+    assert measure(world, name) == json.loads(GOLDEN.read_text())[str(world)][name]
+
+
+def test_every_cell_has_golden_values() -> None:
+    assert {world: sorted(found) for world, found in json.loads(GOLDEN.read_text()).items()} == {
+        str(world): sorted(cells(world)) for world in (1, 2, 4)
     }
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_fingerprints_and_traffic_are_golden(world: int) -> None:
-    assert by_rank(world) == json.loads(GOLDEN.read_text())[str(world)]
 
 
 if __name__ == "__main__":
     lines = []
     for world in (1, 2, 4):
-        rows = [f'  "{cell}": {json.dumps(configs)}' for cell, configs in by_rank(world).items()]
+        ranks = Ranks(world)
+        rows = [f'  "{name}": {json.dumps(ranks.call(measure, world, name)[0])}' for name in cells(world)]
+        ranks.close()
         lines.append(f'"{world}": {{\n' + ",\n".join(rows) + "\n}")
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,8 +1,7 @@
-"""What due steps are said to have changed equals what the gathered masks say, and costs no message of its own."""
+"""Recorded changes equal those of the gathered masks, and cost no message of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ from torch import Tensor
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.sparsifiers.recorder import MaskChange, Recorder
-from tests.dist.cells import LOCAL, build, cells, set_weights, weights
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import by_rows, check_outcomes, sharded, write
-
-pytestmark = pytest.mark.dist
+from tests.dist.cells import build, cells, set_weights, weights
+from tests.dist.pieces import by_rows, sharded, write
+from tests.dist.plugin import on_ranks
 
 BLOCKS: dict[str, tuple[int, int | str]] = {"rows": (1, ROW), "small": (1, 4), "tall": (3, 4), "elements": (1, 1)}
 LEVELS = (0.5, 0.8, 0.3, 0.0, 1.0, 0.6)
@@ -39,12 +36,24 @@ def said(change: MaskChange) -> dict[str, Any]:
     return {name: getattr(change, name) for name in names}
 
 
-def check_cell(case: tuple[str, int, str]) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "name", "block"),
+    [
+        (world, name, block)
+        for world, (names, blocks) in {
+            2: (("table_wise", "row_wise", "column_wise", "mixed", "data_parallel"), BLOCKS),
+            4: (("grid_shard", "table_row_wise", "row_wise"), ("rows", "tall")),
+        }.items()
+        for name in names
+        for block in blocks
+    ],
+)
+def test_records(world: int, name: str, block: str) -> None:
     """Levels rise and fall over weights that change in between, so that blocks come back."""
-    cell_name, world, block_name = case
-    cell = cells(world)[cell_name]
+    cell = cells(world)[name]
     model = build(cell)
-    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=BLOCKS[block_name], norm="L1")
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=BLOCKS[block], norm="L1")
     sparsifier.add_model(model)
     recorder = sparsifier.record()
     assert sparsifier.record() is recorder
@@ -63,8 +72,8 @@ def check_cell(case: tuple[str, int, str]) -> None:
         wanted.append({})
         for name in names:
             shape = located[name].shape
-            block = BLOCKS[block_name]
-            size = (block[0], shape[1] if block[1] == ROW else int(block[1]))
+            high, wide = BLOCKS[block]
+            size = (high, shape[1] if wide == ROW else int(wide))
             cut = any(rect.cols != shape[1] for rect in located[name].rects)
             wanted[-1][name] = expected(name, masks[name], after[name], size, cut)
         masks = after
@@ -97,7 +106,8 @@ def stepped(model: torch.nn.Module) -> tuple[DataNormSparsifier, Recorder]:
     return sparsifier, recorder
 
 
-def no_message_of_its_own() -> None:
+@on_ranks(2)
+def test_no_message_of_its_own() -> None:
     """The same number of collectives with a recorder as without, a few bytes more; none when nothing is due."""
     spent = {}
     for recorded in (False, True):
@@ -131,7 +141,8 @@ class Alternate(BaseDataSparsifier):
         mask.copy_(1 - mask)
 
 
-def a_user_s_own_masks() -> None:
+@on_ranks(2)
+def test_a_user_s_own_masks() -> None:
     """Their steps send no counts, so these wait for complete()."""
     model = build(cells(2)["row_wise"])
     sparsifier = Alternate()
@@ -149,7 +160,8 @@ def a_user_s_own_masks() -> None:
         assert change.flipped_blocks == change.regrown_blocks == change.blocks and change.removed_blocks == 0
 
 
-def another_block() -> None:
+@on_ranks(2)
+def test_another_block() -> None:
     """Between masks of different blocks nothing can be said to have flipped, on any rank: one has no shard."""
     cell = cells(2)["table_wise"]
     model = build(cell)
@@ -163,7 +175,8 @@ def another_block() -> None:
     assert all(c.removed_blocks == round(c.blocks / 2) for c in second.tables)
 
 
-def one_rank_records() -> None:
+@on_ranks(2)
+def test_one_rank_records() -> None:
     model = build(cells(2)["row_wise"])
     sparsifier = DataNormSparsifier()
     sparsifier.add_model(model)
@@ -175,7 +188,8 @@ def one_rank_records() -> None:
     assert all(torch.equal(sparsifier.full_mask(name), mask) for name, mask in before.items())
 
 
-def a_failed_step() -> None:
+@on_ranks(2)
+def test_a_failed_step() -> None:
     """It leaves no record, and what waited is not lost."""
     cell = cells(2)["row_wise"]
     model = build(cell)
@@ -189,7 +203,8 @@ def a_failed_step() -> None:
     assert [record.number for record in recorder.take()] == [1, 2]
 
 
-def squashed_in_between() -> None:
+@on_ranks(2)
+def test_squashed_in_between() -> None:
     """What waits of a table that is no more comes along with the others'."""
     cell = cells(2)["row_wise"]
     model = build(cell)
@@ -201,7 +216,8 @@ def squashed_in_between() -> None:
     assert {c.name: c.removed_blocks for c in record.tables}["item"] == 5 and len(record.tables) == 4
 
 
-def a_late_error_of_one_rank() -> None:
+@on_ranks(2)
+def test_a_late_error_of_one_rank() -> None:
     """Its counts no longer fit those of the others: said once, on all ranks, and then all go on."""
     cell = cells(2)["row_wise"]
     model = build(cell)
@@ -223,11 +239,8 @@ def a_late_error_of_one_rank() -> None:
     assert [len(record.tables) for record in recorder.take()][-2:] == [4, 4]
 
 
-def _groups(_: int) -> dict[str, str | None]:
-    return run_cases({"overlapping groups": None}, lambda _: overlapping_groups())
-
-
-def overlapping_groups() -> None:
+@on_ranks(3)
+def test_overlapping_groups() -> None:
     """A table over two ranks whose steps have no message of their own, beside one over three."""
     rank = torch.distributed.get_rank()
     pair = torch.distributed.new_group([0, 1])
@@ -246,29 +259,6 @@ def overlapping_groups() -> None:
     records = recorder.take()
     assert [record.number for record in records] == [1, 2, 3, 4, 5]
     assert all(c.removed_blocks == (0 if c.name == "a" else 4) for record in records for c in record.tables)
-
-
-def _two(world: int) -> dict[str, str | None]:
-    names = ("table_wise", "row_wise", "column_wise", "mixed", "data_parallel")
-    cases: dict[str, Any] = {f"{n} {b}": (n, world, b) for n in names for b in BLOCKS}
-    outcome = run_cases(cases, check_cell)
-    others = [no_message_of_its_own, a_user_s_own_masks, another_block, one_rank_records, a_failed_step]
-    others += [squashed_in_between, a_late_error_of_one_rank]
-    if all(value is None for value in outcome.values()):
-        outcome |= run_cases({check.__name__: check for check in others}, lambda check: check())
-    return outcome
-
-
-def _four(world: int) -> dict[str, str | None]:
-    names = ("grid_shard", "table_row_wise", "row_wise")
-    return run_cases({f"{n} {b}": (n, world, b) for n in names for b in ("rows", "tall")}, check_cell)
-
-
-@pytest.mark.parametrize(("world", "cases"), [(2, _two), (3, _groups), (4, _four)])
-def test_records(world: int, cases: Callable[[int], dict[str, str | None]]) -> None:
-    outcomes = run_ranks(world, cases, world, local_world_size=LOCAL.get(world))
-    for name in outcomes[0]:
-        check_outcomes(outcomes, name)
 
 
 def test_one_process() -> None:

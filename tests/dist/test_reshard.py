@@ -1,8 +1,8 @@
-"""Do masks follow tables that DMP.reshard moves between two steps? By global index, bit for bit. (C11)"""
+"""Masks follow tables that DMP.reshard moves between two steps: by global index, bit for bit. (C11)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, set_weights, weights
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes, quiet, sharded, watched
 from tests.dist.pieces import move as move_tensor
+from tests.dist.pieces import sharded, watched
+from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
 
 pytestmark = pytest.mark.dist
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.dist
 def moves(world: int) -> dict[str, tuple[Cell, dict[str, Any]]]:
     """By sharding type the model before, and what moves where.
 
-    What torchrec 1.8 can do on gloo: the type stays, every shard of a changed table moves, no rank holds two of them.
+    TorchRec 1.8 can do this on gloo: the type stays, every shard of a changed table moves, no rank holds two of them.
     """
     every = cells(world)
     columns = every["column_wise"]
@@ -111,9 +111,23 @@ def wanted(sparsifier: BaseDataSparsifier, name: str, before: Tensor, weight: Te
     return oracle_mask(weight, level, block, zeros, sparsifier.norm)
 
 
-def check_move(case: tuple[str, str, int, str]) -> None:
-    """Steps, moves tables, looks (or not), and steps again."""
-    sharding, kind, world, look = case
+def moved() -> list[tuple[int, str, str, str]]:
+    """World, sharding, kind of sparsifier, what is read between the move and the next mask update."""
+    looks = ["full", "stats", "apply", "state"]
+    return [
+        (world, sharding, kind, look)
+        for world in (2, 4)
+        for s, sharding in enumerate(("table_wise", "column_wise"))
+        for k, kind in enumerate(("rows", "blocks", "elements", "own"))
+        for look in ("step", looks[(s + k) % 4])
+        if (sharding, kind, world) != ("column_wise", "elements", 4)  # borders every 4 columns
+    ]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "sharding", "kind", "look"), moved())
+def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
+    """A mask update, a move, a look (or none), and another update."""
     cell, move = moves(world)[sharding]
     model = build(cell)
     features = batch(cell, seed=dist.get_rank())
@@ -166,8 +180,9 @@ def check_move(case: tuple[str, str, int, str]) -> None:
     model(features).sum().backward()
 
 
-def check_load(case: tuple[Any, ...]) -> None:
-    """A state that was saved before a move and its way back fits, though the masks in force lie otherwise."""
+@on_ranks(2)
+def test_load() -> None:
+    """A state saved before a move fits again after the move back, whatever the current sharding of the masks."""
     full = torch.randn(8, 8)
     here, there = [[(0, 0, 4, 8)], [(4, 0, 4, 8)]], [[(0, 0, 6, 8)], [(6, 0, 2, 8)]]
     sparsifier = DataNormSparsifier()
@@ -183,31 +198,3 @@ def check_load(case: tuple[Any, ...]) -> None:
     sparsifier.load_state_dict(saved)
     assert torch.equal(sparsifier.full_mask("table"), before)
     sparsifier.audit()
-
-
-def cases(world: int) -> dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]]:
-    looks = ["full", "stats", "apply", "state", "step"]
-    kinds = ["rows", "blocks", "elements", "own"]
-    made = {}
-    for s, sharding in enumerate(("table_wise", "column_wise")):
-        for k, kind in enumerate(kinds):
-            for look in ("step", looks[(s + k) % 4]):
-                if not (kind == "elements" and sharding == "column_wise" and world == 4):  # borders every 4 columns
-                    made[f"{sharding}-{kind}-{look}-{world}"] = check_move, (sharding, kind, world, look)
-    made[f"load-{world}"] = check_load, ()
-    return made if world == 2 else {name: case for name, case in made.items() if "load" not in name}
-
-
-def run_all(world: int) -> dict[str, str | None]:
-    quiet()
-    return run_cases(cases(world), lambda case: case[0](case[1]))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[int, list[dict[str, str | None]]]:
-    return {world: run_ranks(world, run_all, world, local_world_size=LOCAL[world]) for world in (2, 4)}
-
-
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 4) for name in cases(world)])
-def test_masks_follow(outcomes: dict[int, list[dict[str, str | None]]], world: int, name: str) -> None:
-    check_outcomes(outcomes[world], name)

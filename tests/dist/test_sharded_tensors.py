@@ -1,10 +1,11 @@
-"""Do drawn shapes, tilings, blocks and weights give the oracle's masks, over ShardedTensors and DTensors? (C1, C2, C4)
+"""Masks of ShardedTensors and DTensors are the oracle's, for drawn shapes, tilings, blocks, weights. (C1, C2, C4)
 
-Cases are drawn in this process, always the same ones, and all are run in one start of the ranks.
+Cases are drawn in the process of pytest, always the same ones.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -20,12 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dist_sparse import ROW, DataNormSparsifier
-from tests.dist.cells import LOCAL
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import Piece, check_outcomes, gathered, local_tensors, quiet, sharded, write
+from tests.dist.pieces import Piece, gathered, local_tensors, sharded, write
+from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_blocks, oracle_mask
-
-pytestmark = pytest.mark.dist
 
 COUNT = {2: 100, 4: 70}
 """Examples by world."""
@@ -128,12 +126,12 @@ def cases(draw: st.DrawFn, world: int) -> Case:
     )
 
 
-def drawn(world: int, count: int) -> dict[str, Case]:
+def drawn(world: int) -> dict[str, Case]:
     """The same cases at each call, simple ones first."""
     found: list[Case] = []
 
     @settings(
-        max_examples=count,
+        max_examples=COUNT[world],
         derandomize=True,
         database=None,
         deadline=None,
@@ -145,7 +143,7 @@ def drawn(world: int, count: int) -> dict[str, Case]:
         found.append(case)
 
     collect()
-    return {f"{i}: {case}": case for i, case in enumerate(dict.fromkeys(found))}
+    return {f"drawn {i}": case for i, case in enumerate(dict.fromkeys(found))}
 
 
 def known(world: int) -> dict[str, Case]:
@@ -211,7 +209,16 @@ def weights(case: Case, pattern: str, seed: int) -> Tensor:
     return made.to(case.dtype)
 
 
-def check_case(case: Case) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:  # here, so that ranks need not draw them too
+        found = [(world, name, case) for world in COUNT for name, case in (known(world) | drawn(world)).items()]
+        ids = [f"{world}-{name}" for world, name, _ in found]
+        metafunc.parametrize(("world", "case"), [(world, case) for world, _, case in found], ids=ids)
+
+
+@on_ranks()
+def test_masks_equal_the_oracle(world: int, case: Case) -> None:
+    """On two mask updates, with weights written in between."""
     first = weights(case, *case.steps[0][:2])
     full = first.view(case.shape)
     if case.tiling is not None:
@@ -268,25 +275,7 @@ def check_stats(case: Case, sparsifier: DataNormSparsifier, tensor: Any, want: T
     assert stats.sparsity == removed / blocks
 
 
-_meshes: dict[str, DeviceMesh] = {}
-
-
+@functools.cache
 def meshes() -> dict[str, DeviceMesh]:
-    """Made once: each makes process groups."""
-    if not _meshes:
-        _meshes.update({name: DeviceMesh("cpu", ranks) for name, ranks in MESHES[dist.get_world_size()].items()})
-    return _meshes
-
-
-def run_all(tests: dict[str, Case]) -> dict[str, str | None]:
-    quiet()
-    meshes()
-    return run_cases(tests, check_case)
-
-
-@pytest.mark.parametrize("world", COUNT)
-def test_masks_equal_the_oracle(world: int) -> None:
-    tests = {**known(world), **drawn(world, COUNT[world])}
-    outcomes = run_ranks(world, run_all, tests, local_world_size=LOCAL[world])
-    for name in tests:
-        check_outcomes(outcomes, name)
+    """All of this world, at the same time on all ranks: each makes process groups."""
+    return {name: DeviceMesh("cpu", ranks) for name, ranks in MESHES[dist.get_world_size()].items()}

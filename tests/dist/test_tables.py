@@ -1,4 +1,4 @@
-"""Are the tables of a sharded model found where they are? Every cell, on real ranks, against TorchRec's state_dict."""
+"""Tables of sharded models are found in place: every cell, on real ranks, against TorchRec's state_dict."""
 
 from __future__ import annotations
 
@@ -29,37 +29,21 @@ from torchrec.modules.mc_modules import (
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Rect, ShardedData, check_tiling
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, weights
-from tests.dist.harness import run_cases, run_ranks
-
-pytestmark = pytest.mark.dist
-
-Report = list[dict[str, str | None]]
+from tests.dist.plugin import on_ranks
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[int, Report]:
-    return {world: run_ranks(world, _all_cells, world, local_world_size=LOCAL[world]) for world in LOCAL}
-
-
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in LOCAL for name in cells(world)])
-def test_tables_are_found_where_they_lie(reports: dict[int, Report], world: int, name: str) -> None:
-    for rank, outcome in enumerate(reports[world]):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
-
-
-def _all_cells(world: int) -> dict[str, str | None]:
-    return run_cases(cells(world), _check_cell)
-
-
-def _check_cell(cell: Cell) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+def test_tables_are_found_in_place(world: int, name: str) -> None:
+    cell = cells(world)[name]
     model = build(cell)
     source = model_source(model)
     located = source.locate()
     _check_metadata(cell, located)
     _check_truth(model, located)
     full = gathered(located)
-    for name, wanted in weights(cell).items():
-        torch.testing.assert_close(full[name], wanted.to(full[name].dtype), rtol=0, atol=0)
+    for table, wanted in weights(cell).items():
+        torch.testing.assert_close(full[table], wanted.to(full[table].dtype), rtol=0, atol=0)
     if cell.trains:
         features = batch(cell, seed=dist.get_rank())
         model(features).sum().backward()
@@ -118,12 +102,8 @@ def _zero(located: list[ShardedData]) -> None:
             shard.tensor.zero_()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(2, 4)
 def test_reshard_moves_the_views(world: int) -> None:
-    run_ranks(world, _reshard, world, local_world_size=LOCAL[world])
-
-
-def _reshard(world: int) -> None:
     every = cells(world)
     # What torchrec 1.8 can do on gloo: every shard of a changed table moves, no rank holds two of them, and the
     # features were not in the order of the ranks before (or the forward would misroute ids).
@@ -165,20 +145,6 @@ def _reshard(world: int) -> None:
         torch.testing.assert_close(out, torch.ones_like(out) * model.module.over.bias, rtol=0, atol=0)
 
 
-def test_modules_of_other_kinds() -> None:
-    run_ranks(2, _other_kinds)
-
-
-def _other_kinds() -> None:
-    _two_collections_with_one_name()
-    _tables_in_the_dense_part()
-    _feature_processors()
-    _plain_ddp()
-    _lazy_data_parallel()
-    _refused_modules()
-    _refused_kernels()
-
-
 def _ebc(*names: str) -> EmbeddingBagCollection:
     configs = [EmbeddingBagConfig(name=n, num_embeddings=5, embedding_dim=4, feature_names=[f"f_{n}"]) for n in names]
     return EmbeddingBagCollection(tables=configs)
@@ -198,7 +164,8 @@ def _shard(model: nn.Module, paths: dict[str, Any], sharders: list[Any], **optio
     )
 
 
-def _two_collections_with_one_name() -> None:
+@on_ranks(2)
+def test_two_collections_with_one_name() -> None:
     net = nn.ModuleDict({"left": _ebc("id", "age"), "right": _ebc("id"), "over": nn.Linear(2, 2)})
     model = _shard(net, {"left": row_wise(), "right": table_wise(rank=1)}, [EmbeddingBagCollectionSharder()])
     located = model_source(model).locate()
@@ -208,7 +175,8 @@ def _two_collections_with_one_name() -> None:
     assert [data.name for data in model_source(model, exclude="left.*").locate()] == ["right/id"]
 
 
-def _tables_in_the_dense_part() -> None:
+@on_ranks(2)
+def test_tables_in_the_dense_part() -> None:
     """Tables that the plan leaves alone are replicated by the DDP around the dense part, like its parameters."""
     net = nn.ModuleDict(
         {"sharded": _ebc("id"), "left_alone": _ebc("age"), "position": nn.Embedding(7, 3), "over": nn.Linear(2, 2)}
@@ -225,7 +193,8 @@ def _tables_in_the_dense_part() -> None:
     assert located["position"].shards[0].tensor.data_ptr() == net["position"].weight.data_ptr()
 
 
-def _feature_processors() -> None:
+@on_ranks(2)
+def test_feature_processors() -> None:
     processed = FeatureProcessedEmbeddingBagCollection(
         EmbeddingBagCollection(
             tables=[EmbeddingBagConfig(name="id", num_embeddings=5, embedding_dim=4, feature_names=["f_id"])],
@@ -247,7 +216,8 @@ def _feature_processors() -> None:
     assert names
 
 
-def _plain_ddp() -> None:
+@on_ranks(2)
+def test_plain_ddp() -> None:
     group = dist.new_group([0, 1])
     net = nn.Sequential()
     net.add_module("tables", _ebc("id"))
@@ -264,7 +234,8 @@ def _plain_ddp() -> None:
     assert model_source(DistributedDataParallel(_ebc("id"), process_group=alone)).locate()[0].ranks is None
 
 
-def _lazy_data_parallel() -> None:
+@on_ranks(2)
+def test_lazy_data_parallel() -> None:
     """Before init_data_parallel() the dense part is every rank's own, afterwards it is replicated."""
     net = nn.ModuleDict({"sharded": _ebc("id"), "position": nn.Embedding(7, 3)})
     model = _shard(net, {"sharded": table_wise(rank=0)}, [EmbeddingBagCollectionSharder()], init_data_parallel=False)
@@ -274,7 +245,8 @@ def _lazy_data_parallel() -> None:
     assert [data.ranks for data in source.locate()] == [(0, 1), (0, 1)]
 
 
-def _refused_modules() -> None:
+@on_ranks(2)
+def test_refused_modules() -> None:
     config = EmbeddingBagConfig(name="id", num_embeddings=8, embedding_dim=4, feature_names=["f_id"])
     remap = MCHManagedCollisionModule(
         8, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=1, input_hash_size=100
@@ -295,7 +267,8 @@ def _refused_modules() -> None:
     assert [data.name for data in model_source(model, include="age").locate()] == ["age"]
 
 
-def _refused_kernels() -> None:
+@on_ranks(2)
+def test_refused_kernels() -> None:
     cell = cells(2)["row_wise"]
 
     def cached(*args: Any) -> Any:
