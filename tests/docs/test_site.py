@@ -15,7 +15,7 @@ import dist_sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "site", "runs")
-IN_MODULES = {"groups": ["set_timeout", "traffic", "reset_traffic"], "training.lightning": None}
+IN_MODULES = {"groups": ["set_timeout", "traffic", "reset_traffic"], "lightning": None}
 """Public names of modules; None is all of ``__all__``."""
 
 
@@ -28,7 +28,7 @@ def documented() -> list[str]:
 def test_every_public_name_has_one_place() -> None:
     names = [f"dist_sparse.{name}" for name in dist_sparse.__all__]
     for module, some in IN_MODULES.items():
-        if module == "training.lightning":
+        if module == "lightning":
             pytest.importorskip("lightning")
         path = f"dist_sparse.{module}"
         names += [f"{path}.{name}" for name in some or importlib.import_module(path).__all__]
@@ -113,7 +113,7 @@ class TestSite:
         anchors = set(re.findall(r'id="dist_sparse\.(?:\w+\.)*(\w+\.\w+)"', pages))
         for name in documented():
             module, _, last = name.rpartition(".")
-            if module == "dist_sparse.training.lightning":
+            if module == "dist_sparse.lightning":
                 pytest.importorskip("lightning")
             kind = getattr(importlib.import_module(module), last)
             for method, _ in inspect.getmembers(kind, inspect.isfunction) if inspect.isclass(kind) else ():
