@@ -12,12 +12,15 @@ from collections.abc import Collection, Mapping
 __all__ = ["integer", "level", "name_list", "number"]
 
 
-def integer(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
+def integer(
+    name: str, value: object, *, least: int | None = None, most: int | None = None, of: str | None = None
+) -> int:
     """Return ``value`` as an int.
 
     Args:
         name: of the argument, for the message.
         least, most: the bounds, themselves allowed; None is no bound.
+        of: the table whose configuration it is, for the message.
 
     Raises:
         ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
@@ -26,15 +29,18 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
         found = int(value)
         if (least is None or found >= least) and (most is None or found <= most):
             return found
-    raise ValueError(f"Invalid {name}={value!r}: must be an int{_bounds(least, most)}.")
+    raise ValueError(f"Invalid {name}={value!r}{_of(of)}: must be an int{_bounds(least, most)}.")
 
 
-def number(name: str, value: object, *, least: float | None = None, most: float | None = None) -> float:
+def number(
+    name: str, value: object, *, least: float | None = None, most: float | None = None, of: str | None = None
+) -> float:
     """Return ``value`` as an int if it is one, else as a float.
 
     Args:
         name: of the argument, for the message.
         least, most: the bounds, themselves allowed; None is no bound.
+        of: the table whose configuration it is, for the message.
 
     Raises:
         ValueError: it is no real number, not finite as a float, or out of bounds.
@@ -43,7 +49,7 @@ def number(name: str, value: object, *, least: float | None = None, most: float 
         found = int(value) if isinstance(value, numbers.Integral) else float(value)
         if (least is None or found >= least) and (most is None or found <= most):
             return found
-    raise ValueError(f"Invalid {name}={value!r}: must be a finite number{_bounds(least, most)}.")
+    raise ValueError(f"Invalid {name}={value!r}{_of(of)}: must be a finite number{_bounds(least, most)}.")
 
 
 def level(name: str, value: object) -> float:
@@ -78,6 +84,10 @@ def _finite(value: numbers.Real) -> bool:
         return math.isfinite(float(value))
     except OverflowError:  # an int that no float can hold
         return False
+
+
+def _of(name: str | None) -> str:
+    return "" if name is None else f" of {name!r}"
 
 
 def _bounds(least: float | None, most: float | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.report.lookups import Hits, TableIds, hits, read_ids
 from dist_sparse.report.run_log import table_json
@@ -210,16 +211,12 @@ def plan(
 def _check(level: float | None, byte_budget: int | None, norm: str) -> None:
     if (level is None) == (byte_budget is None):
         raise ValueError(f"Invalid {level=}, {byte_budget=}: exactly one of the two must be given.")
-    if level is not None and not (_is_number(level) and 0 <= level <= 1):
-        raise ValueError(f"Invalid {level=}: must be a number in [0, 1].")
-    if byte_budget is not None and not (isinstance(byte_budget, int) and _is_number(byte_budget) and byte_budget >= 0):
-        raise ValueError(f"Invalid {byte_budget=}: must be an int >= 0.")
+    if level is not None:
+        checks.level("level", level)
+    if byte_budget is not None:
+        checks.integer("byte_budget", byte_budget, least=0)
     if norm not in ("L1", "L2"):
         raise ValueError(f"Invalid {norm=}: must be 'L1' or 'L2'.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _at(sparsifier: DataNormSparsifier, level: float) -> list[TableStats]:

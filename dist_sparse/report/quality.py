@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dist_sparse.checks import integer
 from dist_sparse.groups import group_over, world_ranks
 
 __all__ = ["Quality"]
@@ -30,8 +31,7 @@ class Quality:
     """
 
     def __init__(self, every: int = 100) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"Invalid {every=}: must be an int >= 1.")
+        every = integer("every", every, least=1)
         try:
             from torchrec.metrics.auc import compute_auc
             from torchrec.metrics.ne import compute_ne, get_ne_states

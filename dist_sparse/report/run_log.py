@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-import operator
 import os
 import time
 import warnings
@@ -36,6 +35,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.report.folder import RUN, check_config, check_log, open_log
@@ -103,7 +103,7 @@ class RunLog:
             path, listed = _path(folder), _listed(sinks)
             if speaks:
                 check_log(path, resume)
-            return path, check_config(config or {}), listed, _scores_every(scores_every)
+            return path, check_config(config or {}), listed, integer("scores_every", scores_every, least=1)
 
         self.folder, known, listed, self._scores_every = _on_all(checked)
         # Only now, when no rank refuses its arguments, may rank 0 write.
@@ -260,18 +260,8 @@ def _on_all(do: Callable[[], _T]) -> _T:
     return done[0]
 
 
-def _index(value: Any) -> int:
-    """Ints, those of NumPy too; -1 for everything else."""
-    try:
-        return -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return -1
-
-
 def _step(step: int, last: int) -> int:
-    known = _index(step)
-    if not 0 <= known < 2**63:
-        raise ValueError(f"Invalid {step=}: must be an int >= 0 of 64 bits.")
+    known = integer("step", step, least=0, most=2**63 - 1)
     if not known > last:
         raise ValueError(f"Invalid {step=}: the last one was {last}.")
     return known
@@ -304,13 +294,6 @@ def _listed(sinks: object) -> tuple[Sink, ...]:
         if not all(callable(getattr(sink, name, None)) for name in ("scalars", "close")):
             raise ValueError(f"Invalid sink of type {type(sink).__name__}: must have scalars() and close().")
     return listed
-
-
-def _scores_every(scores_every: object) -> int:
-    known = _index(scores_every)
-    if known < 1:
-        raise ValueError(f"Invalid {scores_every=}: must be an int >= 1.")
-    return known
 
 
 def _check(name: str, value: object) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeGuard
+
+from dist_sparse.checks import integer
 
 __all__ = [
     "Curve",
@@ -29,19 +30,18 @@ Curve = Callable[[int, float, float, int, int | None], float]
 """``curve(step, initial, final, begin, end) -> value``."""
 
 
-def check_window(begin: object, end: object, every: object) -> None:
-    """Refuses a window that makes no sense.
+def check_window(begin: object, end: object, every: object) -> tuple[int, int | None, int]:
+    """Return the window as ints of Python.
 
     Raises:
         ValueError: ``begin`` is not an int >= 0, ``end`` is neither None nor an int >= ``begin``, ``every`` is not an
             int >= 1.
     """
-    if not _is_int(begin) or begin < 0:
-        raise ValueError(f"Invalid {begin=}: must be an int >= 0.")
-    if end is not None and (not _is_int(end) or end < begin):
+    first = integer("begin", begin, least=0)
+    last = None if end is None else integer("end", end)
+    if last is not None and last < first:
         raise ValueError(f"Invalid {end=}: must be an int >= {begin=}, or None where a schedule may go on for ever.")
-    if not _is_int(every) or every < 1:
-        raise ValueError(f"Invalid {every=}: must be an int >= 1.")
+    return first, last, integer("every", every, least=1)
 
 
 def is_due(step: int, begin: int, end: int | None, every: int) -> bool:
@@ -119,7 +119,3 @@ def _clip(value: float, initial: float, final: float, share: float) -> float:
 def _finite(end: int | None) -> int:
     assert end is not None, "a curve that grows needs an end; its class has checked that"
     return end
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

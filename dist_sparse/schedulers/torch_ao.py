@@ -10,11 +10,10 @@ masks move at step 0 and where a level is another than at the step before; at al
 from __future__ import annotations
 
 import glob
-import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dist_sparse.checks import number
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.window import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -113,7 +112,7 @@ class LambdaSL(_SlScheduler):
         return {key: value for key, value in super().state_dict().items() if key != "sl_lambda"}
 
     def _checked(self, what: str, value: object) -> float:
-        return _finite(what, value)
+        return float(number(what, value))
 
     def _check_plan(self) -> None:
         super()._check_plan()
@@ -210,7 +209,7 @@ class CubicSL(_SlScheduler):
         for name, plan in self._plans().items():
             self._checked(f"init_sl of {name!r}", plan["init_sl"])
             for key in ("init_t", "delta_t", "total_t"):
-                _finite(f"{key} of {name!r}", plan[key])
+                number(f"{key} of {name!r}", plan[key])
             if plan["delta_t"] * plan["total_t"] < 1:
                 raise ValueError(
                     f"Invalid delta_t={plan['delta_t']!r}, total_t={plan['total_t']!r} of {name!r}: their product, the "
@@ -232,12 +231,6 @@ def _cubic(
         return 0.0
     level = final + (init_sl - final) * (1.0 - (step - init_t) / (delta_t * total_t)) ** 3
     return float(max(init_sl, min(final, level)))
-
-
-def _finite(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"Invalid {what}={value!r}: must be a finite number.")
-    return float(value)
 
 
 def _for_each(what: str, given: T | Sequence[T] | Mapping[str, T], names: Iterable[str]) -> dict[str, T]:

@@ -8,13 +8,12 @@ after t, and ``initial`` before ``begin``, whatever happened in between: resumin
 
 from __future__ import annotations
 
-import math
-import numbers
 import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+from dist_sparse.checks import number
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.base import BaseDataScheduler
@@ -136,19 +135,18 @@ class ReadyDataScheduler(BaseDataScheduler):
             self._refuse(error)
 
     def _check_plan(self) -> None:
-        curves.check_window(self.begin, self.end, self.every)
+        self.begin, self.end, self.every = curves.check_window(self.begin, self.end, self.every)
         self.initial = self._checked("initial", self.initial)
 
     def _checked(self, what: str, value: object) -> float:
         """``value`` as a float, or as an int if it is one and no sparsity level. It must be a finite number and, as a
         sparsity level, in [0, 1]."""
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise ValueError(f"Invalid {what}={value!r}: must be a finite number.")
+        found = number(what, value)
         if self.schedule_param == "sparsity_level":
-            if not 0 <= float(value) <= 1:
+            if not 0 <= found <= 1:
                 raise ValueError(f"Invalid {what}={value!r}: a sparsity_level must be in [0, 1].")
-            return float(value)
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
+            return float(found)
+        return found
 
 
 def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import abc
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from dist_sparse.checks import integer, number
 from dist_sparse.groups import Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.scores import Measure
@@ -103,18 +103,12 @@ class ScoreSparsifier(BaseDataSparsifier):
         zeros = config["zeros_per_block"]
         if zeros is None:
             zeros = area
-        if not isinstance(zeros, numbers.Integral) or not 0 <= int(zeros) <= area:
-            raise ValueError(
-                f"Invalid zeros_per_block={zeros!r} of {data.name!r}: must be an int in [0, {area}], "
-                f"the area of the block {block}."
-            )
-        level = config["sparsity_level"]
-        if not isinstance(level, numbers.Real) or math.isnan(level):
-            raise ValueError(f"Invalid sparsity_level={level!r} of {data.name!r}: must be a number.")
+        zeros = integer("zeros_per_block", zeros, least=0, most=area, of=data.name)
+        level = number("sparsity_level", config["sparsity_level"], of=data.name)
         grid = grid_of(Rect(0, 0, *data.shape), block)
         blocks = grid.rows * grid.cols
-        k = round(min(max(float(level), 0.0), 1.0) * blocks) if zeros else 0
-        return Goal(data=data, block=block, k=k, zeros=max(int(zeros), 1), measure=self._measure(data.name, config))
+        k = round(min(max(level, 0.0), 1.0) * blocks) if zeros else 0
+        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=self._measure(data.name, config))
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Whole blocks stay whole when a user gives another block and says nothing of zeros_per_block."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dist_sparse.checks import name_list
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, Source, check_data
 
 __all__ = ["ModelTables", "model_source"]
@@ -67,9 +68,9 @@ class ModelTables:
         if not isinstance(model, nn.Module):
             raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
         self.model = model
-        self._include = None if include is None else _patterns(include)
-        self._exclude = _patterns(exclude)
-        self._dense = ("*",) if dense is True else _patterns(dense or None)
+        self._include = None if include is None else name_list("include", include)
+        self._exclude = name_list("exclude", exclude)
+        self._dense = ("*",) if dense is True else name_list("dense", dense or None)
         self._all_dense = dense is True
 
     def locate(self) -> list[ShardedData]:
@@ -267,17 +268,6 @@ def _named(found: list[_Found]) -> list[tuple[str, _Found]]:
             fqns = ", ".join(each.fqn for other, each in named if other == name)
             raise ValueError(f"Two tables would be called {name!r}: {fqns}. Rename one of them.")
     return named
-
-
-def _patterns(patterns: Patterns | bool) -> tuple[str, ...]:
-    if patterns is None:
-        return ()
-    if isinstance(patterns, str):
-        return (patterns,)
-    given = list(patterns) if isinstance(patterns, Collection) and not isinstance(patterns, Mapping) else None
-    if given is None or not all(isinstance(pattern, str) for pattern in given):
-        raise ValueError(f"Invalid patterns {patterns!r}: must be a string or a sequence of strings.")
-    return tuple(given)
 
 
 def _matching(

@@ -7,7 +7,6 @@ stashing replace the storage behind it. Nothing here communicates: the rectangle
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,8 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from dist_sparse.checks import integer
 
 __all__ = [
     "ROW",
@@ -159,15 +160,10 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     height, width = block
     if width == ROW:
         width = max(shape[1], 1)
-    if isinstance(height, bool) or isinstance(width, bool):
-        raise ValueError(rule)
     try:
-        block = operator.index(height), operator.index(width)  # ints of NumPy too
-    except TypeError:
+        return integer("rows", height, least=1), integer("columns", width, least=1)
+    except ValueError:
         raise ValueError(rule) from None
-    if min(block) < 1:
-        raise ValueError(rule)
-    return block
 
 
 def check_data(data: ShardedData) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.schedulers.ready import CubicDataScheduler
@@ -137,12 +138,9 @@ def sparsify(
 
 def _check(level: object, schedule: object) -> None:
     """Refuses what the schedule would refuse under another name, or not at all."""
-    levels = list(level.values()) if isinstance(level, Mapping) else [level]
-    if not levels or not all(map(_is_level, levels)):
+    if isinstance(level, Mapping) and not level:
         raise ValueError(f"Invalid {level=}: must be a number in [0, 1], or such numbers by name or glob.")
+    for name, each in level.items() if isinstance(level, Mapping) else ((None, level),):
+        checks.level("level" if name is None else f"level[{name!r}]", each)
     if not callable(schedule):
         raise ValueError(f"Invalid {schedule=}: must be the class of a ready scheduler.")
-
-
-def _is_level(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 <= float(value) <= 1

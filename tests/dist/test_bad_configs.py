@@ -72,7 +72,7 @@ def test_unknown_level(bad: int) -> None:
     def fix() -> None:
         scene.sparsifier.data_groups["a"]["sparsity_level"] = 0.5
 
-    scene.refused(f"rank {bad}: ValueError", "sparsity_level='half' of 'a'", "must be a number", fix=fix)
+    scene.refused(f"rank {bad}: ValueError", "sparsity_level='half' of 'a'", "must be a finite number", fix=fix)
 
 
 @on_each_bad_rank

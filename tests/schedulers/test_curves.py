@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,10 @@ class TestDue:
     def test_windows_without_sense_are_refused(self, window: tuple[Any, Any, Any], wrong: str) -> None:
         with pytest.raises(ValueError, match=f"Invalid {wrong}: must be"):
             curves.check_window(*window)
+
+    def test_windows_of_numpy_are_ints(self) -> None:
+        window = curves.check_window(np.int64(1), np.int32(5), np.uint8(2))
+        assert window == (1, 5, 2) and {type(part) for part in window} == {int}
 
 
 class TestValues:

@@ -125,10 +125,10 @@ def test_globs_select_by_name_or_path(selection: dict[str, Any], expected: list[
         ),
         ({"exclude": "*"}, "include and exclude leave none of the tables user"),
         ({"include": []}, "include and exclude leave none"),
-        ({"include": True}, "Invalid patterns True: must be a string or a sequence of strings"),
-        ({"exclude": [3]}, r"Invalid patterns \[3\]"),
-        ({"exclude": {"user": 1}}, r"Invalid patterns \{'user': 1\}"),
-        ({"dense": 3}, "Invalid patterns 3: must be a string or a sequence of strings"),
+        ({"include": True}, "Invalid include=True: must be a string or a sequence of strings"),
+        ({"exclude": [3]}, r"Invalid exclude=\[3\]"),
+        ({"exclude": {"user": 1}}, r"Invalid exclude=\{'user': 1\}"),
+        ({"dense": 3}, "Invalid dense=3: must be a string or a sequence of strings"),
     ],
 )
 def test_patterns_that_select_nothing_are_errors(selection: dict[str, Any], message: str) -> None:
