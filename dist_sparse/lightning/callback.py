@@ -7,9 +7,11 @@ what is collective there is called by all of them; ``state_dict()``, too, is cal
 
 from __future__ import annotations
 
+import importlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,19 +19,32 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.lightning.package import Callback
-from dist_sparse.lightning.rounds import OptimizerRounds
-from dist_sparse.schedulers.curves import check_window
-from dist_sparse.schedulers.ready import CubicDataScheduler
-from dist_sparse.schedulers.window import ReadyDataScheduler
+from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.schedulers.curves import Window
+from dist_sparse.schedulers.ready import CubicDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
 from dist_sparse.tables.shards import ROW
 from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
 
-__all__ = ["SparsifyCallback"]
+    def _installed() -> Any:
+        for package in ("lightning.pytorch", "pytorch_lightning"):
+            try:
+                return importlib.import_module(package)
+            except ModuleNotFoundError as missing:
+                if missing.name not in (package, package.partition(".")[0]):
+                    raise  # it is there, and lacks something itself
+        raise ImportError(
+            "dist_sparse.training.lightning needs Lightning, and neither lightning nor pytorch_lightning is installed: "
+            'pip install "dist_sparse[lightning]".'
+        )
+
+    Callback = _installed().Callback
+
+__all__ = ["Callback", "OptimizerRounds", "SparsifyCallback"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +61,7 @@ class SparsifyCallback(Callback):
     """Sparsifies the embedding tables of the model while the Trainer trains it.
 
     A step of the schedule is a round of optimizer steps
-    (:mod:`~dist_sparse.lightning.rounds`), taken at the end of the batch in which it was made: accumulated
+    (:class:`~dist_sparse.lightning.callback.OptimizerRounds`), taken at the end of the batch in which it was made: accumulated
     batches and steps that a gradient scaler skips do not count.
 
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in which removed weights
@@ -88,7 +103,7 @@ class SparsifyCallback(Callback):
         log: bool = True,
     ) -> None:
         super().__init__()
-        check_window(begin, end, every)
+        Window(begin=begin, end=end, every=every)
         # Made to be refused here, before anything is loaded or trained.
         MaskEnforcer(DataNormSparsifier(sparse_block_shape=block, norm=norm), optimizer_state)
         self.training: SparseTraining | None = None
@@ -253,3 +268,70 @@ def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str,
     except BaseException:
         rounds.load(before)
         raise
+
+
+class OptimizerRounds:
+    """Counts from its construction on, until :meth:`stop`.
+
+    Args:
+        optimizers: as the training loop has them, wrapped or not.
+
+    Raises:
+        ValueError: something is no optimizer.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        counted = {id(each): each for optimizer in optimizers for each in _that_step(optimizer)}
+        self._counts = [0] * len(counted)
+        self._handles: list[RemovableHandle] = [
+            each.register_step_post_hook(Hook(partial(self._stepped, number)))
+            for number, each in enumerate(counted.values())
+        ]
+
+    @property
+    def rounds(self) -> int:
+        """How many there were."""
+        return max(self._counts, default=0)
+
+    @property
+    def counts(self) -> list[int]:
+        """By optimizer, to be saved."""
+        return list(self._counts)
+
+    def load(self, counts: Sequence[int]) -> None:
+        """Goes on from :attr:`counts` of the same optimizers.
+
+        Raises:
+            ValueError: they are others.
+        """
+        if len(counts) != len(self._counts):
+            raise ValueError(
+                f"Invalid state: it has the steps of {len(counts)} optimizers; the model has {len(self._counts)} here."
+            )
+        self._counts = list(counts)
+
+    def stop(self) -> None:
+        """Ends counting."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _stepped(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # The gradients of fused tables are gone: their optimizers' steps always count.
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if _holds_others(optimizer) or any(gradient is not None for gradient in gradients):
+            self._counts[number] += 1
+
+
+def _that_step(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The innermost optimizers, and one that is made of fused ones or of several: torch's hooks run on both."""
+    yield from leaves(optimizer)
+    while not _holds_others(optimizer) and hasattr(optimizer, "_optimizer"):  # as LightningOptimizer does
+        optimizer = optimizer._optimizer
+    if _holds_others(optimizer):
+        yield optimizer
+
+
+def _holds_others(optimizer: Any) -> bool:
+    """Whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
+    return any(kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dist_sparse.lightning.package import Callback
+from dist_sparse.lightning.callback import Callback
 from dist_sparse.sparsifiers.base import SUPPORTED_TYPES
 from dist_sparse.sparsifiers.dense_store import name_for
 

@@ -1,1 +1,30 @@
-"""How does a sparsifier's configuration change over training? ``base``: your own way; ``ready``: the usual ones."""
+"""Schedulers of a sparsifier's configuration: a base class for your own, and ready ones."""
+
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.curves import Window
+from dist_sparse.schedulers.ready import (
+    ConstantDataScheduler,
+    CosineDataScheduler,
+    CubicDataScheduler,
+    ExponentialDataScheduler,
+    LambdaDataScheduler,
+    LinearDataScheduler,
+    OneShotDataScheduler,
+    ReadyDataScheduler,
+)
+from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
+
+__all__ = [
+    "BaseDataScheduler",
+    "ConstantDataScheduler",
+    "CosineDataScheduler",
+    "CubicDataScheduler",
+    "CubicSL",
+    "ExponentialDataScheduler",
+    "LambdaDataScheduler",
+    "LambdaSL",
+    "LinearDataScheduler",
+    "OneShotDataScheduler",
+    "ReadyDataScheduler",
+    "Window",
+]

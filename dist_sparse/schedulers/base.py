@@ -1,51 +1,76 @@
-"""Who changes a sparsifier's configuration while training goes on?
+"""Base class of the schedulers, which change a sparsifier's configuration during training.
 
-A scheduler: it asks ``get_schedule_param`` for the values of one configuration key, writes them to ``data_groups`` and
-leaves masks alone; the values count from the next ``sparsifier.step()``. When torch.distributed is in use, construction
-and ``step`` are collective over all ranks: first they make sure that all ranks schedule the same names, then the answer
-of rank 0 is written everywhere. Either all of a step happens, on every rank, or nothing.
+A scheduler calls ``get_schedule_param`` for the values of one configuration key and writes them to ``data_groups``.
+Masks are not touched: the values take effect at the next ``sparsifier.step()``. With several ranks, construction and
+``step`` are collective: all ranks must schedule the same names, and the values of rank 0 are written everywhere. A step
+happens on every rank or on none.
 """
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from dist_sparse.checks import integer
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["BaseDataScheduler"]
 
-_stepped: weakref.WeakKeyDictionary[BaseDataSparsifier, weakref.WeakSet[BaseDataScheduler]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The schedulers that have stepped since their sparsifier last did: it is due when any of them is. Others have no say,
-or one that is finished would keep it due for ever. Kept here, so that no copy takes them along."""
+
+@dataclass
+class _Round:
+    """The schedulers that have stepped since their sparsifier last did: masks are updated when any of them wants it.
+    Others have no vote, or a finished one could block the rest."""
+
+    sparsifier_steps: int
+    schedulers: weakref.WeakSet[BaseDataScheduler] = field(default_factory=weakref.WeakSet)
+
+
+# Module level, so that copies of schedulers and sparsifiers do not take them along.
+_rounds: weakref.WeakKeyDictionary[BaseDataSparsifier, _Round] = weakref.WeakKeyDictionary()
+_constructed_at: weakref.WeakKeyDictionary[BaseDataScheduler, int] = weakref.WeakKeyDictionary()
+_overruled: weakref.WeakSet[BaseDataScheduler] = weakref.WeakSet()
 
 
 class BaseDataScheduler:
-    """Varies one configuration key of a data sparsifier over training. Write ``get_schedule_param`` to get a scheduler.
+    """Change one configuration key of a data sparsifier during training. Subclasses define ``get_schedule_param``.
 
     Call ``sparsifier.step()`` before ``scheduler.step()``. The constructor takes one silent step, so that the value of
     step 0 is in the configuration and ``last_epoch`` is ``last_epoch + 1``. Collective over all ranks, as :meth:`step`
     is: every rank must call it.
 
     Args:
-        data_sparsifier: what is scheduled. Names that are added to it later take part as well, but have no
+        data_sparsifier: the sparsifier to schedule. Names added to it later take part as well, but have no
             ``base_param``.
         schedule_param: the key of its configuration.
-        last_epoch: the last step that was taken already, to resume; -1 to start.
+        last_epoch: the last step already taken, to resume; -1 to start.
         verbose: print each value that is written.
 
     Raises:
         TypeError: ``data_sparsifier`` is not a ``BaseDataSparsifier``.
         ValueError: see :meth:`step`.
-    """
 
-    _overruled_before = False
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import BaseDataScheduler, DataNormSparsifier
+        >>> class Stairs(BaseDataScheduler):
+        ...     def get_schedule_param(self):
+        ...         level = 0.25 * (self.last_epoch // 2)
+        ...         return {name: level for name in self.data_sparsifier.data_groups}
+        >>> sparsifier = DataNormSparsifier([("table", torch.ones(8, 4))], sparsity_level=0.0)
+        >>> scheduler = Stairs(sparsifier, "sparsity_level")
+        >>> for _ in range(4):
+        ...     sparsifier.step()
+        ...     scheduler.step()
+        >>> scheduler.get_last_param()
+        {'table': 0.5}
+    """
 
     def __init__(
         self, data_sparsifier: BaseDataSparsifier, schedule_param: str, last_epoch: int = -1, verbose: bool = False
@@ -63,26 +88,25 @@ class BaseDataScheduler:
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
-        data_sparsifier.__dict__["step"] = _counted(data_sparsifier.step)
-        data_sparsifier._step_count = 0
+        _constructed_at[self] = data_sparsifier.step_count
 
     def get_schedule_param(self) -> Mapping[str, Any]:
-        """The values for step ``self.last_epoch``, by name; names left out keep theirs. To be written by the subclass.
+        """Return the values for step ``self.last_epoch`` by name; names left out keep theirs. Defined by subclasses.
 
-        Every rank is asked; the answer of rank 0 counts. So values are None, bools, numbers (0-D tensors and NumPy's
-        are made Python's), strings, or lists and tuples of those.
+        Called on every rank; the values of rank 0 are used. Values are None, bools, numbers (0-D tensors and NumPy
+        scalars are converted to Python's), strings, or lists and tuples of those.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define get_schedule_param(): a mapping from name to value."
         )
 
     def step(self) -> None:
-        """Takes the next step: asks for its values and writes them. Collective over all ranks: every rank must call it.
+        """Take the next step: compute its values and write them. Collective over all ranks: every rank must call it.
 
         Raises:
-            ValueError: the answer has an unknown name (the names are named), or ranks differ in scheduler, parameter,
-                step or names (ranks are named). What ``get_schedule_param`` raises comes out as it is in one process,
-                and as a ValueError that names the rank on all of several. In each case nothing has changed.
+            ValueError: ``get_schedule_param`` returns unknown names, or ranks differ in scheduler, parameter, step or
+                names; the message lists them. Exceptions of ``get_schedule_param`` are re-raised unchanged in one
+                process, and as a ValueError that names the rank on all of several. Nothing has changed then.
         """
         if self._step_count == 1:
             self._check_order()
@@ -97,36 +121,58 @@ class BaseDataScheduler:
         self._apply(values)
 
     def get_last_param(self) -> dict[str, Any]:
-        """The value of every name after the last step (None where a configuration lacks the key)."""
+        """Return the value of every name after the last step (None where a configuration lacks the key)."""
         return self._last_param
 
     def state_dict(self) -> dict[str, Any]:
-        """Every attribute but the sparsifier, whose state is to be saved beside it."""
+        """Return every attribute but the sparsifier, whose own state must be saved too."""
         return {key: value for key, value in self.__dict__.items() if key != "data_sparsifier"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave. The sparsifier is not touched: restore it first."""
-        self.__dict__.update({key: value for key, value in state_dict.items() if key != "data_sparsifier"})
+        """Restore :meth:`state_dict`. The sparsifier is not touched: restore it first.
+
+        Raises:
+            ValueError: an entry would replace a method, or a counter is not an int; nothing has changed.
+        """
+        self.__dict__.update(self._checked_state(state_dict))
 
     def __repr__(self) -> str:
-        values = f"    {self.schedule_param}: {self.base_param}"
-        return f"{type(self).__name__} (\nData Sparsifier {self.data_sparsifier}\n{values}\n)"
+        param = reprlib.Repr()
+        param.maxdict = 3
+        values = f"{self.schedule_param} of {len(self.base_param)} names: {param.repr(self.base_param)}"
+        return f"{type(self).__name__}(step {self.last_epoch}, {values})"
+
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a state, without the sparsifier.
+
+        Raises:
+            ValueError: an entry would replace a method, or a counter is not an int.
+        """
+        state = {key: value for key, value in state_dict.items() if key != "data_sparsifier"}
+        # A subclass may add attributes at any time, so unknown keys are its own, unless they are methods here.
+        methods = [key for key in state if callable(getattr(type(self), str(key), None)) and key not in self.__dict__]
+        if methods:
+            raise ValueError(f"the entries {methods} would replace methods of {type(self).__name__}")
+        for key, least in (("last_epoch", -1), ("_step_count", 0)):
+            if key in state:
+                state[key] = integer(key, state[key], least=least)
+        return state
 
     def _next_values(self) -> Mapping[str, Any]:
-        """What this step writes. Collective over all ranks."""
+        """The values that this step writes. Collective over all ranks."""
         group = group_over(world_ranks())
         answer = self._agreed_answer(group)
         return self._overruled(answer, group) if group.size > 1 else answer
 
     def _agreed_answer(self, group: Group) -> Mapping[str, Any]:
-        """This rank's answer, once all ranks have a good one for the same names. Collective over ``group``."""
+        """This rank's values, once all ranks have valid ones for the same names. Collective over ``group``."""
         answer: Mapping[str, Any] = {}
         error: Exception | None = None
         try:
             answer = self._ask()
             if group.size > 1:
                 _to_wire(answer)
-        except Exception as raised:  # whatever it is, the other ranks must hear of it
+        except Exception as raised:  # of any kind: the other ranks must raise too
             error = raised
         group.agree(f"step of {type(self).__name__}", self._facts(answer), error)
         return answer
@@ -140,7 +186,7 @@ class BaseDataScheduler:
         known = self.data_sparsifier.data_groups
         if unknown := [name for name in answer if name not in known]:
             raise ValueError(
-                f"Invalid answer of {type(self).__name__}.get_schedule_param(): unknown names {unknown}; "
+                f"Invalid values of {type(self).__name__}.get_schedule_param(): unknown names {unknown}; "
                 f"the sparsifier has {list(known)}."
             )
         return {name: _python(value) for name, value in answer.items()}
@@ -159,18 +205,18 @@ class BaseDataScheduler:
         }
 
     def _overruled(self, answer: Mapping[str, Any], group: Group) -> Mapping[str, Any]:
-        """The answer of rank 0. Collective over ``group``."""
+        """The values of rank 0. Collective over ``group``."""
         mine = _to_wire(answer)
         first = group.all_gather_json(mine)[0]
         # Compared as text: NaN is NaN, and the types count too.
         others = {name: value for name, value in first.items() if repr(value) != repr(mine[name])}
-        if others and not self._overruled_before:
-            self._overruled_before = True
+        if others and self not in _overruled:
+            _overruled.add(self)
             name, value = next(iter(others.items()))
             warnings.warn(
                 f"{type(self).__name__} on rank {group.ranks[group.rank]}: {self.schedule_param!r} of {name!r} is "
                 f"{mine[name]!r} here and {value!r} on rank {group.ranks[0]}, and so for {len(others)} of {len(first)} "
-                f"names. The values of rank {group.ranks[0]} are used; later ones will be without a warning.",
+                f"names. The values of rank {group.ranks[0]} are used, from now on without a warning.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -183,58 +229,38 @@ class BaseDataScheduler:
             if self.verbose:
                 print(f"Adjusting {self.schedule_param} for group {name} to {value}")
         self._last_param = {name: config.get(self.schedule_param) for name, config in groups.items()}
-        together = _stepped.setdefault(self.data_sparsifier, weakref.WeakSet())
-        together.add(self)
-        self.data_sparsifier.enable_mask_update = any(scheduler._is_due() for scheduler in together)
+        steps = self.data_sparsifier.step_count
+        current = _rounds.get(self.data_sparsifier)
+        if current is None or current.sparsifier_steps != steps:
+            current = _rounds[self.data_sparsifier] = _Round(steps)
+        current.schedulers.add(self)
+        self.data_sparsifier.enable_mask_update = any(scheduler._updates_masks() for scheduler in current.schedulers)
 
-    def _is_due(self) -> bool:
-        """Whether the sparsifier's next step moves masks: always, for all we know of a scheduler that a user wrote."""
+    def _updates_masks(self) -> bool:
+        """Whether the sparsifier's next step updates masks: always, for a scheduler written by a user."""
         return True
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raises ``error`` on every rank: the others wait for this one in the agreement of their first step."""
+        """Raise ``error`` on every rank: the others wait for this one in the agreement of their first step."""
         group_over(world_ranks()).agree(f"construction of {type(self).__name__}", {}, error)
         raise error
 
     def _check_order(self) -> None:
-        """At the second step ever: has the sparsifier stepped since the first?"""
-        if not hasattr(self.data_sparsifier.step, "_with_counter"):
+        """Warn at the second step ever if the sparsifier has not stepped since the first."""
+        if "step" in vars(self.data_sparsifier):
             warnings.warn(
-                "The step of the data sparsifier has been replaced since the scheduler was made, so its calls cannot "
-                "be counted. Call `data_sparsifier.step()` before `scheduler.step()`.",
+                "The step of the data sparsifier has been replaced, so its calls cannot be counted. Call "
+                "`data_sparsifier.step()` before `scheduler.step()`.",
                 UserWarning,
                 stacklevel=3,
             )
-        elif self.data_sparsifier._step_count < 1:
+        elif self.data_sparsifier.step_count == _constructed_at.get(self):
             warnings.warn(
                 "`scheduler.step()` was called before `data_sparsifier.step()`: the first scheduled value has never "
                 "been used. Call `data_sparsifier.step()` first.",
                 UserWarning,
                 stacklevel=3,
             )
-
-
-def _counted(method: Callable[[], None]) -> Callable[[], None]:
-    """``sparsifier.step`` that counts its calls in ``sparsifier._step_count``, each of which opens a new round of
-    ``_stepped``; the same again if it does already.
-
-    It lives in the sparsifier, so it must not hold it: that would be a reference cycle.
-    """
-    if hasattr(method, "_with_counter"):
-        return method
-    instance = weakref.ref(method.__self__)  # type: ignore[attr-defined]
-    function = method.__func__  # type: ignore[attr-defined]
-
-    @wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        sparsifier = instance()
-        assert sparsifier is not None, "whoever calls the step of a sparsifier holds it"
-        sparsifier._step_count += 1
-        _stepped.pop(sparsifier, None)
-        return function(sparsifier, *args, **kwargs)
-
-    step._with_counter = True  # type: ignore[attr-defined]
-    return step
 
 
 def _python(value: Any) -> Any:
@@ -253,8 +279,8 @@ def _to_wire(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(
-        f"Invalid {type(value).__name__} in the answer of get_schedule_param(): with several ranks, values must be "
-        "None, bools, numbers, strings, or lists and tuples of those, for they cross ranks as JSON."
+        f"Invalid {type(value).__name__} in the values of get_schedule_param(): with several ranks, values must be "
+        "None, bools, numbers, strings, or lists and tuples of those, because they cross ranks as JSON."
     )
 
 

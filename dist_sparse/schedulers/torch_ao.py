@@ -1,10 +1,10 @@
-"""How do torch.ao's ``LambdaSL`` and ``CubicSL`` drive a data sparsifier?
+"""torch.ao's ``LambdaSL`` and ``CubicSL`` for data sparsifiers.
 
 In torch.ao they schedule the groups of a module sparsifier; here the ``sparsity_level`` of each name of a data
-sparsifier. Level by step is theirs, to the last bit: they have one formula for every step, and no grid of due steps. So
-masks move at step 0 and where a level is another than at the step before; at all other steps nothing is written, and
-``sparsifier.step()`` returns at once. New code is better off with :class:`~dist_sparse.CubicDataScheduler` and
-:class:`~dist_sparse.LambdaDataScheduler`, whose ``every`` says how often masks move.
+sparsifier. Levels by step are theirs, to the last bit: one formula for every step, and no grid of updates. So masks are
+updated at step 0 and where a level differs from that of the step before; at all other steps nothing is written, and
+``sparsifier.step()`` returns at once. New code should use :class:`~dist_sparse.CubicDataScheduler` and
+:class:`~dist_sparse.LambdaDataScheduler`, whose ``every`` sets how often masks are updated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from dist_sparse.checks import number
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.window import ReadyDataScheduler
+from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["CubicSL", "LambdaSL"]
@@ -26,22 +26,22 @@ _TORCH_AO_ONLY = {"base_sl", "_last_sl", "_get_sl_called_within_step", "sl_lambd
 
 
 class _SlScheduler(ReadyDataScheduler):
-    """What both have in common: they schedule the names that the sparsifier has at construction, and start from, or
-    arrive at, the levels that those have then (``base_param``)."""
+    """Base class of both: schedule the names that the sparsifier has at construction, relative to the levels that those
+    have then (``base_param``)."""
 
     def __init__(self, sparsifier: BaseDataSparsifier, last_epoch: int, verbose: bool) -> None:
-        known = isinstance(sparsifier, BaseDataSparsifier)  # what is none is refused by the base
+        known = isinstance(sparsifier, BaseDataSparsifier)  # anything else is refused by the base class
         groups = sparsifier.data_groups if known else {}
         self.base_param = {name: config.get("sparsity_level") for name, config in groups.items()}
         super().__init__(sparsifier, "sparsity_level", 0.0, 0, None, 1, last_epoch, verbose)
 
     def get_last_sl(self) -> list[Any]:
-        """The levels after the last step, in the order of the sparsifier's names."""
+        """Return the levels after the last step, in the order of the sparsifier's names."""
         return list(self._last_param.values())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As in the base; a state of torch.ao's class of the same name is taken too: its levels are those of the names
-        in their order, its functions stay behind. Collective."""
+        """Restore :meth:`state_dict`, or a state of torch.ao's class of the same name, whose levels are assigned to the
+        names in their order and whose functions are ignored. Collective."""
         super().load_state_dict(state_dict)
 
     def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,7 +51,7 @@ class _SlScheduler(ReadyDataScheduler):
         return {**state, "base_param": _for_each("base_sl", state_dict["base_sl"], self.base_param)}
 
     def _bases(self) -> dict[str, Any]:
-        """The levels of the construction, by the names that are still there: a squashed table is not."""
+        """The levels at construction of the names that the sparsifier still has (squashed tables are removed)."""
         known = self.data_sparsifier.data_groups
         return {name: level for name, level in self.base_param.items() if name in known}
 
@@ -67,24 +67,34 @@ class _SlScheduler(ReadyDataScheduler):
 class LambdaSL(_SlScheduler):
     """The level of each name at construction, times a function of the step. After torch.ao's ``LambdaSL``.
 
-    As there, a level may leave [0, 1]: it is written as it is, and masks move as for 0 or 1.
+    As there, a level may leave [0, 1]: it is written unchanged and acts as 0 or 1.
 
-    The functions may differ between ranks (one may read a clock), so rank 0's levels count, and **every** step is
-    collective over all ranks. With several of them, a :class:`~dist_sparse.LambdaDataScheduler` with ``every`` costs
-    less.
+    The functions may differ between ranks (one may read a clock), so rank 0's levels are used, and **every** step is
+    collective over all ranks. On several ranks a :class:`~dist_sparse.LambdaDataScheduler` with ``every`` costs less.
 
     Args:
-        sparsifier: what is scheduled: the names that it has now.
+        sparsifier: the sparsifier to schedule, with the names that it has now.
         sl_lambda: ``sl_lambda(step) -> factor``; a list of such functions, in the order of the names; or a dict by
-            name. Called once a step, from step 0 on. Not part of the state.
-        last_epoch: the last step that was taken already, to resume; -1 to start. The levels that are multiplied are
-            those of the sparsifier at this moment: resume before a saved state is loaded into it, or by ``state_dict``.
+            name. Called once a step, from step 0 on. Not saved in the state.
+        last_epoch: the last step already taken, to resume; -1 to start. The current levels of the
+            sparsifier are multiplied: resume before a saved state is loaded into it, or by ``state_dict``.
         verbose: print each level that is written.
 
     Raises:
         TypeError: ``sparsifier`` is not a ``BaseDataSparsifier``.
         ValueError: not one function for each name, or a level that is no finite number, from :meth:`step` too; on every
             rank.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, LambdaSL
+        >>> sparsifier = DataNormSparsifier([("table", torch.ones(8, 4))], sparsity_level=0.5)
+        >>> scheduler = LambdaSL(sparsifier, lambda step: min(1.0, step / 2))
+        >>> sparsifier.step()
+        >>> scheduler.step()
+        >>> scheduler.get_last_sl()
+        [0.25]
     """
 
     def __init__(
@@ -100,7 +110,7 @@ class LambdaSL(_SlScheduler):
         super().__init__(sparsifier, last_epoch, verbose)
 
     def get_schedule_param(self) -> dict[str, float]:
-        """The levels at step ``last_epoch``."""
+        """Return the levels at step ``last_epoch``."""
         step, functions = self.last_epoch, _for_each("sl_lambda", self.sl_lambda, self.base_param)
         return {
             name: self._checked(f"{base} * sl_lambda({step}) of {name!r}", base * functions[name](step))
@@ -108,7 +118,7 @@ class LambdaSL(_SlScheduler):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Every attribute but the sparsifier and the functions, which a safe load would refuse."""
+        """Return every attribute but the sparsifier and the functions, which a safe load refuses."""
         return {key: value for key, value in super().state_dict().items() if key != "sl_lambda"}
 
     def _checked(self, what: str, value: object) -> float:
@@ -127,7 +137,7 @@ class LambdaSL(_SlScheduler):
         return levels if self._moves else {}
 
     def _agreed_values(self) -> Mapping[str, Any]:
-        """At construction and after loading nobody remembers the levels of the step before. Collective."""
+        """At construction and after loading, compute the levels of the step before as well. Collective."""
         self._levels = {}
         if self.last_epoch > 0:
             self.last_epoch -= 1
@@ -140,7 +150,7 @@ class LambdaSL(_SlScheduler):
         self._levels = levels
         return levels
 
-    def _is_due(self) -> bool:
+    def _updates_masks(self) -> bool:
         return self._moves
 
 
@@ -149,25 +159,35 @@ class CubicSL(_SlScheduler):
 
     With ``s_f`` for the level at construction and ``n = delta_t * total_t``, the level at step t is
     ``s_f + (init_sl - s_f) * (1 - (t - init_t) / n) ** 3``: ``init_sl`` until ``init_t``, ``s_f`` from ``init_t + n``
-    on, and another one at **every** step between, whatever ``delta_t``. As in torch.ao, a level never falls: if
-    ``init_sl`` is above ``s_f``, it stays ``init_sl`` for ever. :class:`~dist_sparse.CubicDataScheduler` has neither
-    trait.
+    on, and a new one at **every** step between, whatever ``delta_t``. As in torch.ao, a level never falls: if
+    ``init_sl`` is above ``s_f``, it stays ``init_sl``. :class:`~dist_sparse.CubicDataScheduler` has neither trait.
 
-    Steps are local, as those of all ready curves; construction is collective over all ranks.
+    Steps are local, as those of all ready schedulers; construction is collective over all ranks.
 
     Args:
-        sparsifier: what is scheduled: the names that it has now.
+        sparsifier: the sparsifier to schedule, with the names that it has now.
         init_sl, init_t, delta_t, total_t, initially_zero: one value for all; a list in the order of the names; or a
             dict by name. ``init_t``, ``delta_t`` and ``total_t`` are numbers, whole or not; ``initially_zero`` makes
             the level 0 before ``init_t``.
-        last_epoch: the last step that was taken already, to resume; -1 to start. Levels end at those that the
-            sparsifier has at this moment: resume before a saved state is loaded into it, or by ``state_dict``.
+        last_epoch: the last step already taken, to resume; -1 to start. Levels end at the current
+            ones of the sparsifier: resume before a saved state is loaded into it, or by ``state_dict``.
         verbose: print each level that is written.
 
     Raises:
         TypeError: ``sparsifier`` is not a ``BaseDataSparsifier``.
-        ValueError: not one value for each name, a level outside [0, 1], ``delta_t * total_t`` below 1, or ranks have
-            other plans; on every rank.
+        ValueError: not one value for each name, a level outside [0, 1], ``delta_t * total_t`` below 1, or ranks
+            have different plans; on every rank.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import CubicSL, DataNormSparsifier
+        >>> sparsifier = DataNormSparsifier([("table", torch.ones(8, 4))], sparsity_level=0.8)
+        >>> scheduler = CubicSL(sparsifier, delta_t=1, total_t=2)
+        >>> sparsifier.step()
+        >>> scheduler.step()
+        >>> scheduler.get_last_sl()
+        [0.7000000000000001]
     """
 
     def __init__(
@@ -186,18 +206,18 @@ class CubicSL(_SlScheduler):
         super().__init__(sparsifier, last_epoch, verbose)
 
     def get_schedule_param(self) -> dict[str, float]:
-        """The levels at step ``last_epoch``."""
+        """Return the levels at step ``last_epoch``."""
         return self._levels_at(self.last_epoch)
 
     def _levels_at(self, step: int) -> dict[str, float]:
         plans = self._plans()
         return {name: _cubic(step, base, **plans[name]) for name, base in self._bases().items()}
 
-    def _is_due(self) -> bool:
+    def _updates_masks(self) -> bool:
         return self.last_epoch == 0 or self._levels_at(self.last_epoch) != self._levels_at(self.last_epoch - 1)
 
     def _plans(self) -> dict[str, dict[str, Any]]:
-        """What is given for each name."""
+        """The arguments for each name."""
         given = {
             key: _for_each(key, getattr(self, key), self.base_param)
             for key in ("init_sl", "init_t", "delta_t", "total_t", "initially_zero")
@@ -226,7 +246,7 @@ class CubicSL(_SlScheduler):
 def _cubic(
     step: int, final: float, *, init_sl: float, init_t: float, delta_t: float, total_t: float, initially_zero: bool
 ) -> float:
-    """torch.ao's own order of operations and of clamping, so that levels are equal to the last bit."""
+    """torch.ao's order of operations and of clamping, so that levels are equal to the last bit."""
     if initially_zero and step < init_t:
         return 0.0
     level = final + (init_sl - final) * (1.0 - (step - init_t) / (delta_t * total_t)) ** 3
@@ -234,7 +254,7 @@ def _cubic(
 
 
 def _for_each(what: str, given: T | Sequence[T] | Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """One value for each name: the same for all, a list's in the order of the names, or a dict's.
+    """Return one value for each name: the same for all, those of a list in the order of the names, or of a dict.
 
     Raises:
         ValueError: a list of another length, or a dict with other names.

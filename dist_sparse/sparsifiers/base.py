@@ -48,6 +48,7 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
         data_groups: name -> its configuration, read at every step.
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
+        step_count: calls of ``step()`` so far, also of those that did nothing.
         repair: what a step does about replicas that have drifted apart: ``"raise"``, or ``"broadcast"`` the first
             rank's.
     """
@@ -60,7 +61,7 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
         self.repair = "raise"
         self._container = plain.Container()
         self._tables = ShardedTables()
-        self._step_count = 0
+        self.step_count = 0
         self._edited: tuple[str, Tensor] | None = None
         for name, data in data_list or ():
             self.add_data(name, data)
@@ -227,6 +228,7 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
         Raises:
             ValueError: on every rank; no mask and no weight has changed.
         """
+        self.step_count += 1
         if not self.enable_mask_update:
             return
         before: list[tuple[Tensor, Tensor]] = []

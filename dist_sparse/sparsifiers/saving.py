@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["getstate", "load_state_dict", "setstate", "state_dict"]
 
 _UNSAVED = {"state", "_container", "_tables", "_edited", "_enforcer", "_recorder", "step"}
-"""Attributes that a copy makes anew. ``step`` in the instance is a scheduler's counting wrapper: a copy is not
-scheduled."""
+"""Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
 
 
 def state_dict(sparsifier: BaseDataSparsifier) -> dict[str, Any]:

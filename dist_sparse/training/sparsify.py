@@ -14,8 +14,7 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.schedulers.ready import CubicDataScheduler
-from dist_sparse.schedulers.window import ReadyDataScheduler
+from dist_sparse.schedulers.ready import CubicDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
 from dist_sparse.tables.shards import ROW
 

@@ -198,7 +198,7 @@ def sparse_steps(scheduler: Any, steps: int, first: int = 1) -> list[tuple[float
     for step_num in range(first, steps + 1):
         scheduler.step(scheduler.model(step_num), None, "a", step_num, 1)
         zeros = float((scheduler.model.table.weight == 0).float().mean())
-        seen.append((zeros, scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier._step_count))
+        seen.append((zeros, scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier.step_count))
     return seen
 
 
@@ -229,10 +229,10 @@ def test_sparsity_moves_on_real_steps_only(more: dict[str, int], wanted: list[in
 def test_a_skipped_step_counts_nowhere(bad: float) -> None:
     scheduler = sparse(Net())
     sparse_steps(scheduler, 2)
-    before = scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier._step_count
+    before = scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier.step_count
     loss = scheduler.model(3)["loss"] * bad if bad else (scheduler.model.over.bias.detach().requires_grad_() * 1).sum()
     scheduler.step({"loss": loss}, None, "a", 3, 1)
-    assert (scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier._step_count) == before
+    assert (scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier.step_count) == before
 
 
 def test_one_state_for_all() -> None:

@@ -137,7 +137,7 @@ class TestCubic:
             ({"init_t": {"t0": 1, "t1": 2, "t2": 3}}, "init_t for"),
             ({"init_sl": [0.1, 1.1]}, r"init_sl of 't1'=1.1.*\[0, 1\]"),
             ({"init_sl": -0.1}, r"init_sl of 't0'=-0.1.*\[0, 1\]"),
-            ({"init_sl": "0.1"}, "init_sl of 't0'='0.1'.*finite number"),
+            ({"init_sl": "0.1"}, "init_sl of 't0'='0.1'.*must be a number"),
             ({"init_t": math.nan}, "init_t of 't0'=nan.*finite number"),
             ({"total_t": None}, "total_t of 't0'=None.*finite number"),
             ({"delta_t": True}, "delta_t of 't0'=True.*finite number"),

@@ -1,4 +1,4 @@
-"""Does a scheduler of a user's own write values that a step of the sparsifier takes? In one process."""
+"""Base class of the schedulers: the values written, states, the order of steps. In one process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.ready import CubicDataScheduler
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
 
 
@@ -48,3 +49,43 @@ def test_within_tuples_too_and_nothing_else() -> None:
     assert shape == (1, 4) and [type(size) for size in shape] == [int, int]
     vector = torch.ones(1)
     assert scheduled(vector, "other").data_groups["w"]["other"] is vector
+
+
+@pytest.mark.parametrize("key", ["step", "get_schedule_param", "_updates_masks", "__repr__"])
+def test_a_state_can_not_replace_a_method(key: str) -> None:
+    sparsifier = DataNormSparsifier([("w", torch.randn(8, 4))], sparsity_level=0.5)
+    for scheduler in (Fixed(sparsifier, "other"), CubicDataScheduler(sparsifier, final=0.5, end=9)):
+        before = scheduler.state_dict()
+        with pytest.raises(ValueError, match=rf"\['{key}'\] would replace methods"):
+            scheduler.load_state_dict({**before, key: 3, "last_epoch": 7})
+        assert scheduler.state_dict() == before
+        sparsifier.step()
+        scheduler.step()
+        scheduler.load_state_dict(before)
+        assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("wrong", [{"last_epoch": "7"}, {"last_epoch": -2}, {"last_epoch": True}, {"_step_count": 1.5}])
+def test_counters_of_a_state_are_integers(wrong: dict[str, Any]) -> None:
+    sparsifier = DataNormSparsifier([("w", torch.randn(8, 4))], sparsity_level=0.5)
+    for scheduler in (Fixed(sparsifier, "other"), CubicDataScheduler(sparsifier, final=0.5, end=9)):
+        before = scheduler.state_dict()
+        with pytest.raises(ValueError, match="must be an int"):
+            scheduler.load_state_dict({**before, **wrong})
+        assert scheduler.state_dict() == before
+
+
+def test_a_step_kept_without_its_sparsifier_still_works() -> None:
+    weight = torch.rand(8, 4)
+    sparsifier = DataNormSparsifier([("w", weight)], sparsity_level=0.5)
+    scheduler = Fixed(sparsifier, "other")
+    mask, step = sparsifier.get_mask("w"), sparsifier.step
+    del sparsifier, scheduler
+    step()
+    assert int((mask == 0).sum()) == 16
+
+
+def test_repr_is_short_with_many_tables() -> None:
+    sparsifier = DataNormSparsifier([(f"t{i}", torch.ones(4, 4)) for i in range(1000)], sparsity_level=0.5)
+    scheduler = CubicDataScheduler(sparsifier, final=0.5, end=9)
+    assert len(repr(scheduler)) < 200 and "sparsity_level of 1000 names" in repr(scheduler)

@@ -1,4 +1,4 @@
-"""Do the curves have the values of their equations, and are steps due when they should be?"""
+"""Values of the curves, and the steps of a window."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ levels = st.floats(0.0, 0.999)
 windows = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
+def window(begin: Any, end: Any, every: Any) -> curves.Window:
+    return curves.Window(begin=begin, end=end, every=every)
+
+
 class TestDue:
     def test_begin_then_every_then_end_off_the_grid(self) -> None:
-        assert [step for step in range(40) if curves.is_due(step, 5, 22, 4)] == [5, 9, 13, 17, 21, 22]
+        assert [step for step in range(40) if window(5, 22, 4).updates(step)] == [5, 9, 13, 17, 21, 22]
 
     def test_end_on_the_grid(self) -> None:
-        assert [step for step in range(40) if curves.is_due(step, 4, 12, 4)] == [4, 8, 12]
+        assert [step for step in range(40) if window(4, 12, 4).updates(step)] == [4, 8, 12]
 
     def test_one_step_window(self) -> None:
-        assert [step for step in range(40) if curves.is_due(step, 7, 7, 3)] == [7]
+        assert [step for step in range(40) if window(7, 7, 3).updates(step)] == [7]
 
     def test_no_end_is_for_ever(self) -> None:
-        assert curves.is_due(10**9, 0, None, 10) and not curves.is_due(10**9 + 1, 0, None, 10)
+        assert window(0, None, 10).updates(10**9) and not window(0, None, 10).updates(10**9 + 1)
 
     @given(st.integers(0, 120), windows, st.integers(1, 30), st.booleans())
     def test_last_due_is_the_latest_due_step(
-        self, step: int, window: tuple[int, int], every: int, endless: bool
+        self, step: int, bounds: tuple[int, int], every: int, endless: bool
     ) -> None:
-        begin, end = window[0], None if endless else window[1]
-        due = [earlier for earlier in range(step + 1) if curves.is_due(earlier, begin, end, every)]
-        assert curves.last_due(step, begin, end, every) == (due[-1] if due else None)
+        begin, end = bounds[0], None if endless else bounds[1]
+        due = [earlier for earlier in range(step + 1) if window(begin, end, every).updates(earlier)]
+        assert window(begin, end, every).last_update(step) == (due[-1] if due else None)
 
     @pytest.mark.parametrize(
-        "window, wrong",
+        "bounds, wrong",
         [
             ((-1, 5, 1), "begin=-1"),
             ((1.0, 5, 1), "begin=1.0"),
@@ -56,13 +60,13 @@ class TestDue:
             ((0, 4, None), "every=None"),
         ],
     )
-    def test_windows_without_sense_are_refused(self, window: tuple[Any, Any, Any], wrong: str) -> None:
+    def test_invalid_windows_are_refused(self, bounds: tuple[Any, Any, Any], wrong: str) -> None:
         with pytest.raises(ValueError, match=f"Invalid {wrong}: must be"):
-            curves.check_window(*window)
+            window(*bounds)
 
     def test_windows_of_numpy_are_ints(self) -> None:
-        window = curves.check_window(np.int64(1), np.int32(5), np.uint8(2))
-        assert window == (1, 5, 2) and {type(part) for part in window} == {int}
+        found = window(np.int64(1), np.int32(5), np.uint8(2))
+        assert found == window(1, 5, 2) and {type(part) for part in vars(found).values()} == {int}
 
 
 class TestValues:
