@@ -1,65 +1,30 @@
-"""Sparsify the embedding tables of recommendation models while they train on many ranks.
+"""Sparsify the embedding tables of TorchRec models during training, the same on every sharding and number of ranks.
 
-Names are loaded when they are first used: `import dist_sparse` alone needs not even torch, so that `dist-sparse doctor`
-runs where torch is missing or broken.
+Start with these five:
+
+    sparsify             prune a model during training, in one call
+    SparseTraining       what it returns: step(), summary(), state_dict(), detach()
+    DataNormSparsifier   masks of the blocks with the smallest norm
+    CubicDataScheduler   raises the sparsity level during training
+    MaskEnforcer         keeps removed weights at zero in every forward
+
+Look and log:        describe, TableStats, RunLog
+Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataScheduler, CosineDataScheduler,
+                     ExponentialDataScheduler, LambdaDataScheduler
+Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
+Whole rows:          ROW, as in sparse_block_shape=(1, ROW)
+One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
+After training:      post_training_sparse_quantize (8-bit tables)
+Under Lightning:     dist_sparse.lightning.SparsifyCallback
+Names of ancestors:  CubicSL, LambdaSL, Noamlr, ExponentDecayLr
+
+Names are loaded when they are first used: ``import dist_sparse`` does not need torch, so that ``dist-sparse doctor``
+runs where torch is missing or broken. ``__init__.pyi`` has the types.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dist_sparse.enforcer.enforcer import MaskEnforcer
-    from dist_sparse.optim.scheduler import OptimScheduler
-    from dist_sparse.optim.schedules import ExponentDecayLr, Noamlr
-    from dist_sparse.quantization.quantize import post_training_sparse_quantize
-    from dist_sparse.report.run_log import RunLog
-    from dist_sparse.schedulers.base import BaseDataScheduler
-    from dist_sparse.schedulers.ready import (
-        ConstantDataScheduler,
-        CosineDataScheduler,
-        CubicDataScheduler,
-        ExponentialDataScheduler,
-        LambdaDataScheduler,
-        LinearDataScheduler,
-        OneShotDataScheduler,
-    )
-    from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
-    from dist_sparse.sparsifiers.base import BaseDataSparsifier
-    from dist_sparse.sparsifiers.describe import describe
-    from dist_sparse.sparsifiers.inspection import TableStats
-    from dist_sparse.sparsifiers.norm import DataNormSparsifier
-    from dist_sparse.sparsifiers.score import ScoreSparsifier
-    from dist_sparse.tables.shards import ROW
-    from dist_sparse.training.sparsify import SparseTraining, sparsify
-
-__all__ = [
-    "ROW",
-    "BaseDataScheduler",
-    "BaseDataSparsifier",
-    "ConstantDataScheduler",
-    "CosineDataScheduler",
-    "CubicDataScheduler",
-    "CubicSL",
-    "DataNormSparsifier",
-    "ExponentDecayLr",
-    "ExponentialDataScheduler",
-    "LambdaDataScheduler",
-    "LambdaSL",
-    "LinearDataScheduler",
-    "MaskEnforcer",
-    "Noamlr",
-    "OneShotDataScheduler",
-    "OptimScheduler",
-    "RunLog",
-    "ScoreSparsifier",
-    "SparseTraining",
-    "TableStats",
-    "describe",
-    "post_training_sparse_quantize",
-    "sparsify",
-]
-
-_PLACES = {
+_MODULE_OF = {
     "ROW": "tables.shards",
     "BaseDataScheduler": "schedulers.base",
     "BaseDataSparsifier": "sparsifiers.base",
@@ -85,9 +50,8 @@ _PLACES = {
     "post_training_sparse_quantize": "quantization.quantize",
     "sparsify": "training.sparsify",
 }
-"""The module of each name."""
 
-_MODULES = (
+_PACKAGES = (
     "enforcer",
     "groups",
     "lightning",
@@ -100,18 +64,22 @@ _MODULES = (
     "tables",
     "training",
 )
-"""Those that are an attribute without an import of their own."""
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that is here
+__all__ = sorted(_MODULE_OF)
 
-    def __getattr__(name: str) -> object:
-        if name in _MODULES:
-            return import_module(f"{__name__}.{name}")
-        if name not in _PLACES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-        globals()[name] = found
-        return found
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_MODULES})
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        found: object = import_module("importlib.metadata").version("dist_sparse")
+    elif name in _PACKAGES:
+        found = import_module(f"{__name__}.{name}")
+    elif name in _MODULE_OF:
+        found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES, "__version__"})

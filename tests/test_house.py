@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -68,18 +70,22 @@ def test_import_alone_needs_nothing() -> None:
         dist_sparse.__getattr__("sparsfy")
 
 
-def test_type_checkers_see_the_names_where_they_are() -> None:
-    """What the imports for type checkers say is what the table of places says; no name is a module's too."""
-    tree = ast.parse((ROOT / "dist_sparse" / "__init__.py").read_text())
-    seen = {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dist_sparse.")
-        for alias in node.names
-    }
-    assert seen == {name: f"dist_sparse.{place}" for name, place in dist_sparse._PLACES.items()}
-    assert sorted(seen) == sorted(dist_sparse.__all__)
-    assert not set(seen) & {path.stem for path in (ROOT / "dist_sparse").iterdir()}
+def test_the_stub_has_the_public_names() -> None:
+    """Type checkers and editors read the stub, the interpreter ``__init__.py``: the same names, of the same modules."""
+    tree = ast.parse((ROOT / "dist_sparse" / "__init__.pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: node.module for node in imports for alias in node.names if node.module != "dist_sparse"}
+    packages = {alias.asname for node in imports for alias in node.names if node.module == "dist_sparse"}
+    assert sorted(map(str, seen)) == sorted(dist_sparse.__all__)
+    for name, module in seen.items():
+        assert getattr(import_module(str(module)), str(name)) is getattr(dist_sparse, str(name))
+    assert packages | set(seen) | {"__version__"} <= set(dir(dist_sparse))
+    assert not set(seen) & {path.stem for path in (ROOT / "dist_sparse").iterdir()}, "a name is a module's too"
+
+
+def test_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert dist_sparse.__version__ == project["version"]
 
 
 def test_the_names_need_torch_alone() -> None:

@@ -61,7 +61,7 @@ class SparsifyCallback(Callback):
     """Sparsifies the embedding tables of the model while the Trainer trains it.
 
     A step of the schedule is a round of optimizer steps
-    (:class:`~dist_sparse.lightning.callback.OptimizerRounds`), taken at the end of the batch in which it was made: accumulated
+    (:class:`~dist_sparse.lightning.callback.OptimizerRounds`), taken at the end of its batch: accumulated
     batches and steps that a gradient scaler skips do not count.
 
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in which removed weights

@@ -1,0 +1,39 @@
+"""Types of the public names, which ``__init__.py`` loads when they are first used."""
+
+from dist_sparse import enforcer as enforcer
+from dist_sparse import groups as groups
+from dist_sparse import lightning as lightning
+from dist_sparse import masking as masking
+from dist_sparse import optim as optim
+from dist_sparse import quantization as quantization
+from dist_sparse import report as report
+from dist_sparse import schedulers as schedulers
+from dist_sparse import sparsifiers as sparsifiers
+from dist_sparse import tables as tables
+from dist_sparse import training as training
+from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer
+from dist_sparse.optim.scheduler import OptimScheduler as OptimScheduler
+from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr
+from dist_sparse.optim.schedules import Noamlr as Noamlr
+from dist_sparse.quantization.quantize import post_training_sparse_quantize as post_training_sparse_quantize
+from dist_sparse.report.run_log import RunLog as RunLog
+from dist_sparse.schedulers.base import BaseDataScheduler as BaseDataScheduler
+from dist_sparse.schedulers.ready import ConstantDataScheduler as ConstantDataScheduler
+from dist_sparse.schedulers.ready import CosineDataScheduler as CosineDataScheduler
+from dist_sparse.schedulers.ready import CubicDataScheduler as CubicDataScheduler
+from dist_sparse.schedulers.ready import ExponentialDataScheduler as ExponentialDataScheduler
+from dist_sparse.schedulers.ready import LambdaDataScheduler as LambdaDataScheduler
+from dist_sparse.schedulers.ready import LinearDataScheduler as LinearDataScheduler
+from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataScheduler
+from dist_sparse.schedulers.torch_ao import CubicSL as CubicSL
+from dist_sparse.schedulers.torch_ao import LambdaSL as LambdaSL
+from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
+from dist_sparse.sparsifiers.describe import describe as describe
+from dist_sparse.sparsifiers.inspection import TableStats as TableStats
+from dist_sparse.sparsifiers.norm import DataNormSparsifier as DataNormSparsifier
+from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
+from dist_sparse.tables.shards import ROW as ROW
+from dist_sparse.training.sparsify import SparseTraining as SparseTraining
+from dist_sparse.training.sparsify import sparsify as sparsify
+
+__version__: str
