@@ -1,4 +1,4 @@
-"""How are times and memory taken, and how do ranks start?"""
+"""Timing, peak memory, and fresh processes for benchmark cases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What do users have today, and what is the floor? The same mask update, done the ways one would without the
-library."""
+"""Alternatives to a mask update of the library, and a lower bound for its time."""
 
 from __future__ import annotations
 

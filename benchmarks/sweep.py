@@ -1,7 +1,7 @@
-"""What does each level of sparsity cost and save on the main job? torch.ao's DLRM evaluation, on this library.
+"""Cost and savings of every level on the example DLRM, after torch.ao's DLRM evaluation.
 
 The dense DLRM is trained once under torchrun; then each cell (block, norm, level) sparsifies a copy of its tables, with
-no more training (``post``). For a few cells a model is sparsified while it trains (``training``). Results go to
+no more training (``post``). For a few cells a model is sparsified during training (``training``). Results go to
 ``benchmarks/results/`` as CSV, row by row, and at the end as JSON, markdown and a plot.
 """
 

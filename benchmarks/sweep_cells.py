@@ -1,8 +1,8 @@
-"""Which cells has the sweep, and what is known of them?
+"""The cells of a sweep and their rows in the CSV.
 
 A cell is one model: the dense one, a copy of it that was sparsified afterwards (``post``), or one that was sparsified
-while it trained (``training``). What is known of it is a row of the CSV, written when the cell is done, so a run that
-was stopped goes on where it was.
+during training (``training``). Its result is a row of the CSV, written when the cell is done, so that an interrupted
+sweep resumes.
 """
 
 from __future__ import annotations

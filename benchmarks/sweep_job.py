@@ -1,4 +1,4 @@
-"""What becomes of the main job's model at every level? Some cells of the sweep, under torchrun.
+"""Some cells of the sweep, under torchrun.
 
 Rank 0 adds a row to the CSV for each cell that is done, and prints how many there were as one line of JSON.
 """

@@ -1,4 +1,4 @@
-"""How good, how large and how quick is one sharded model?
+"""Quality, size and speed of one sharded model.
 
 Everything here is collective: every rank calls it, and gets the same figures.
 """

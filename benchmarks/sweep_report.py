@@ -1,4 +1,4 @@
-"""What came out of the sweep? Markdown, from the rows of the CSV."""
+"""The results of a sweep as Markdown."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def curves(rows: Sequence[Row]) -> dict[Curve, list[Row]]:
 
 
 def name_of(block: str) -> str:
-    """A block for people."""
+    """Return the label of a block."""
     named = {"1x1": "elements", "1xROW": "rows"}
-    return named.get(block, block.replace("x", " x "))
+    return named.get(block, block)
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -88,7 +88,7 @@ def test_one_block_without_all_removed_and_without_training_can_be_drawn(tmp_pat
     rows = [row(Cell(mode="dense")), *(row(cell) for cell in post)]
     plot(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "| post, 2 x 8, L1 | 0.0000 | 0.0000 |" in report(rows)
+    assert "| post, 2x8, L1 | 0.0000 | 0.0000 |" in report(rows)
 
 
 @pytest.mark.parametrize(

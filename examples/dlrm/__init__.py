@@ -1,1 +1,1 @@
-"""The main job: a DLRM on real data, dense, sparsified while it trains, and small. Start it with ``make train``."""
+"""A DLRM on real data: dense, sparsified during training, and small. Start it with ``make train``."""

@@ -1,8 +1,8 @@
-"""Which examples does each rank see, and in what shape does TorchRec want them?
+"""Batches for every rank, as TorchRec's KeyedJaggedTensors.
 
 A :class:`Dataset` holds all examples in memory, feature by feature. Batches are cut from one global order, so a world
-of any size sees the same examples at the same step, and every rank gets the same number of batches: the collectives of
-a step never wait for a rank that has run out of data.
+of any size sees the same examples at the same step, and every rank gets the same number of batches: no
+rank waits in a collective for one that has run out of data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Batch", "DataError", "Dataset", "SparseFeature", "batches", "steps_p
 
 
 class DataError(ValueError):
-    """The data, or what was asked of it, will not do; the message is for the user."""
+    """The data is unusable; the message is for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)

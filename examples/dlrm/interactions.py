@@ -1,4 +1,4 @@
-"""How do plain (user, item) interactions become examples with labels?
+"""Examples with labels from plain (user, item) interactions.
 
 Reads the ``.npz`` of a standard split (Gowalla and its kin): train_user, train_item, test_user, test_item, num_users,
 num_items. Each interaction is a positive example; for each, one item that the user has not interacted with is drawn,

@@ -1,4 +1,4 @@
-"""Trains a DLRM three times: dense, sparsified while it trains, and dense with tables as small as those became.
+"""Train a DLRM three times: dense, sparsified during training, and dense with hashed tables of the same size.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
@@ -37,7 +37,7 @@ _FLOAT_BYTES = torch.float32.itemsize
 
 
 def main(options: argparse.Namespace) -> None:
-    """The three runs and the closing tables. Collective over the default process group, which it starts."""
+    """Run all three and print the summary. Collective over the default process group, which it starts."""
     started = time.perf_counter()
     _quiet()
     _start_process_group()
@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> None:
     else:
         if rank == 0:
             movielens.fetch()
-        dist.barrier()  # the others read what rank 0 has fetched
+        dist.barrier()  # the other ranks read what rank 0 has downloaded
         dataset = movielens.load(movielens.fetch())
     rows = {feature.name: feature.rows for feature in dataset.sparse}
     say(
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> None:
         rank=rank,
         world=world,
     )
-    sparsity = Sparsity(block=options.block, norm=options.norm, level=options.sparsity, every=options.every)
+    sparsity = Sparsity(block=options.block, norm=options.norm, level=options.level, every=options.every)
 
     def finished(result: Result) -> Result:
         say(f"{result.name}: done after {time.perf_counter() - started:.0f} s")
@@ -86,12 +86,12 @@ def main(options: argparse.Namespace) -> None:
 
 
 def shrunk(dataset: Dataset, sparse: Result) -> Dataset:
-    """The data for tables with as many bytes as the sparsified run has kept: fewer rows, each shared by several ids."""
+    """Return the data for tables of the bytes that the sparsified run kept: fewer rows, each shared by several ids."""
     return dataset.hashed_to({table.name: max(1, table.kept_bytes // (DIM * _FLOAT_BYTES)) for table in sparse.tables})
 
 
 def _quiet() -> None:
-    """Leaves out what TorchRec 1.8.0 and FBGEMM say at every start on CPU about their own insides, nothing else."""
+    """Silence the warnings about internals that TorchRec 1.8.0 and FBGEMM print at every start on CPU."""
     for name in ("torchrec.distributed.utils", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings(
@@ -106,7 +106,7 @@ def _quiet() -> None:
 
 
 def relaunch(world: int, argv: Sequence[str]) -> None:
-    """Becomes the launcher of ``world`` processes of this script; does not return."""
+    """Replace this process by the launcher of ``world`` processes of this script. Does not return."""
     only_nproc = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only_nproc.add_argument("--nproc")
     _, others = only_nproc.parse_known_args(argv)
@@ -123,10 +123,7 @@ def _start_process_group() -> None:
 
 
 def _leave(status: int) -> None:
-    """Ends the process at once, past the interpreter's own shutdown.
-
-    Gloo and DDP tear each other down in an order that aborts the process now and then, after all the work is done.
-    """
+    """End the process without the interpreter's shutdown: gloo and DDP sometimes abort while they are torn down."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -138,7 +135,7 @@ if __name__ == "__main__":
         relaunch(options.world, sys.argv[1:])
     try:
         main(options)
-        dist.barrier()  # nobody leaves while another still talks to it
+        dist.barrier()  # no rank leaves while another still communicates with it
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         _leave(1)

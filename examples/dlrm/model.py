@@ -1,4 +1,4 @@
-"""What is trained, and where does each table lie?
+"""The model: TorchRec's DLRM under DistributedModelParallel, with a hand-made plan.
 
 TorchRec's DLRM under DistributedModelParallel: tables sharded by a plan made by hand, because TorchRec's planner does
 not offer row-wise sharding on CPU. Sharded tables have a fused RowWiseAdagrad that updates them inside ``backward``;

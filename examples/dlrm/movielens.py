@@ -1,4 +1,4 @@
-"""Where does MovieLens-100K come from, and which features does the DLRM get from it?
+"""MovieLens-100K: download and features.
 
 The 100,000 ratings travel inside the ``recbole`` wheel, which is used as a data source only: it is downloaded, never
 installed. Every feature of a rating is made from the rating's own time and earlier: nothing of the future, and no
@@ -25,7 +25,7 @@ __all__ = ["CACHE", "CROSS_ROWS", "fetch", "hashed_cross", "load", "past_of_user
 
 CACHE = Path(__file__).resolve().parents[2] / ".data"
 CROSS_ROWS = 50_000
-"""Rows of the hashed user x genre cross: the table that is worth making smaller."""
+"""Rows of the hashed user x genre cross, by far the largest table."""
 
 _WHEEL = "recbole==1.2.1"
 _INSIDE = "recbole/dataset_example/ml-100k/"
@@ -64,14 +64,14 @@ def fetch(cache: Path = CACHE) -> Path:
         for name, expected in _ROWS.items():
             _table(new / name, expected)
         folder.mkdir(exist_ok=True)
-        # File by file and last of all: a folder with all three is a whole one, whoever else is fetching.
+        # Files are moved last, one by one: a folder with all three is complete, even while another process downloads.
         for name in _ROWS:
             os.replace(new / name, folder / name)
     return folder
 
 
 def load(folder: Path) -> Dataset:
-    """MovieLens-100K in order of time; the first 80 % train, the rest test. The label is ``rating >= 4``.
+    """MovieLens-100K in order of time; the first 80% train, the rest test. The label is ``rating >= 4``.
 
     Raises:
         DataError: a file is damaged.

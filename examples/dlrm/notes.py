@@ -1,7 +1,4 @@
-"""How is a run written down while it trains? A folder with a log, of which a report can be made.
-
-All runs are noted alike, so that their times compare.
-"""
+"""The log of one run, in a folder. All runs log the same, so that their times compare."""
 
 from __future__ import annotations
 
@@ -17,14 +14,16 @@ from dist_sparse.report.quality import Quality
 __all__ = ["Notes"]
 
 _LOSS_EVERY = 10
-"""Steps; on a device each one read would wait for it."""
+"""Steps; on a GPU each read of the loss waits for the device."""
 
 _QUALITY_EVERY = 50
 
 
 class Notes:
-    """The notes of one run: rank 0's loss, and AUC and NE of what was predicted since the last time, before it was
-    learned. Collective, as is :meth:`close`; :meth:`step` is every so often, so every rank must call it."""
+    """Log rank 0's loss, and AUC and NE of the predictions since the last time, before learning them.
+
+    Collective, as are :meth:`step` and :meth:`close`.
+    """
 
     def __init__(
         self,
@@ -38,12 +37,12 @@ class Notes:
         self._steps = 0
 
     def step(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """One training step, after the masks have moved."""
+        """Log one training step, after the mask update."""
         noted = loss if self._steps % _LOSS_EVERY == 0 else None
         self._log.step(self._steps, loss=noted, **self._quality.update(logits, labels))
         self._steps += 1
 
     def close(self, **values: float) -> None:
-        """Notes what the run came to."""
+        """Log the results of the run."""
         self._log.step(self._steps, **values)
         self._log.close()

@@ -1,4 +1,4 @@
-"""What can be asked of the job, and what is refused before anything is started?"""
+"""The command line of the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["as_block", "as_level", "as_positive", "as_seed", "parse", "started_w
 
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked: a wrong one ends the process with status 2 and a line that says what is wrong."""
+    """Return the checked options; a wrong one ends the process with status 2 and one line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -31,7 +31,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "--sharding",
         choices=SHARDINGS,
         default="mixed",
-        help="how the tables lie over the processes (default: %(default)s)",
+        help="sharding of the tables (default: %(default)s)",
     )
     add(
         "--block",
@@ -44,21 +44,23 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "--norm",
         choices=("L1", "L2"),
         default="L2",
-        help="of a block: the blocks with the smallest go (default: %(default)s)",
+        help="blocks with the smallest norm are removed (default: %(default)s)",
     )
     add(
+        "--level",
         "--sparsity",
+        dest="level",
         type=as_level,
         default=0.8,
         metavar="LEVEL",
-        help="final part of the blocks to remove, in [0, 1] (default: %(default)s)",
+        help="fraction of the blocks to remove in the end, in [0, 1] (default: %(default)s)",
     )
     add(
         "--every",
         type=as_positive,
         default=20,
         metavar="STEPS",
-        help="steps between two moves of the masks (default: %(default)s)",
+        help="steps between mask updates (default: %(default)s)",
     )
     add(
         "--epochs",
@@ -67,7 +69,13 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         metavar="N",
         help="passes over the training data (default: %(default)s)",
     )
-    add("--seed", type=as_seed, default=0, metavar="N", help="of weights, order and negatives (default: %(default)s)")
+    add(
+        "--seed",
+        type=as_seed,
+        default=0,
+        metavar="N",
+        help="random seed (default: %(default)s)",
+    )
     add(
         "--batch-size",
         type=as_positive,
@@ -115,7 +123,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
 
 
 def started_world() -> int | None:
-    """The number of processes that torchrun has started, or None when it has not started this one."""
+    """Return the number of processes that torchrun started, or None if it did not start this one."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 

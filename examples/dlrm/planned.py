@@ -1,4 +1,4 @@
-"""What would a level or a budget remove from this model? A function for `dist-sparse plan`, in one process:
+"""A trained model for `dist-sparse plan`, in one process:
 
 dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8 --exclude gender
 """
@@ -26,13 +26,13 @@ _BATCH_SIZE = 128
 
 
 def trained_model(data: Path | None = None) -> tuple[nn.Module, Iterator[Batch]]:
-    """The DLRM of the main job after one dense pass over the training part, and the batches of the test part.
+    """Return the DLRM after one dense pass over the training part, and the batches of the test part.
 
     Args:
         data: an interactions .npz instead of MovieLens-100K.
 
     Raises:
-        DataError: the data can't be had.
+        DataError: the data can't be downloaded or read.
     """
     # TorchRec wants a process group even for one process; an in-memory store needs no port.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

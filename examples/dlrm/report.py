@@ -1,4 +1,4 @@
-"""What came out of the three runs? Text for the end of the job; nothing here communicates."""
+"""The summary of the three runs as text. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["overhead", "runs_table", "tables_table"]
 
 
 def tables_table(tables: Sequence[TableRow]) -> str:
-    """One line per table of the sparsified run; a table that was left dense has a dash for blocks and sparsity."""
+    """Return one line per table of the sparsified run; dashes for a table that was left dense."""
     head = ("table", "rows x dim", "sharding", "blocks", "target", "sparsity", "mask bytes", "bytes kept")
     lines = []
     for table in tables:
@@ -32,16 +32,16 @@ def tables_table(tables: Sequence[TableRow]) -> str:
 
 
 def runs_table(results: Sequence[Result]) -> str:
-    """One line per run."""
+    """Return one line per run."""
     head = ("run", "AUC", "NE", "table bytes", "ms/step")
     lines = [(r.name, f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results]
     return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4)))
 
 
 def overhead(sparse: Result) -> str:
-    """What sparsity cost at each step, and what was checked at the end."""
+    """Return the cost of sparsity per step, and the check at the end."""
     return (
         f"Sparsity took {sparse.enforce_ms + sparse.masks_ms:.2f} of {sparse.ms_per_step:.1f} ms a step: "
-        f"{sparse.enforce_ms:.2f} ms to keep removed weights at 0, {sparse.masks_ms:.2f} ms to move the masks.\n"
-        f"Read at the end: all {sparse.removed} removed weights are 0."
+        f"{sparse.enforce_ms:.2f} ms for enforcement, {sparse.masks_ms:.2f} ms for mask updates.\n"
+        f"Checked at the end: all {sparse.removed} removed weights are 0."
     )

@@ -1,8 +1,6 @@
-"""What does one run do, and how good is the model at the end of it?
+"""One run: build the model from the seed, train it with TorchRec's pipeline, evaluate it on the test part.
 
-One run builds the model from the seed, trains it with TorchRec's pipeline and measures it on the test part. What a user
-adds to a script of their own to sparsify its tables is :class:`Sparsification` and its ``step`` after
-``pipeline.progress``.
+:class:`Sparsification`, and its ``step`` after ``pipeline.progress``, is what a user adds to a script of their own.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ __all__ = [
 ]
 
 MIN_ROWS = 256
-"""Tables with fewer rows stay dense: there is next to nothing to save in them."""
+"""Tables with fewer rows stay dense: they save next to nothing."""
 
 _WARM_UP_STEPS = 10
 _BEGIN, _END = 0.1, 0.6
-"""The part of the run in which the level rises; after it the model adapts to the final masks."""
+"""The fraction of the run in which the level rises; afterwards the model adapts to the final masks."""
 
 _BAR_EVERY, _BAR_BATCHES = 10, 50
-"""The bar's figures are renewed every so many steps, its AUC is over so many batches of rank 0."""
+"""Steps between updates of the progress bar; batches of rank 0 that its AUC covers."""
 
 _ETA = 1e-12
 
@@ -56,7 +54,7 @@ Pipeline = TrainPipelineSparseDist[Batch, tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all runs share. ``batch_size`` is of the whole world."""
+    """Settings of all runs. ``batch_size`` counts the whole world."""
 
     sharding: dict[str, str]
     batch_size: int
@@ -68,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsity:
-    """How tables are sparsified: the blocks, their norm, the final level, the steps between two moves of the masks."""
+    """How tables are sparsified: block shape, norm, final level, steps between mask updates."""
 
     block: tuple[int, int | str]
     norm: str
@@ -78,7 +76,7 @@ class Sparsity:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """What became of one table; ``blocks`` is 0 where it was left dense."""
+    """The state of one table; ``blocks`` is 0 if it was left dense."""
 
     name: str
     shape: tuple[int, int]
@@ -92,9 +90,11 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run came to. ``table_bytes`` are the weights that are left, masks not counted; ``enforce_ms`` and
-    ``masks_ms`` the part of ``ms_per_step`` that goes into keeping removed weights at zero and into moving masks;
-    ``removed`` the weights that were read at the end and found to be 0."""
+    """The outcome of one run.
+
+    ``table_bytes``: the remaining weights, without masks. ``enforce_ms`` and ``masks_ms``: the part of ``ms_per_step``
+    spent in enforcement and in mask updates. ``removed``: weights read at the end and found to be 0.
+    """
 
     name: str
     auc: float
@@ -108,8 +108,7 @@ class Result:
 
 
 class Sparsification:
-    """The sparsifier of a run, its enforcer and its schedule. Collective: every rank must make one, and call it at
-    every step."""
+    """Sparsifier, enforcer and schedule of a run. Collective: every rank constructs one and steps it at every step."""
 
     def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
         small = [name for name, (rows, _) in sharded.tables.items() if rows < MIN_ROWS]
@@ -126,17 +125,17 @@ class Sparsification:
         self.masks_seconds = 0.0
 
     def step(self) -> None:
-        """Moves the masks when that is due, then the schedule."""
+        """Update the masks if the schedule says so, then step the schedule."""
         started = time.perf_counter()
         self.sparsifier.step()
         self.scheduler.step()
         self.masks_seconds += time.perf_counter() - started
 
     def check_zeros(self, sharded: ShardedModel) -> int:
-        """Reads the tables where TorchRec has them: every weight that the masks remove must be 0. Collective.
+        """Check in TorchRec's own state that every removed weight is 0. Collective.
 
         Returns:
-            How many weights are removed, over all ranks, replicas counted each.
+            The number of removed weights over all ranks; each replica counts.
 
         Raises:
             AssertionError: one is not 0.
@@ -159,11 +158,11 @@ class Sparsification:
 
     @property
     def level(self) -> float:
-        """The level that the masks are at now. Local."""
+        """The current level. Local."""
         return max(config["sparsity_level"] for config in self.sparsifier.data_groups.values())
 
     def tables(self, sharded: ShardedModel) -> list[TableRow]:
-        """What became of every table of the model. Collective."""
+        """Return the state of every table of the model. Collective."""
         stats = {table.name: table for table in self.sparsifier.table_stats()}
         rows = []
         for name, (height, width) in sharded.tables.items():
@@ -188,8 +187,8 @@ class Sparsification:
 
 
 def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity: Sparsity | None = None) -> Result:
-    """Trains a model from the seed, tests it and notes both in ``folder``. Collective: every rank must call it; all get
-    the same but the time."""
+    """Train a model from the seed, evaluate it and log both in ``folder``. Collective; all ranks get the same result
+    except for the times."""
     sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world)
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
     sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
@@ -224,7 +223,7 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
 
 
 def epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
-    """All training batches of this rank: one stream, so that the pipeline does not run empty between epochs."""
+    """Yield all training batches of this rank as one stream, so that the pipeline never runs empty between epochs."""
     for epoch in range(settings.epochs):
         yield from batches(
             dataset,
@@ -245,7 +244,7 @@ def train_steps(
     sparsification: Sparsification | None,
     notes: Notes | None = None,
 ) -> float:
-    """Trains; returns the mean milliseconds of a step, masks included and the first few steps left out."""
+    """Train; return the mean milliseconds per step, mask updates included, without the first few steps."""
     # disable=None: tqdm itself stays quiet when its output is not a terminal.
     bar = tqdm(total=steps, desc=name, disable=None if rank == 0 else True)
     recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=_BAR_BATCHES)
@@ -279,7 +278,7 @@ def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> tuple[flo
         for _ in range(steps_per_pass(len(dataset.test), settings.batch_size)):
             _, logits, labels = pipeline.progress(examples)
             seen.append((logits, labels))
-    # (2, examples of this rank); every rank has as many, so a plain all-gather does.
+    # (2, examples of this rank): the same on every rank, so a plain all-gather works.
     mine = torch.stack([torch.cat(part) for part in zip(*seen, strict=True)])
     parts = [torch.empty_like(mine) for _ in range(settings.world)]
     dist.all_gather(parts, mine)
@@ -294,6 +293,6 @@ def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> tuple[flo
 
 
 def _auc(recent: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Of this rank's last few batches, for the bar."""
+    """AUC of this rank's last few batches, for the progress bar."""
     logits, labels = (torch.cat(part)[None].double() for part in zip(*recent, strict=True))
     return float(compute_auc(1, [logits], [labels], [torch.ones_like(labels)]))
