@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.enforcer.hooks import Hook, Wrapped
 from dist_sparse.enforcer.optimizers import reset_state
 from dist_sparse.enforcer.rows import Lookup, Slot, TorchLookup, UnsettledRows, lookup_on, settle_rows
-from dist_sparse.masking.bits import unpack
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, unpack
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Kernel", "Place", "averages", "collections_of", "fused_kernels", "lookups_of", "places_in", "places_of"]

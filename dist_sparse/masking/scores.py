@@ -1,9 +1,9 @@
-"""How much does a block matter?
+"""Scores: how much each sparse block matters, and which elements of a chosen block are the smallest.
 
-The score of a sparse block is ``float32(float64 sum of the element scores / number of real elements)``: a mean, so edge
-blocks compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a
-user's function. Sums are taken in float64 over chunks of rows, in an order that depends on neither the chunk nor the
-sharding, so that a block scores the same wherever it lies.
+The score of a block is ``float32(float64 sum of the element scores / number of real elements)``: a mean, so edge blocks
+compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a user's
+function. Sums are taken in float64 over chunks of rows, in an order that depends on neither the chunks nor the
+sharding, so that a block has the same score on every sharding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_sparse.tables.shards import Block, Rect, grid_of
 
-__all__ = ["Measure", "block_sums", "block_widths", "element_scores", "row_chunks", "to_scores"]
+__all__ = ["Measure", "block_sums", "block_widths", "element_scores", "row_chunks", "smallest_in_blocks", "to_scores"]
 
 Measure = Literal["L1", "L2", "given"] | Callable[[Tensor, tuple[int, int]], Tensor]
 """How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and
@@ -152,3 +152,28 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     for start in range(_LONG, width, _LONG):
         total += parts[..., start : start + _LONG].sum(-1)
     return total
+
+
+def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int) -> Tensor:
+    """The ``zeros`` smallest elements of each chosen block; among equal scores those first in the block's row-major
+    order.
+
+    Args:
+        scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks at the right and
+            lower edge may be smaller; one with no more than ``zeros`` elements goes as a whole.
+        chosen: bool ``(block rows, block columns)``.
+        zeros: at least 1, at most the block's area.
+
+    Returns:
+        Removed flags, bool ``(rows, cols)``.
+    """
+    height, width = block
+    rows, cols = scores.shape
+    down, across = chosen.shape
+    padded = scores.new_full((down * height, across * width), torch.inf)  # padding ranks behind every (finite) element
+    padded[:rows, :cols] = scores
+    blocks = padded.view(down, height, across, width).transpose(1, 2).reshape(down, across, height * width)
+    smallest = blocks.argsort(dim=-1, stable=True)[..., :zeros]
+    gone = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, smallest, True) & chosen.unsqueeze(-1)
+    flat = gone.view(down, across, height, width).transpose(1, 2).reshape(down * height, across * width)
+    return flat[:rows, :cols]

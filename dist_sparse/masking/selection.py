@@ -1,14 +1,15 @@
-"""Which are the k smallest scores over all ranks?
+"""Exact k-th smallest score over all ranks.
 
-Scores are non-negative float32, whose bit patterns order as integers; equal scores are ordered by global block index.
-So the k-th smallest (score, index) is found exactly by narrowing: a histogram of the leading bits is summed over ranks,
-the bucket that holds the k-th is kept, and the next bits are looked at among its members only. Three rounds settle the
-31 bits of a score, for all tables side by side in one message each; up to three more settle the index where scores tie
-at the threshold over several ranks.
+Scores are non-negative float32, kept as their int32 bit patterns, which order alike; equal scores are ordered by global
+block index. The k-th smallest (score, index) is found by narrowing: a histogram of the leading bits is summed over
+ranks, the bucket that holds the k-th is kept, and the next bits are looked at among its members only. Three rounds find
+the 31 bits of a score, for all tables side by side in one message each; up to three more find the index where scores
+tie at the threshold over several ranks.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,17 +18,131 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
-from dist_sparse.masking.segments import (
-    HISTOGRAM,
-    KEPT,
-    LEADING_BUCKETS,
-    LEADING_SHIFT,
-    NOT_FINITE,
-    Segment,
-    first_histogram,
-)
+from dist_sparse.masking.masks import pack, positions
 
-__all__ = ["Ballot", "Threshold", "select_smallest"]
+__all__ = [
+    "HISTOGRAM",
+    "KEPT",
+    "LEADING_BUCKETS",
+    "LEADING_SHIFT",
+    "NOT_FINITE",
+    "REMOVED",
+    "REMOVED_CLEAN",
+    "Ballot",
+    "Segment",
+    "Threshold",
+    "first_histogram",
+    "select_smallest",
+]
+
+NOT_FINITE = 0x7F800000
+"""The bit pattern of infinity; those of NaN are larger, those of finite scores smaller."""
+
+KEPT = 0x7FFFFFFF
+"""Stands in the place of a score that is decided elsewhere: never among the smallest."""
+
+REMOVED = -1
+"""Likewise, of a block that was decided to be removed: always below the threshold."""
+
+REMOVED_CLEAN = -2
+"""Likewise, when this shard's part of the block is zero already."""
+
+LEADING_SHIFT, LEADING_BUCKETS = 20, 2048
+"""The leading 11 of the 31 bits that a score has."""
+
+HISTOGRAM = 1 + LEADING_BUCKETS
+"""Length of :func:`first_histogram`: zeros apart, then the leading bits."""
+
+
+class Segment:
+    """Scores of a grid of blocks, row-major, in pieces of whole rows.
+
+    Many pieces rather than one large tensor: an allocator hands small ones out again, while the pages of a large one
+    are mapped anew in every step, which takes as long as scoring.
+
+    Args:
+        first_row: global block row of the first row; the others follow.
+        col_ids: global block column of each column, int64 ``(cols,)``.
+        grid_cols: block columns of the whole table; the global index of a block is ``row * grid_cols + col_id``.
+        read: instead of pieces, makes an iterator over ``(start, bits)`` chunks; called once per pass.
+        counts: whether this rank speaks for these blocks; replicas are thresholded, not counted.
+
+    Attributes:
+        first_histogram: that of the scores, where a scorer has summed it.
+        tied: positions of scores at the threshold, once found; None if they were not looked for or are too many to
+            keep.
+    """
+
+    def __init__(
+        self,
+        first_row: int,
+        col_ids: Tensor,
+        grid_cols: int,
+        *,
+        read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
+        counts: bool = True,
+    ) -> None:
+        self.first_row, self.col_ids, self.grid_cols, self.counts = first_row, col_ids, grid_cols, counts
+        self.first_histogram: Tensor | None = None
+        self.tied: Tensor | None = None
+        self._read = read
+        self._pieces: list[Tensor] = []
+        self._starts: list[int] = []
+        self._rows = 0
+
+    def add(self, bits: Tensor) -> None:
+        """Appends rows of scores, int32 ``(rows, cols)``, contiguous. They are held, and may be written later."""
+        self._pieces.append(bits)
+        self._starts.append(self._rows)
+        self._rows += bits.shape[0]
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """``(first row, bits)`` of what was added, rows counted from the segment's own first; ``(rows, cols)``."""
+        yield from zip(self._starts, self._pieces, strict=True)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Rows ``[first, last)``, a view ``(last - first, cols)``; they must lie in one piece."""
+        at = bisect_right(self._starts, first) - 1
+        start = self._starts[at]
+        assert last - start <= self._pieces[at].shape[0]
+        return self._pieces[at][first - start : last - start]
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """``(start, bits)``: flat position and scores, in order."""
+        if self._read is not None:
+            yield from self._read()
+        for first, bits in self.pieces():
+            yield first * self.col_ids.numel(), bits.view(-1)
+
+    def ids(self, positions: Tensor) -> Tensor:
+        """Global block indices of flat ``positions``, int64, same shape."""
+        cols = self.col_ids.numel()
+        return (positions // cols + self.first_row) * self.grid_cols + self.col_ids[positions % cols]
+
+    def find_tied(self, threshold: int) -> None:
+        """Notes in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64, ascending."""
+        found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
+        self.tied = torch.cat(found) if found else self.col_ids.new_zeros(0)
+
+
+def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits those
+    that are not. A scorer may sum it while the chunk is in the cache.
+
+    Zeros are apart because what was removed before scores 0: a threshold among them is settled at once.
+
+    Args:
+        bits: int32 ``(n,)``.
+        scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are kept would leave holes
+            in the heap.
+    """
+    out = None if scratch is None else scratch[: bits.numel()]
+    leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
+    counts = torch.bincount(leading, minlength=LEADING_BUCKETS)
+    zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
+    counts[0] -= zeros[0]
+    return torch.cat([zeros, counts])
+
 
 _SHIFTS = (LEADING_SHIFT, 10, 0)
 _BUCKETS = (LEADING_BUCKETS, 1024, 1024)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_sparse.masking.segments import LEADING_SHIFT
+from dist_sparse.masking.selection import LEADING_SHIFT
 from dist_sparse.sparsifiers.recorder import MaskChange
 
 __all__ = ["Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]

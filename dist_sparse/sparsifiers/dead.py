@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, group_over
-from dist_sparse.masking.bits import pack, unpack
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, pack, unpack
 from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["count_dead_rows", "dead_flags"]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import group_over
-from dist_sparse.masking.bits import count_bits
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.sparsifiers import dense_store as plain
 from dist_sparse.sparsifiers.dead import count_dead_rows
 from dist_sparse.sparsifiers.digest import element_counts, hash_tensor, mask_hash, shape_hash

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider, group_over, traffic
-from dist_sparse.masking.bits import count_bits
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.masks import BlockMask
-from dist_sparse.masking.segments import LEADING_SHIFT
-from dist_sparse.masking.selection import Threshold
+from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.masking.selection import LEADING_SHIFT, Threshold
 from dist_sparse.sparsifiers.dead import dead_flags
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from dist_sparse.checks import integer, number
 from dist_sparse.groups import Group, Rider, rank_in
-from dist_sparse.masking.block_masks import MadeMasks, new_masks
+from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table
 from dist_sparse.masking.scores import Measure
-from dist_sparse.masking.scoring import Goal, ScoredTable, cuts_of, score_table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, resolve_block
 

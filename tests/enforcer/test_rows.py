@@ -19,8 +19,7 @@ from dist_sparse.enforcer import rows as rows_module
 from dist_sparse.enforcer.fused import _removed_rows
 from dist_sparse.enforcer.optimizers import reset_state
 from dist_sparse.enforcer.rows import Slot, TorchLookup, UnsettledRows, in_table, lookup_on, settle_rows
-from dist_sparse.masking.bits import pack
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
 
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.enforcer.rows import Slot
-from dist_sparse.masking.bits import pack
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Block, Rect, grid_of
 
 DEVICE = torch.device("cpu")

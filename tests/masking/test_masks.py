@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_sparse.masking.bits import count_bits, pack, positions, unpack
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, count_bits, pack, positions, unpack
 from dist_sparse.tables.shards import Rect, grid_of
 
 CPU = torch.device("cpu")
