@@ -1,12 +1,13 @@
-"""How do removed weights stay zero in what a plain optimizer steps?
+"""Removed weights stay zero in what optimizers step: ``nn.Embedding(Bag)``, dense parameters, data-parallel tables.
 
-Dense parameters, ``nn.Embedding(Bag)``, data-parallel tables and plain data are written by ``optimizer.step()`` as a
-whole, so they are made true to their masks right after it: all of them, or the rows of a sparse gradient.
+Such weights are written by ``optimizer.step()`` as a whole, so they are masked right after it: all of them, or the rows
+of a sparse gradient. Steps of every torch optimizer are seen, also of one made later; what is written in other ways
+(a load, ``copy_`` under ``no_grad``) is seen by torch's count of writes, and masked before it is next read by a module.
 """
 
 from __future__ import annotations
 
-import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.fused import Place
-from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.enforcer.optimizers import leaves, local, reset_state, same_storage, state_of, step_rows
-from dist_sparse.enforcer.rows import settle_rows
+from dist_sparse.enforcer.hooks import Clock, Hook, timed
+from dist_sparse.enforcer.optimizers import (
+    leaves,
+    local,
+    reset_state,
+    same_storage,
+    state_of,
+    step_rows,
+    steps_itself,
+)
+from dist_sparse.enforcer.rows import zero_rows
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import dense_store as plain
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.shards import ShardedData, Source
 
 __all__ = ["DenseWeights", "Target", "packed_targets", "plain_targets"]
@@ -31,14 +40,18 @@ __all__ = ["DenseWeights", "Target", "packed_targets", "plain_targets"]
 
 @dataclass(eq=False)
 class Target:
-    """A weight that an optimizer steps.
+    """A weight that no fused optimizer writes.
 
     Args:
         name: under which it is registered.
-        weight: the live storage, as the mask has it.
-        mask: gives the mask of this moment: packed bits, or dense for plain data.
-        parameter: what the model has of it, if anything.
-        owner: the module that has it, and its name there.
+        weight: the live storage, in the shape of the mask.
+        mask: returns the current mask: packed bits, or dense for plain data.
+        parameter: the model's tensor over that storage, if there is one.
+        owner: the module that holds it, and its name there.
+
+    Attributes:
+        aliases: tensors over that storage whose writes torch counts: the parameter, and what optimizers have of it.
+        stepping: an optimizer has begun to write it.
     """
 
     name: str
@@ -46,192 +59,204 @@ class Target:
     mask: Callable[[], BlockMask | Tensor]
     parameter: Tensor | None = None
     owner: tuple[nn.Module, str] | None = None
-    steppers: list[tuple[torch.optim.Optimizer, Tensor]] = field(default_factory=list)
-    trained: bool = False
-    """Whether a gradient has come since :meth:`note`."""
-    version: int = 0
-    hash: int | None = None
+    aliases: list[Tensor] = field(default_factory=list)
+    stepping: bool = False
+    clean_at: int = 0
 
-    def note(self, *, hashed: bool = False) -> None:
-        """Remembers what the weights are, so that later writes are seen; ``hashed`` those too that torch does not
-        count, such as its fused optimizers'."""
-        self.version = self._versions()
-        self.hash = hash_tensor(self.weight) if hashed else None
-        self.trained = False
+    def __post_init__(self) -> None:
+        if self.parameter is not None:
+            self.aliases.append(self.parameter)
 
-    def written(self) -> bool:
-        """Whether somebody has written the weights since :meth:`note`."""
-        return self._versions() != self.version or (self.hash is not None and hash_tensor(self.weight) != self.hash)
+    @property
+    def writes(self) -> int:
+        """Writes that torch has counted: all but those through ``.data`` and by its fused optimizers."""
+        return sum(local(alias)._version for alias in self.aliases)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether it may have been written since :meth:`clean`."""
+        return self.stepping or self.writes != self.clean_at
 
     @property
     def replaced(self) -> bool:
-        """Whether the model has other memory for the weight by now, or has begun to train it."""
+        """Whether the model holds other memory under its name by now."""
         if self.parameter is None:
             return False
         if self.owner is not None and self.owner[0]._parameters.get(self.owner[1]) is not self.parameter:
             return True
-        if not self.steppers and self.parameter.requires_grad:
-            return True
         here = local(self.parameter)
         return here.untyped_storage().data_ptr() != self.weight.untyped_storage().data_ptr()
 
-    def _versions(self) -> int:
-        counted = [parameter for _, parameter in self.steppers]
-        if not counted and self.parameter is not None:
-            counted = [self.parameter]
-        return sum(local(parameter)._version for parameter in counted)
+    def clean(self, rows: Tensor | None = None) -> None:
+        """Zero what is removed: in ``rows``, int64 ``(n,)``, if nothing else was written."""
+        mask = self.mask()
+        if not isinstance(mask, BlockMask):
+            self.weight.data.masked_fill_(mask == 0, 0)
+        elif mask.removes:
+            if rows is None or rows.numel() >= mask.rect.rows:
+                mask.apply_(self.weight)
+            else:
+                zero_rows(self.weight, mask, rows)
+        self.clean_at, self.stepping = self.writes, False
 
 
 class DenseWeights:
-    """The hooks behind the steps of some optimizers.
+    """The hooks on optimizers, and on the modules that hold what they step.
 
     Args:
-        targets: what has to stay true to its mask.
-        optimizers: as the user has them, wrapped or not.
+        targets: what has to stay masked.
+        optimizers: as the caller has them, wrapped or not.
+        clock: to which the time of the hooks is added.
 
     Raises:
-        ValueError: no optimizer given steps a weight that requires a gradient, or something is no optimizer.
+        ValueError: something is no optimizer.
     """
 
-    def __init__(self, targets: Sequence[Target], optimizers: Sequence[Any]) -> None:
-        self.seconds = 0.0
-        self._targets = list(targets)
-        self._fired: set[int] = set()
-        self._loaded = False
+    def __init__(self, targets: Iterable[Target], optimizers: Sequence[Any], clock: Clock) -> None:
+        self.targets = list(targets)
+        self.clock = clock
         self._handles: list[RemovableHandle] = []
-        self._leaves = list({id(leaf): leaf for each in optimizers for leaf in leaves(each)}.values())
-        stepped = [(leaf, p) for leaf in self._leaves for group in leaf.param_groups for p in group["params"]]
-        by_storage = same_storage([parameter for _, parameter in stepped])
-        for target in self._targets:
-            target.steppers = [stepped[i] for i in by_storage(target.weight)]
-            if target.steppers:
-                continue
-            trained = target.parameter is not None and target.parameter.requires_grad
-            # A tensor of plain data that nobody steps is a constant; a shard belongs to a model that is not known.
-            if not trained and not isinstance(target.parameter, nn.Parameter) and isinstance(target.mask(), BlockMask):
-                raise ValueError(
-                    f"Nobody is known to write {target.name!r}: it is no parameter, no optimizer given steps it. Its "
-                    "removed weights might come back unseen: register the model that holds it by add_model(), or "
-                    "squash_mask() it first."
-                )
-            if trained:
+        self._optimizers = [leaf for each in optimizers for leaf in leaves(each)]
+        self._over = same_storage([target.weight for target in self.targets])
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[tuple[Target, Tensor]]]]
+        self._stepped = weakref.WeakKeyDictionary()
+
+    def check_stepped(self) -> None:
+        """Refuse weights whose writer is unknown: it might be none of torch's optimizers.
+
+        Raises:
+            ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an unknown model.
+        """
+        stepped = [p for leaf in self._optimizers for group in leaf.param_groups for p in group["params"]]
+        by_storage = same_storage(stepped)
+        for target in (target for target in self.targets if not by_storage(target.weight)):
+            if target.parameter is not None and target.parameter.requires_grad:
                 raise ValueError(
                     f"No optimizer given steps {target.name!r}, which requires a gradient: its removed weights would "
                     "come back unseen. Attach all optimizers, attach(first, second), or freeze it by "
                     "requires_grad_(False)."
                 )
+            # A tensor of plain data that no optimizer steps is a constant.
+            if not isinstance(target.parameter, nn.Parameter) and isinstance(target.mask(), BlockMask):
+                raise ValueError(
+                    f"Nobody is known to write {target.name!r}: it is no parameter, no optimizer given steps it. Its "
+                    "removed weights might come back unseen: register the model that holds it by add_model(), or "
+                    "squash_mask() it first."
+                )
 
-    def hook(self) -> None:
-        """Begins to follow the optimizers' steps."""
-        for leaf in self._leaves:
-            self._handles.append(leaf.register_step_pre_hook(Hook(self._before_step)))
-            self._handles.append(leaf.register_step_post_hook(Hook(self._stepped)))
-        for target in self._targets:
-            for _, parameter in target.steppers:
-                if parameter.is_leaf and parameter.requires_grad:
-                    hook = Hook(lambda _, target=target: setattr(target, "trained", True))
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
-            if target.owner is not None:
-                module = target.owner[0]
-                before = Hook(lambda *_, target=target: self._check(target))
-                self._handles.append(module.register_forward_pre_hook(before))
-                if getattr(module, "max_norm", None) is not None:  # the forward itself writes; zeros stay zeros
-                    after = Hook(lambda *_, target=target: self._note(target))
-                    self._handles.append(module.register_forward_hook(after))
+    @property
+    def owners(self) -> list[nn.Module]:
+        """The modules that hold a target, each once."""
+        return list({id(t.owner[0]): t.owner[0] for t in self.targets if t.owner is not None}.values())
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the model holds other memory for a weight by now."""
+        return any(target.replaced for target in self.targets)
+
+    def hook(self, before_read: Callable[[], None]) -> None:
+        """Attach the hooks; ``before_read`` is called before a module that holds a target reads it."""
+        for leaf in self._optimizers:
+            self._pairs(leaf)
+        # One hook of the whole process meets optimizers made later. It must not keep this object alive; the hooks on
+        # the optimizers do.
+        meet = weakref.WeakMethod(self._meet)
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: (call := meet()) and call(optimizer))
+        weakref.finalize(self, handle.remove)
+        self._handles.append(handle)
+        for target in self.targets:
+            if target.owner is None:
+                continue
+            module = target.owner[0]
+
+            def before(*_: Any, target: Target = target) -> None:
+                before_read()
+                self._clean(target)
+
+            self._handles += [
+                module.register_forward_pre_hook(Hook(before)),
+                module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
+            ]
+            if getattr(module, "max_norm", None) is not None:  # the forward itself writes; zeros stay zeros
+                after = Hook(lambda *_, target=target: setattr(target, "clean_at", target.writes))
+                self._handles.append(module.register_forward_hook(after))
 
     def unhook(self) -> None:
-        """Ends it."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    @property
-    def replaced(self) -> bool:
-        """Whether the model has other memory for a weight by now."""
-        return any(target.replaced for target in self._targets)
+    def clean(self) -> None:
+        """Mask what was written other than by an optimizer's step."""
+        for target in self.targets:
+            self._clean(target)
 
-    def check(self) -> None:
-        """Settles what was written behind the optimizers' backs: by a load, by hand.
-
-        Raises:
-            RuntimeError: it was written after a gradient came, and no step of the optimizers has been seen yet.
-        """
-        for target in self._targets:
-            self._check(target)
-        self._loaded = False
+    def clean_all(self) -> None:
+        """Mask everything."""
+        for target in self.targets:
+            target.clean()
 
     def masks(self) -> list[BlockMask | Tensor]:
-        """Those of this moment, to be kept over a move of the masks."""
-        masks = (target.mask() for target in self._targets)
+        """The current masks, to be kept over an update."""
+        masks = (target.mask() for target in self.targets)
         return [mask if isinstance(mask, BlockMask) else mask.clone() for mask in masks]
 
-    def loaded(self) -> None:
-        """After weights were loaded: takes the next change that it sees for that."""
-        self._loaded = True
-
-    def settle(self, *, all_of_them: bool = False) -> None:
-        """Settles what was written behind the optimizers' backs, or everything."""
-        for target in self._targets:
-            if all_of_them or target.written():
-                self._settle(target, None)
-
     def reset(self, masks: Sequence[BlockMask | Tensor]) -> None:
-        """Sets the optimizer state of what ``masks`` remove to its initial value."""
-        for target, mask in zip(self._targets, masks, strict=True):
-            for leaf, parameter in target.steppers:
-                reset_state(mask, state_of(leaf, parameter, target.weight))
+        """Set the optimizer state of what ``masks`` remove to its initial value."""
+        by_target = dict(zip(map(id, self.targets), masks, strict=True))
+        for leaf, (_, pairs) in self._stepped.items():
+            for target, parameter in pairs:
+                reset_state(by_target[id(target)], state_of(leaf, parameter, target.weight))
 
-    def _check(self, target: Target) -> None:
-        started = time.perf_counter()
-        if target.written():
-            if target.trained and not self._has_fired(target) and not self._loaded:
-                raise RuntimeError(
-                    f"The weights of {target.name!r} have changed, but no step of the optimizers attached was seen: "
-                    f"{[type(leaf).__name__ for leaf in self._leaves]}. Attach the optimizer whose step() is called; "
-                    "after writing weights yourself, call enforcer.settle()."
-                )
+    def _pairs(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
+        """The targets that an optimizer steps, each with its parameter of it. Those of a new one get hooks."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, before = self._stepped.get(optimizer, (-1, []))
+        if known == count:
+            return before
+        pairs = [
+            (self.targets[i], parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for i in self._over(local(parameter))
+        ]
+        for target, parameter in pairs:
+            if all(parameter is not alias for alias in target.aliases):
+                target.aliases.append(parameter)
+        if pairs and not before:
+            self._handles += [
+                optimizer.register_step_pre_hook(Hook(self._before_step)),
+                optimizer.register_step_post_hook(Hook(self._after_step)),
+            ]
+        self._stepped[optimizer] = count, pairs
+        return pairs
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        if steps_itself(optimizer):
+            self._pairs(optimizer)
+
+    @timed
+    def _clean(self, target: Target) -> None:
+        if target.dirty:
             with torch.no_grad():
-                self._settle(target, None)
-        self.seconds += time.perf_counter() - started
+                target.clean()
 
-    def _has_fired(self, target: Target) -> bool:
-        return any(id(leaf) in self._fired for leaf, _ in target.steppers)
-
-    def _note(self, target: Target) -> None:
-        trained = target.trained
-        target.note(hashed=bool(target.steppers) and not self._has_fired(target))
-        target.trained = trained
-
+    @timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        started = time.perf_counter()
-        self._fired.add(id(optimizer))
-        with torch.no_grad():
-            for target in self._targets:
-                if target.written():  # not by this step, which may write a few rows only
-                    self._settle(target, None)
-        self.seconds += time.perf_counter() - started
+        for target, parameter in self._pairs(optimizer):
+            if target.dirty:  # not by this step, which may write a few rows only
+                with torch.no_grad():
+                    target.clean()
+            # Until the hook behind the step: other hooks may come first, and read.
+            target.stepping = parameter.grad is not None
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        started = time.perf_counter()
+    @timed
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with torch.no_grad():
-            for target in self._targets:
-                for leaf, parameter in target.steppers:
-                    if leaf is optimizer and (parameter.grad is not None or target.written()):
-                        self._settle(target, step_rows(optimizer, parameter))
-        self.seconds += time.perf_counter() - started
-
-    def _settle(self, target: Target, rows: Tensor | None) -> None:
-        mask = target.mask()
-        if isinstance(mask, BlockMask):
-            if mask.removes:
-                if rows is None or rows.numel() >= mask.rect.rows:
-                    mask.apply_(target.weight)
-                else:
-                    settle_rows(target.weight, mask, rows)
-        else:
-            target.weight.data.masked_fill_(mask == 0, 0)
-        target.note(hashed=bool(target.steppers) and not self._has_fired(target))
+            for target, parameter in self._pairs(optimizer):
+                if target.dirty or parameter.grad is not None:
+                    target.clean(step_rows(optimizer, parameter))
 
 
 def packed_targets(
@@ -240,22 +265,21 @@ def packed_targets(
     fused: set[Place],
     mask: Callable[[Place], BlockMask],
 ) -> Iterator[Target]:
-    """The shards that no fused optimizer writes."""
+    """Yield the shards that no fused optimizer writes."""
     owners = [owner for source in sources for owner in _parameters(source)]
     owning = same_storage([parameter for _, _, parameter in owners])
     for name, data in located.items():
         for number, shard in enumerate(data.shards):
             place = Place(name, number)
             if place not in fused:
-                target = Target(name, shard.tensor, partial(mask, place))
-                for i in owning(shard.tensor)[:1]:
-                    module, attribute, target.parameter = owners[i]
-                    target.owner = None if module is None else (module, attribute)
-                yield target
+                found = [owners[i] for i in owning(shard.tensor)[:1]]
+                module, attribute, parameter = found[0] if found else (None, "", None)
+                owner = None if module is None else (module, attribute)
+                yield Target(name, shard.tensor, partial(mask, place), parameter, owner)
 
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
-    """Plain data that is not squashed."""
+    """Yield plain data that is not squashed."""
     container = sparsifier._container
     for name in sparsifier.state:
         if plain.is_attached(container, name):

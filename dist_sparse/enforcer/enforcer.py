@@ -1,14 +1,15 @@
-"""How do removed weights stay zero while a model trains?
+"""`MaskEnforcer`: every removed weight that a forward reads is exactly 0 while a model trains.
 
-An optimizer revives what a mask has removed: a fused one inside every backward, in the rows that the batch touched. A
-:class:`MaskEnforcer` zeroes those rows again just before a lookup reads them, and what plain optimizers step right
-after their step, so that every removed weight that a forward reads is exactly 0, at a cost that grows with the batch.
+An optimizer revives what a mask has removed: a fused one inside every backward, in the rows of the batch; a plain one
+in its step. Those rows are zeroed again just before a lookup reads them (:mod:`~dist_sparse.enforcer.fused`), and what
+plain optimizers step right after the step (:mod:`~dist_sparse.enforcer.dense`), at a cost that grows with the batch.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -28,32 +29,51 @@ from dist_sparse.enforcer.fused import (
     places_in,
     places_of,
 )
-from dist_sparse.enforcer.hooks import Hook, Wrapped
+from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
+from dist_sparse.enforcer.optimizers import same_storage
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.shards import Source
 
 __all__ = ["MaskEnforcer"]
 
 _STATES: Final = ("keep", "reset")
 
+_attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
+"""All that are attached, so that no weight gets two masks."""
+
 
 class MaskEnforcer:
-    """Keeps removed weights at zero in every forward. Never communicates, but when it finds that shards have moved.
+    """Keeps removed weights at zero in every forward. Never communicates, unless it finds that shards have moved.
 
-    Between a backward and the next lookup, rows that the backward wrote may hold other values than zero where they are
-    removed. They are settled before a lookup reads them, in a due ``step()`` before scoring, in ``get_data`` and
-    ``state_dict`` of the sparsifier, before a ``state_dict()`` of a sharded collection, before the ``sync()`` of a
-    DMPCollection, and in :meth:`settle`.
+    Between a backward and the next lookup, rows that the backward wrote are *dirty*: they may hold other values than
+    zero where they are removed. They are cleaned before a lookup reads them, in a mask update before scoring, in
+    ``get_data`` and ``state_dict`` of the sparsifier, in ``state_dict()`` of the model, before the ``sync()`` of a
+    DMPCollection, and in :meth:`settle`. What plain optimizers step is clean as soon as their ``step()`` returns.
 
     Args:
         sparsifier: everything registered with it is enforced.
-        optimizer_state: of removed weights: ``"keep"`` lets optimizers go on with it; ``"reset"`` sets it to
-            its first value whenever masks move, before and after, so that a block that comes back starts afresh.
+        optimizer_state: of removed weights: ``"keep"`` leaves it to the optimizers; ``"reset"`` sets it to its initial
+            value at every mask update, before and after, so that a block that comes back starts afresh.
 
     Attributes:
-        seconds: host time spent so far, what goes into ``sparsifier.step()`` not counted. On a device, kernels are
-            only launched in it.
+        seconds: host time spent so far, ``sparsifier.step()`` not counted. On a device, kernels are only launched in
+            it.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, MaskEnforcer
+        >>> table = torch.nn.EmbeddingBag(10, 4)
+        >>> optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
+        >>> sparsifier.add_model(table)
+        ['weight']
+        >>> sparsifier.step()
+        >>> with MaskEnforcer(sparsifier).attach(optimizer):
+        ...     table(torch.arange(10).view(5, 2)).sum().backward()
+        ...     optimizer.step()
+        ...     int((table.weight == 0).sum())
+        20
     """
 
     def __init__(self, sparsifier: BaseDataSparsifier, optimizer_state: str = "keep") -> None:
@@ -61,42 +81,44 @@ class MaskEnforcer:
             raise ValueError(f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a data sparsifier.")
         if optimizer_state not in _STATES:
             raise ValueError(f"Invalid {optimizer_state=}: must be one of {_STATES}.")
+        self.clock = Clock()
         self._sparsifier = sparsifier
         self._reset = optimizer_state == "reset"
         self._optimizers: tuple[Any, ...] | None = None
         self._kernels: list[Kernel] = []
         self._lookups: list[tuple[nn.Module, list[Any]]] = []
-        self._dense = DenseWeights([], [])
+        self._dense = DenseWeights([], [], self.clock)
         self._handles: list[RemovableHandle | Wrapped] = []
         self._before: tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]] | None = None
-        self._seconds = 0.0
+        self._loaded = False
 
     @property
     def attached(self) -> bool:
-        """Whether it is at work."""
+        """Whether the hooks are attached."""
         return self._optimizers is not None
 
     @property
     def seconds(self) -> float:
         """See the class."""
-        return self._seconds + self._dense.seconds + sum(kernel.seconds for kernel in self._kernels)
+        return self.clock.seconds
 
     def attach(self, *optimizers: Any) -> MaskEnforcer:
-        """Begins. What is removed now is zeroed at once. Collective if shards have moved since the last step.
+        """Attach the hooks and zero what is removed. Collective if shards have moved since the last step.
+
+        Call it between an optimizer step and the next forward: a backward whose forward came before is not seen.
 
         Args:
             *optimizers: all that step what is registered, as the training loop has them (TorchRec's CombinedOptimizer,
-                torch's own, wrapped ones), or lists of them. Fused tables need none.
+                torch's own, wrapped ones), or lists of them. Fused tables need none. Steps of torch optimizers made
+                later are seen too.
 
         Returns:
             Itself, so that ``MaskEnforcer(sparsifier).attach(optimizer)`` is one line, and ``with`` one block.
 
         Raises:
-            ValueError: it is attached already, or another one is to the same sparsifier; nothing is registered; no
-                optimizer given steps a registered weight that requires a gradient; or the model is compiled. Nothing
-                was changed.
-
-        Attach between an optimizer step and the next forward: a backward whose forward came before is not seen.
+            ValueError: it is attached already, or another enforcer is to the same sparsifier or weights; nothing is
+                registered; no optimizer given steps a registered weight that requires a gradient; or a module that
+                holds registered weights is compiled. Nothing was changed.
         """
         if self.attached:
             raise ValueError("The enforcer is attached already: call detach() first.")
@@ -106,27 +128,29 @@ class MaskEnforcer:
             raise ValueError("Nothing is registered yet: call add_model() or add_data() before attach().")
         flat = tuple(o for each in optimizers for o in (each if isinstance(each, (list, tuple)) else (each,)))
         try:
-            self._look_up(flat)
+            self._look_up(flat, check=True)
         except BaseException:
-            self._let_go(())
+            self._remove_hooks(())
             raise
         self._optimizers = flat
         self._sparsifier._enforcer = self
+        _attached.add(self)
         return self
 
     def detach(self) -> None:
-        """Ends; does nothing if it is not attached. What is unsettled is settled first, then the model trains as if it
-        had never been attached."""
+        """Clean all dirty rows and remove the hooks: the model trains on as if it had never been attached. Does nothing
+        if it is not attached."""
         if self.attached:
             try:
-                self._settle_here()
+                self._clean()
             finally:
-                self._let_go(())
+                self._remove_hooks(())
                 self._optimizers = None
                 self._sparsifier._enforcer = None
+                _attached.discard(self)
 
     def __enter__(self) -> MaskEnforcer:
-        self._attached_only()
+        self._check_attached()
         return self
 
     def __exit__(
@@ -134,73 +158,105 @@ class MaskEnforcer:
     ) -> None:
         self.detach()
 
+    @timed
     def settle(self) -> None:
-        """Zeroes every removed weight that an optimizer, or anybody whose write torch has counted, has revived. Local.
+        """Zero every removed weight that an optimizer, or any write that torch counts, has revived. Local.
 
-        Call it before weights are read past their module: ``named_parameters()``, views of one's own. After writing
-        table weights behind torch's back, ``sparsifier.apply_masks()`` goes over all of them.
+        Call it before weights are read other than by a forward of their module or ``state_dict()``: after a load, or in
+        tables of fused optimizers. After writes that torch does not count (through ``.data``) call
+        ``sparsifier.apply_masks()`` instead, which writes all tables.
 
         Raises:
             ValueError: shards have moved since masks were last used: a forward, ``step()`` or ``apply_masks()`` on
-                every rank comes first. RuntimeError: it is not attached.
+                every rank comes first.
+            RuntimeError: it is not attached.
         """
-        self._attached_only()
-        if self._renewed_if_stale():
-            return
-        started = time.perf_counter()
-        self._settle_here()
-        self._seconds += time.perf_counter() - started
-
-    def _settle_here(self) -> None:
-        """Settles all but collections that TorchRec has resharded: it asks for their state before it does, so that they
-        were settled then."""
-        replaced = {id(module) for module, known in self._lookups if lookups_of(module) != known}
-        with torch.no_grad():
-            for kernel in self._kernels:
-                if id(kernel.collection) not in replaced:
-                    kernel.settle()
-            self._dense.settle()
-
-    def _renewed_if_stale(self) -> bool:
-        """Looks everything up anew if something was replaced; whoever calls it may be alone, so masks must not move."""
-        if self._stale():
-            moved = self._sparsifier._tables.moved(self._sparsifier._tables.locate())
-            if moved:
-                raise ValueError(
-                    f"The shards of the tables {moved} have moved since their masks were last used: run a forward, "
-                    "step() or apply_masks() on every rank first."
-                )
-            self.renew()
-            return True
-        return False
+        self._check_attached()
+        if not self._renew_if_stale():
+            self._clean()
 
     def begin_step(self) -> None:
-        """The sparsifier calls it before masks move."""
-        self._renewed_if_stale()
-        counted = self.seconds
-        self._dense.check()
-        self._settle_here()
-        self._seconds -= self.seconds - counted
+        """Called by the sparsifier before a mask update."""
+        spent = self.clock.seconds
+        self._renew_if_stale()
+        self._clean()
+        self.clock.seconds = spent
         self._before = self._masks() if self._reset else None
 
     def end_step(self) -> None:
-        """The sparsifier calls it after masks have moved."""
+        """Called by the sparsifier after a mask update."""
         with torch.no_grad():
-            self._dense.settle(all_of_them=True)
+            self._dense.clean_all()  # what is newly removed in sharded tables is zero already, in plain data it is not
         if self._before is not None:
             self._reset_states(self._before)  # of blocks that have come back
             self._reset_states(self._masks())
 
     def renew(self) -> None:
-        """Looks everything up anew and zeroes all that is removed, after registrations, masks or weights were replaced.
-        Collective if shards have moved since the last step."""
-        self._attached_only()
+        """Look everything up again and zero what is removed, after masks or weights were replaced. Collective if shards
+        have moved since the last step."""
+        self._check_attached()
         assert self._optimizers is not None
         self._look_up(self._optimizers)
 
-    def _attached_only(self) -> None:
+    def _check_attached(self) -> None:
         if not self.attached:
             raise RuntimeError("The enforcer is not attached: call attach(optimizer) first.")
+
+    def _clean(self) -> None:
+        """Clean what is dirty, except in collections that TorchRec has resharded: it calls their ``state_dict`` before
+        it does, so that they were cleaned then."""
+        if self._loaded:
+            self._clean_all()
+            return
+        replaced = {id(module) for module, known in self._lookups if lookups_of(module) != known}
+        with torch.no_grad():
+            for kernel in self._kernels:
+                if id(kernel.collection) not in replaced:
+                    kernel.clean()
+            self._dense.clean()
+
+    def _clean_all(self) -> None:
+        """Clean everything, and warn if a load has brought what the masks remove."""
+        weights = [*self._weights()] if self._loaded else []
+        self._loaded = False
+        before = [int(weight.count_nonzero()) for _, weight in weights]
+        with torch.no_grad():
+            for kernel in self._kernels:
+                kernel.clean_all()
+            self._dense.clean_all()
+        found: dict[str, int] = {}
+        for (name, weight), count in zip(weights, before, strict=True):
+            if revived := count - int(weight.count_nonzero()):
+                found[name] = found.get(name, 0) + revived
+        if found:
+            names = ", ".join(map(repr, list(found)[:5])) + (", ..." if len(found) > 5 else "")
+            warnings.warn(
+                f"The model was loaded with {sum(found.values())} non-zero weights that the masks remove, in {names}; "
+                "they are 0 now, so this is not the model that was saved. Load the state of the sparsifier that was "
+                "saved with it too, before the next forward.",
+                stacklevel=2,
+            )
+
+    def _renew_if_stale(self) -> bool:
+        """Look everything up again if something was replaced. The caller may be a single rank, so masks must not move.
+
+        Stale are kernels after ``DistributedModelParallel.reshard``, and parameters after a load with ``assign=True``.
+        """
+        if not self._dense.replaced and all(lookups_of(module) == known for module, known in self._lookups):
+            return False
+        moved = self._sparsifier._tables.moved(self._sparsifier._tables.locate())
+        if moved:
+            raise ValueError(
+                f"The shards of the tables {moved} have moved since their masks were last used: run a forward, "
+                "step() or apply_masks() on every rank first."
+            )
+        self.renew()
+        return True
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for kernel in self._kernels:
+            yield from kernel.weights()
+        yield from ((target.name, target.weight) for target in self._dense.targets)
 
     def _masks(self) -> tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]:
         return [kernel.masks() for kernel in self._kernels], self._dense.masks()
@@ -211,38 +267,39 @@ class MaskEnforcer:
                 kernel.reset(of_kernel)
             self._dense.reset(masks[1])
 
-    def _look_up(self, optimizers: tuple[Any, ...]) -> None:
-        """Finds what is registered, hooks on to it and settles all of it. On an error, hooks are as they were."""
+    def _look_up(self, optimizers: tuple[Any, ...], check: bool = False) -> None:
+        """Find what is registered, hook it and clean all of it. On an error, hooks are as they were."""
         tables = self._sparsifier._tables
-        models = models_of(tables.sources)
-        for model in models:
-            check_not_compiled(model)
         located = tables.locate() if tables else {}
+        # First: the other ranks may be waiting in it, whatever is refused below on this one.
+        tables.follow(located)
+        models = [source.model for source in tables.sources if hasattr(source, "model")]
         places = places_of(located)
         collections = list(collections_of(models))
         present = [(m, k, found) for m in collections for k in fused_kernels(m) if any(found := places_in(k, places))]
         fused = {place for _, _, found in present for place in found if place}
         targets = [*packed_targets(tables.sources, located, fused, self._mask), *plain_targets(self._sparsifier)]
-        dense = DenseWeights(targets, optimizers)
-        tables.follow(located)
+        dense = DenseWeights(targets, optimizers, self.clock)
+        if check:
+            _check_not_compiled(models, [*collections, *dense.owners])
+            dense.check_stepped()
+            pieces = [(name, shard.tensor) for name, data in located.items() for shard in data.shards]
+            _check_alone([*pieces, *((target.name, target.weight) for target in targets)])
         # A kernel that stays keeps its hooks: a backward may be on its way to them.
         staying = {id(kernel.module): kernel for kernel in self._kernels}
         kernels = []
         for module, kernel, found in present:
             known = staying.get(id(kernel))
             if known is None:
-                known = Kernel(kernel, module, found, self._mask, lambda: tables.version)
+                known = Kernel(kernel, module, found, self._mask, lambda: tables.version, self.clock)
             else:
                 known.moved_to(found)
             kernels.append(known)
-        self._let_go(kernels)
+        self._remove_hooks(kernels)
         self._kernels, self._dense = kernels, dense
         self._lookups = [(module, lookups_of(module)) for module in collections]
         self._hook(models)
-        with torch.no_grad():
-            for kernel in self._kernels:
-                kernel.settle_all()
-            dense.settle(all_of_them=True)
+        self._clean_all()
         if self._reset:
             self._reset_states(self._masks())
 
@@ -250,7 +307,7 @@ class MaskEnforcer:
         return self._sparsifier._tables.masks(place.name)[place.number]
 
     def _hook(self, models: list[nn.Module]) -> None:
-        self._dense.hook()
+        self._dense.hook(self._before_read)
         for kernel in self._kernels:
             kernel.hook()
         for module, known in self._lookups:
@@ -262,68 +319,88 @@ class MaskEnforcer:
             self._handles.append(model.register_forward_pre_hook(Hook(self._before_model)))
             if averages(model):
                 self._handles.append(Wrapped(model, "sync", self._before_average))
-        # TorchRec loads collections by themselves, so that the model's own hook may not fire.
-        for module in {id(m): m for m in (*models, *(module for module, _ in self._lookups))}.values():
+        # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its own hook is silent.
+        parts = *models, *(module for module, _ in self._lookups), *self._dense.owners
+        for module in {id(part): part for part in parts}.values():
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    def _let_go(self, staying: Sequence[Kernel]) -> None:
-        """Takes all hooks away but those of the kernels that stay."""
+    def _remove_hooks(self, staying: Sequence[Kernel]) -> None:
+        """Remove all hooks except those of the kernels that stay."""
         for handle in self._handles:
             handle.remove()
         for kernel in self._kernels:
             if kernel not in staying:
                 kernel.unhook()
-                self._seconds += kernel.seconds
         self._dense.unhook()
-        self._seconds += self._dense.seconds
-        self._handles, self._kernels, self._lookups, self._dense = [], [], [], DenseWeights([], [])
+        self._handles, self._kernels, self._lookups = [], [], []
+        self._dense = DenseWeights([], [], self.clock)
 
-    def _stale(self) -> bool:
-        """Whether something was replaced: kernels, as by ``DistributedModelParallel.reshard``, or parameters, as by
-        loading with ``assign=True``."""
-        return self._dense.replaced or any(lookups_of(module) != known for module, known in self._lookups)
+    def _before_read(self) -> None:
+        """Weights are about to be read: those that were loaded since are cleaned now, so that masks can be loaded
+        before or after them."""
+        if self._loaded:
+            self._clean_all()
 
+    @timed
     def _before_forward(self, known: list[Any], module: nn.Module, args: Any) -> None:
         if lookups_of(module) != known:  # on all ranks alike, with or without shards
             self.renew()
+        self._before_read()
 
+    @timed
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if self._dense.replaced:
             self.renew()
-        self._dense.check()
+        self._before_read()
+        self._dense.clean()
 
+    @timed
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._settle_here()
+        self._clean()
 
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of a 2-D model's ``sync()``: what one copy has revived must not get into the others."""
+        """Replaces a 2-D model's ``sync()``: what one copy has revived must not be averaged into the others."""
         self.settle()
         done = sync(*args, **kwargs)
         for kernel in self._kernels:
-            kernel.note_writes()
+            kernel.mark_in_sync()
         return done
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        self._loaded = True
         for kernel in self._kernels:
-            kernel.unsettle()
-        self._dense.loaded()
+            kernel.mark_all()
 
 
-def models_of(sources: Iterable[Source]) -> list[nn.Module]:
-    """The models that were registered."""
-    return [source.model for source in sources if hasattr(source, "model")]
-
-
-def check_not_compiled(model: nn.Module) -> None:
-    """Refuses what hooks can't follow.
+def _check_alone(weights: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse weights that another enforcer masks.
 
     Raises:
-        ValueError: the model, or a part of it, is compiled.
+        ValueError: some are.
     """
-    for path, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside torch.compile, so "
-                "removed weights would come back unseen. Attach to the model as it was before torch.compile."
-            )
+    for other in _attached:
+        theirs = same_storage([weight for _, weight in other._weights()])
+        for name, weight in weights:
+            if theirs(weight):
+                raise ValueError(
+                    f"The weights of {name!r} are already sparsified: call detach() first, on the enforcer of the "
+                    "sparsifier that has them."
+                )
+
+
+def _check_not_compiled(models: Sequence[nn.Module], registered: Sequence[nn.Module]) -> None:
+    """Refuse modules in which hooks do not run.
+
+    Raises:
+        ValueError: a module that holds registered weights is compiled, or one that it is a part of.
+    """
+    holding = set(registered)
+    for model in models:
+        for path, module in model.named_modules():
+            compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+            if compiled and not holding.isdisjoint(module.modules()):
+                raise ValueError(
+                    f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside torch.compile, "
+                    "so removed weights would come back unseen. Attach to the model as it was before torch.compile."
+                )

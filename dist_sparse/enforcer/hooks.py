@@ -1,16 +1,18 @@
-"""How do hooks stay out of the way: of copies of what they hang on, and of each other?
+"""Hooks that a copy of a model does not inherit, methods wrapped for a while, and the time spent in them.
 
-``copy.deepcopy(model)`` (a moving average of the weights) and ``torch.save(model)`` take a module's hooks along, and
-with a bound method all that it belongs to. A copy of a model is a model like any other, so a :class:`Hook` is copied
-and pickled as one that does nothing, and a :class:`Wrapped` method as the plain one.
+``copy.deepcopy(model)`` (a moving average of the weights) and ``torch.save(model)`` copy a module's hooks, and with a
+bound method everything that it refers to. So a :class:`Hook` is copied and pickled as one that does nothing, and a
+:class:`Wrapped` method as the plain one.
 """
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Hook", "Wrapped"]
+__all__ = ["Clock", "Hook", "Wrapped", "timed"]
 
 
 class Hook:
@@ -30,8 +32,8 @@ class Hook:
 
 
 class Wrapped:
-    """Takes the place of one object's method: ``around(method, *args, **kwargs)`` is called instead, until
-    :meth:`remove`. Others may wrap the same method before and after, and be removed in any order."""
+    """Replaces one object's method: ``around(method, *args, **kwargs)`` is called instead, until :meth:`remove`. The
+    same method may be wrapped several times, and the wrappers removed in any order."""
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self._owner, self._name, self._around = owner, name, around
@@ -43,7 +45,7 @@ class Wrapped:
         return self._method(*args, **kwargs) if self._removed else self._around(self._method, *args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the method back; under another wrapper, only steps aside."""
+        """Restore the method. A wrapper below another one only passes calls on from now on."""
         self._removed = True
         if self._owner.__dict__.get(self._name) is self:
             delattr(self._owner, self._name)
@@ -55,3 +57,30 @@ class Wrapped:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._owner), self._owner)
         return getattr(type(copied), self._name).__get__(copied)
+
+
+class Clock:
+    """Host seconds spent in :func:`timed` methods. Methods that call each other count once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.running = False
+
+
+def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the time of a method to the ``clock`` of its object."""
+
+    @functools.wraps(method)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        clock: Clock = self.clock
+        if clock.running:
+            return method(self, *args, **kwargs)
+        clock.running = True
+        started = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            clock.seconds += time.perf_counter() - started
+            clock.running = False
+
+    return measured

@@ -1,7 +1,7 @@
-"""Which optimizer is meant, which one really steps, and which rows does its step write?
+"""Optimizers: which one of several wrapped ones steps, which rows a step writes, and the state of removed weights.
 
-TorchRec, Lightning and others wrap optimizers in optimizers. A post-step hook fires only on those whose ``step`` torch
-has wrapped, so it goes to the innermost ones.
+TorchRec, Lightning and others wrap optimizers in optimizers. A post-step hook runs only on those whose ``step`` torch
+has wrapped, so hooks are registered on the innermost ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
 
-__all__ = ["leaves", "local", "optimizer_class", "reset_state", "same_storage", "state_of", "step_rows"]
+__all__ = ["leaves", "local", "optimizer_class", "reset_state", "same_storage", "state_of", "step_rows", "steps_itself"]
 
 
 def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's fused ones, whose tables are
-    updated inside the backward.
+    """Yield the optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's fused ones, whose
+    tables are updated inside the backward.
 
     Raises:
         ValueError: something in there is no optimizer.
@@ -33,26 +33,32 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             yield from leaves(part)
     elif hasattr(optimizer, "_optimizer"):  # KeyedOptimizerWrapper, OptimizerWrapper, LightningOptimizer
         yield from leaves(optimizer._optimizer)
-    elif any(kind.__name__ == "FusedOptimizer" for kind in type(optimizer).__mro__):
+    elif not steps_itself(optimizer):
         return
     elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks"):
         yield optimizer
     else:
         raise ValueError(
             f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer whose constructor "
-            "has run, or a wrapper with such a one in _optimizer; hooks behind its step() do the work."
+            "has run, or a wrapper of one in its attribute _optimizer: masks are applied by a hook on its step()."
         )
 
 
+def steps_itself(optimizer: Any) -> bool:
+    """Whether an optimizer writes parameters in its own ``step``: it is no wrapper, and not fused into the backward."""
+    wraps = hasattr(optimizer, "_optims") or hasattr(optimizer, "_optimizer")
+    return not wraps and all(kind.__name__ != "FusedOptimizer" for kind in type(optimizer).__mro__)
+
+
 def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The optimizer that a configuration names.
+    """Return the optimizer class that a configuration names.
 
     Args:
         query: a name in ``torch.optim`` (``"AdamW"``), a dotted path (``"torchrec.optim.RowWiseAdagrad"``), which is
             imported, or the class itself.
 
     Raises:
-        ValueError: there is none of that name, or it wants a closure (LBFGS).
+        ValueError: there is none of that name, or its ``step`` requires a closure (LBFGS).
     """
     found: Any = query
     if isinstance(query, str) and not query.startswith("."):
@@ -79,27 +85,27 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
 
 
 def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """The rows of ``parameter`` that the step just made may have written, int64, repeated or not; None is any.
+    """Return the rows of ``parameter`` that the last step may have written, int64 ``(n,)``, possibly repeated.
 
-    Only those of a sparse gradient, where the optimizer keeps to them.
+    None means any row: only for sparse gradients, and optimizers that write no other row, the rows are known.
     """
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return None
-    keeps_to_them = type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad)  # a subclass may write more
+    only_those = type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad)  # a subclass may write more
     if type(optimizer) is torch.optim.SGD:  # momentum moves every row that was ever touched
-        keeps_to_them = all(group["momentum"] == 0 for group in optimizer.param_groups)
-    return grad._indices()[0] if keeps_to_them else None
+        only_those = all(group["momentum"] == 0 for group in optimizer.param_groups)
+    return grad._indices()[0] if only_those else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The storage of this rank behind a parameter: of a DTensor its local tensor."""
+    """Return the storage of this rank behind a parameter: of a DTensor its local tensor."""
     inner = getattr(tensor, "_local_tensor", None)
     return inner if isinstance(inner, Tensor) else tensor
 
 
 def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
-    """A function that says which of ``tensors`` lie in the same memory as a given one, at least in part.
+    """Return a function that lists the indices of those ``tensors`` that share memory with a given one.
 
     Views and ``.data`` of a parameter are other objects than the parameter; memory is what they have in common.
     """
@@ -124,20 +130,23 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 State = tuple[Tensor, float]
-"""A live view, and the value that the optimizer begins with."""
+"""A live view, and the optimizer's initial value."""
 
 
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
-"""State that does not begin at 0, by its name in the optimizer, and the option with its first value: that of Adagrad
-and row-wise Adagrad, and of Rprop."""
+"""State whose initial value is not 0, and the option that holds that value: of Adagrad and row-wise Adagrad, and of
+Rprop."""
 
 
 def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
-    """Writes its initial value to the state of what ``mask`` removes.
+    """Write its initial value to the state of what ``mask`` removes.
+
+    State with an element for each weight is reset with its element. State with one for each row of a shard (row-wise
+    Adagrad) is reset when all of that row of that shard is removed. Other state (step counts) belongs to no weight.
 
     Args:
-        mask: of one shard, or a dense one of plain data.
-        states: those that fit neither the elements nor the rows are left alone.
+        mask: packed, of one shard, or dense, of plain data.
+        states: those with neither the shape of the mask nor its number of rows are left alone.
     """
     if isinstance(mask, BlockMask) and not mask.removes:
         return
@@ -153,7 +162,7 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> Iterator[State]:
-    """What an optimizer keeps for ``weight``, which is ``parameter``, its matrix of one row, or a part of it."""
+    """Yield what an optimizer keeps for ``weight``, which is ``parameter``, its matrix of one row, or a part of it."""
     here = local(parameter)
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
@@ -178,7 +187,7 @@ def _chunks(mask: BlockMask | Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _empty_rows(mask: BlockMask | Tensor, rows: int, device: torch.device) -> Tensor:
-    """The rows of which nothing is kept: bool ``(rows,)``."""
+    """Return which rows keep nothing: bool ``(rows,)``."""
     empty = torch.empty(rows, dtype=torch.bool, device=device)
     for some, kept in _chunks(mask):
         empty[some] = ~kept.flatten(1).any(dim=1)

@@ -1,7 +1,8 @@
-"""How are a few rows of a table made true to its mask?
+"""Zero the removed weights of a few rows of a table, and remember which rows are dirty.
 
-What is removed in them is written as zero: 16 to 64 bytes of mask are read for a row, and nothing else of the table.
-This is the form for the CPU, and for a device without Triton; :mod:`dist_sparse.enforcer.rows_triton` is the other.
+A row is *dirty* from the backward that wrote it until its removed weights are zeroed again. To clean a row, 16 to 64
+bytes of its mask are read, and nothing of other rows. This is the version for CPUs and for devices without Triton;
+:mod:`dist_sparse.enforcer.rows_triton` is the other.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask, wide
 
-__all__ = ["Lookup", "Slot", "TorchLookup", "UnsettledRows", "in_table", "lookup_on", "settle_rows"]
+__all__ = ["DirtyRows", "Lookup", "Slot", "TorchLookup", "in_table", "lookup_on", "zero_rows"]
 
-_CHUNK = 1 << 18
+CHUNK = 1 << 18
 """Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
+
+TAKEN = 1 << 20
+"""Rows whose flags are searched at a time."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,34 +40,34 @@ class Slot:
 
 
 class Lookup(Protocol):
-    """Makes the rows true that one lookup is about to read."""
+    """Cleans the rows that one lookup is about to read."""
 
     needed: bool
-    """Whether anything at all is removed."""
+    """Whether anything is removed."""
 
     def __init__(self, slots: Sequence[Slot | None]) -> None:
         """One slot for each feature, in the order of the ids; None where nothing is masked."""
         ...
 
     def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Writes the zeros.
+        """Zero what is removed in these rows.
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside the table are read as
                 row 0, which FBGEMM's bounds check makes of them.
             ends: where the ids of each feature begin and, last, where they end: one more than there are features. On
-                a device as a tensor, so that nobody waits for it.
+                a device as a tensor, so that the host does not wait for it.
         """
         ...
 
 
 class TorchLookup:
-    """A :class:`Lookup` made of torch's own operations."""
+    """A :class:`Lookup` in torch's own operations."""
 
-    def __init__(self, slots: Sequence[Slot | None], unsettled: UnsettledRows | None = None) -> None:
-        """With ``unsettled``, only rows that are noted there are looked at."""
+    def __init__(self, slots: Sequence[Slot | None], dirty: DirtyRows | None = None) -> None:
+        """With ``dirty``, only the rows flagged there are cleaned."""
         self._slots = [slot if slot is not None and slot.mask.removes else None for slot in slots]
-        self._unsettled = unsettled
+        self._dirty = dirty
         self.needed = any(slot is not None for slot in self._slots)
 
     def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
@@ -72,34 +76,36 @@ class TorchLookup:
         for feature, (slot, (start, stop)) in enumerate(zip(self._slots, pairwise(ends), strict=True)):
             if slot is None or start == stop:
                 continue
-            if self._unsettled is not None:
-                rows = self._unsettled.among(feature, ids[start:stop])
-                if self._unsettled.whole(feature):
+            if self._dirty is not None:
+                rows = self._dirty.among(feature, ids[start:stop])
+                if self._dirty.whole(feature):
                     wide(slot.weight.data).index_fill_(0, rows, 0)
                 else:
-                    settle_rows(slot.weight, slot.mask, rows)
+                    zero_rows(slot.weight, slot.mask, rows)
             elif stop - start >= slot.mask.rect.rows:
                 slot.mask.apply_(slot.weight)
             else:
-                settle_rows(slot.weight, slot.mask, in_table(ids[start:stop], slot.mask.rect.rows))
+                zero_rows(slot.weight, slot.mask, in_table(ids[start:stop], slot.mask.rect.rows))
 
 
-def lookup_on(device: torch.device, slots: Sequence[Slot | None], unsettled: UnsettledRows) -> Lookup:
-    """The form for a device. On CUDA it is Triton's, where that is installed (as it is with torch's CUDA builds): one
-    launch for all ids, settled or not, costs less there than to find out which are not."""
+def lookup_on(device: torch.device, slots: Sequence[Slot | None], dirty: DirtyRows) -> Lookup:
+    """Return the lookup for a device: on CUDA Triton's, if it is installed (as it is with torch's CUDA builds).
+
+    There one launch for all ids, dirty or not, costs less than to find the dirty ones.
+    """
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         form: type[Lookup] = importlib.import_module("dist_sparse.enforcer.rows_triton").TritonLookup
         return form(slots)
-    return TorchLookup(slots, unsettled)
+    return TorchLookup(slots, dirty)
 
 
-def settle_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
-    """Writes zero to the removed elements of some rows of a live shard.
+def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
+    """Zero the removed elements of some rows of a live shard.
 
     Args:
         weight: the shard, ``(rect.rows, rect.cols)``; written through ``.data``, which autograd does not see.
         mask: of the shard.
-        rows: int64 ``(n,)``, local row numbers within the shard, repeated or not.
+        rows: int64 ``(n,)``, row numbers within the shard, possibly repeated.
     """
     live = weight.data
     block_rows = rows
@@ -110,7 +116,7 @@ def settle_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
         wide(live).index_fill_(0, rows.masked_select((kept & 1) == 0), 0)
         return
     table, word = wide(live), _WORDS[live.element_size()]
-    step = max(1, _CHUNK // mask.rect.cols)
+    step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
         read.view(word).bitwise_and_(_words(mask, blocks, word))
@@ -118,7 +124,7 @@ def settle_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
 
 
 def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask of some block rows, ``(n, rect.cols)`` words: all bits set where kept, none where removed."""
+    """Return the mask of some block rows, ``(n, rect.cols)`` words: all bits set where kept, none where removed."""
     width = mask.block[1]
     cols, rect = mask.grid.cols, mask.rect
     device = mask.bits.device
@@ -136,16 +142,13 @@ def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For each byte of a mask the words of the ``8 * width`` columns that it stands for: ``(256, 8 * width)``."""
+    """Return, for each byte of a mask, the words of its ``8 * width`` columns: ``(256, 8 * width)``."""
     byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
     return ((byte.unsqueeze(1) >> bit) & 1).to(dtype).neg_().repeat_interleave(width, dim=1)
 
 
-_TAKEN = 1 << 20
-
-
 def in_table(ids: Tensor, rows: int) -> Tensor:
-    """``ids`` as int64, with 0 for those outside ``[0, rows)``: FBGEMM's bounds check makes that of them."""
+    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``, as FBGEMM's bounds check replaces them."""
     ids = ids.long()
     if ids.is_cpu:  # reading two numbers is quicker than three more passes, where that does not wait for a device
         least, most = ids.aminmax()
@@ -154,8 +157,9 @@ def in_table(ids: Tensor, rows: int) -> Tensor:
     return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
 
-class UnsettledRows:
-    """The unsettled rows of the tables of one kernel, at first none.
+class DirtyRows:
+    """The dirty rows of the tables of one kernel, one flag byte a row: a set that takes ids in any order, with repeats,
+    at the cost of a write each. At first no row is dirty.
 
     Args:
         rows: of each table, on this rank.
@@ -168,27 +172,26 @@ class UnsettledRows:
         self._starts = [0]
         for count in rows:
             self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
-        self._noted = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)  # the last is for nobody
+        self._flags = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)  # the last: ids of no feature
         self._any = False
         self._removed: list[Tensor | None] = [None] * len(self._rows)
         self._of_features: tuple[Tensor, Tensor] | None = None
 
     def keep_to(self, table: int, removed: Tensor | None) -> None:
-        """From now on notes only those rows of a table that are removed as a whole: uint8 ``(rows,)``, 1 = removed;
-        None is any row. Nothing may be noted of the table when this changes."""
+        """Flag from now on only those rows of a table that are removed as a whole: uint8 ``(rows,)``, 1 = removed;
+        None is any row. Call it while no row of the table is dirty."""
         self._removed[table] = removed
 
     def whole(self, feature: int) -> bool:
-        """Whether the rows that are noted for a feature are removed as a whole."""
+        """Whether the flagged rows of a feature are removed as a whole."""
         return self._removed[self._features[feature]] is not None
 
     def __bool__(self) -> bool:
-        """Whether any row may be unsettled. Does not wait for the device."""
+        """Whether any row may be dirty. Does not wait for the device."""
         return self._any
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Notes the rows that a lookup has read and its backward is about to write; as
-        :class:`~dist_sparse.enforcer.rows.Lookup`."""
+        """Flag the rows that a backward is about to write; ``ids`` and ``ends`` as in :class:`Lookup`."""
         if not ids.numel():
             return
         self._any = True
@@ -207,7 +210,7 @@ class UnsettledRows:
                     self._of(table).index_copy_(0, rows, removed.index_select(0, rows))
 
     def add_all(self, table: int) -> None:
-        """Notes every row of a table."""
+        """Flag every row of a table."""
         self._any = True
         removed = self._removed[table]
         if removed is None:
@@ -215,40 +218,36 @@ class UnsettledRows:
         else:
             self._of(table).copy_(removed)
 
-    def take(self, table: int) -> Iterator[Tensor]:
-        """The unsettled rows of a table, int64, ascending, in parts; they are settled afterwards."""
-        noted = self._of(table)
-        words = self._noted[self._starts[table] : self._starts[table + 1]].view(torch.int64)
-        for first in range(0, words.numel(), _TAKEN // 8):
-            touched = words[first : first + _TAKEN // 8].nonzero().flatten()
+    def rows(self, table: int) -> Iterator[Tensor]:
+        """Yield the dirty rows of a table, int64, ascending, in parts."""
+        words = self._flags[self._starts[table] : self._starts[table + 1]].view(torch.int64)
+        for first in range(0, words.numel(), TAKEN // 8):
+            touched = words[first : first + TAKEN // 8].nonzero().flatten()
             if touched.numel():
                 word, byte = words[first + touched].view(torch.uint8).view(-1, 8).nonzero().unbind(1)
                 yield (first + touched[word]) * 8 + byte
-        noted.zero_()
 
-    def forget(self, table: int) -> None:
-        """Takes every row of a table for settled."""
-        self._of(table).zero_()
+    def clear(self) -> None:
+        """Mark every row as clean."""
+        if self._any:
+            self._flags.zero_()
+            self._any = False
 
     def among(self, feature: int, ids: Tensor) -> Tensor:
-        """Those of the ``ids`` of one feature whose rows are unsettled, int64, as often as they are there. They stay
-        noted: what a training step reads it is about to write."""
+        """Return those of the ``ids`` of one feature whose rows are dirty, int64, with repeats. They stay flagged: the
+        rows that a training step reads are about to be written."""
         table = self._features[feature]
-        noted = self._of(table)
+        flags = self._of(table)
         if ids.numel() >= self._rows[table]:
-            return noted.nonzero().flatten()
+            return flags.nonzero().flatten()
         rows = in_table(ids, self._rows[table])
-        return rows.masked_select(noted.view(torch.bool).index_select(0, rows))
-
-    def none_left(self) -> None:
-        """After every table was taken."""
-        self._any = False
+        return rows.masked_select(flags.view(torch.bool).index_select(0, rows))
 
     def _of(self, table: int) -> Tensor:
-        return self._noted[self._starts[table] : self._starts[table] + self._rows[table]]
+        return self._flags[self._starts[table] : self._starts[table] + self._rows[table]]
 
     def _add_unseen(self, ids: Tensor, ends: Tensor) -> None:
-        """As :meth:`add` where the ends are on the device, without waiting for it."""
+        """As :meth:`add` with ends on the device, without waiting for it."""
         if self._of_features is None:
             starts = torch.tensor([self._starts[table] for table in self._features], device=ids.device)
             rows = torch.tensor([self._rows[table] for table in self._features], device=ids.device)
@@ -256,7 +255,7 @@ class UnsettledRows:
         starts, rows = self._of_features
         places = torch.arange(ids.numel(), device=ids.device)
         feature = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
-        nobodys = (feature < 0) | (feature >= len(self._features))
-        feature, ids = torch.where(nobodys, 0, feature), ids.long()
-        noted = starts[feature] + torch.where((ids < 0) | (ids >= rows[feature]), 0, ids)
-        self._noted.index_fill_(0, torch.where(nobodys, self._starts[-1], noted), 1)
+        of_none = (feature < 0) | (feature >= len(self._features))
+        feature, ids = torch.where(of_none, 0, feature), ids.long()
+        flags = starts[feature] + torch.where((ids < 0) | (ids >= rows[feature]), 0, ids)
+        self._flags.index_fill_(0, torch.where(of_none, self._starts[-1], flags), 1)

@@ -1,6 +1,6 @@
-"""Does anything that happens between a forward, its backward and the next forward get past the enforcer?
+"""Orders of calls between a forward, its backward and the next forward that might revive removed weights.
 
-One process, real TorchRec models. Each case is an order of calls that once left removed weights alive, or might.
+One process, real TorchRec models.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, sparsify
 from dist_sparse.enforcer.hooks import Wrapped
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import batch, build, cells
 
 Block = tuple[int, Any]
@@ -35,16 +36,18 @@ def process_group() -> Iterator[None]:
 
 
 class Case:
-    """A sharded model with half of its blocks removed, and what was read of it."""
+    """A sharded model with half of its blocks removed."""
 
-    def __init__(self, block: Block, cell: str = "mixed", dense: bool = False) -> None:
+    def __init__(self, block: Block, cell: str = "mixed", dense: bool = False, exclude: str | None = None) -> None:
         self.cell = cells(1)[cell]
         self.model = build(self.cell, RowWiseAdagrad)
         self.optimizer = torch.optim.SGD([p for n, p in self.model.named_parameters() if "over" in n], lr=0.1)
         tables = [p for n, p in self.model.named_parameters() if "tiny" in n]  # data-parallel
         self.tables = torch.optim.SGD(tables, lr=0.1)
         self.sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block)
-        self.sparsifier.add_model(self.model, dense=["*over.weight"] if dense else None)
+        self.exclude = exclude
+        self.dense = ["*over.weight"] if dense else None
+        self.sparsifier.add_model(self.model, exclude=exclude, dense=self.dense)
         self.sparsifier.step()
         self.enforcer = MaskEnforcer(self.sparsifier)
 
@@ -67,25 +70,23 @@ class Case:
         self.sparsifier.step()
 
     def alive(self) -> int:
-        """Removed weights that are not 0, wherever they lie."""
-        count = 0
-        for name, data in self.sparsifier._tables.locate().items():
-            for (_, mask), shard in zip(self.sparsifier.local_masks(name), data.shards, strict=True):
-                count += int((shard.tensor[mask == 0] != 0).sum())
-        return count
+        """Removed weights that are not 0."""
+        return sum(int((weight[mask == 0] != 0).sum()) for weight, mask in self.shards())
+
+    def shards(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The live shards and their masks."""
+        for data in model_source(self.model, exclude=self.exclude, dense=self.dense).locate():
+            for (_, mask), shard in zip(self.sparsifier.local_masks(data.name), data.shards, strict=True):
+                yield shard.tensor, mask
 
     def kept(self) -> list[Tensor]:
-        return [
-            torch.where(mask != 0, shard.tensor, 0.0)
-            for name, data in self.sparsifier._tables.locate().items()
-            for (_, mask), shard in zip(self.sparsifier.local_masks(name), data.shards, strict=True)
-        ]
+        return [torch.where(mask != 0, weight, 0.0) for weight, mask in self.shards()]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("level", [0.75, 0.1])
 def test_masks_move_between_forward_and_backward(block: Block, level: float) -> None:
-    """What is newly removed is noted by the backward, and what has come back is not zeroed."""
+    """The backward flags what is newly removed, and what has come back is not zeroed."""
     case = Case(block).attach()
     case.train()
     loss = case.loss()
@@ -102,7 +103,7 @@ def test_masks_move_between_forward_and_backward(block: Block, level: float) -> 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_load_between_forward_and_backward(block: Block) -> None:
-    """All is looked up anew; the backward still finds who notes its rows."""
+    """Everything is looked up again; the hooks still flag the rows of that backward."""
     case = Case(block).attach()
     case.train()
     state = case.sparsifier.state_dict()
@@ -114,7 +115,7 @@ def test_a_load_between_forward_and_backward(block: Block) -> None:
     assert case.alive() == 0
 
 
-def test_a_replaced_layer_does_not_keep_tables_unsettled() -> None:
+def test_a_replaced_layer_does_not_keep_tables_dirty() -> None:
     case = Case((1, 4), dense=True).attach()
     case.train()
     case.loss().backward()
@@ -131,8 +132,8 @@ def test_a_replaced_layer_does_not_keep_tables_unsettled() -> None:
 
 
 def test_two_enforcers_of_one_model() -> None:
-    """Each with its own tables; one that leaves takes nothing of the other along."""
-    case = Case((1, 4))
+    """Each with its own tables, of one kernel; detaching one takes nothing from the other."""
+    case = Case((1, 4), exclude="word")
     other = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
     other.add_model(case.model, include=["word"])
     other.step()
@@ -141,7 +142,7 @@ def test_two_enforcers_of_one_model() -> None:
     first.detach()
     case.train(1)
     second.settle()
-    weight = other._tables.locate()["word"].shards[0].tensor
+    weight = other.get_data("word")
     assert bool((weight[other.get_mask("word") == 0] == 0).all())
     second.detach()
 
@@ -185,7 +186,7 @@ def test_ids_in_memory_that_is_used_again() -> None:
 
 
 def test_shards_of_a_model_that_is_not_known_are_refused() -> None:
-    """FBGEMM's writes to them are seen by nobody."""
+    """No hook sees FBGEMM's writes to them."""
     case = Case((1, 4), "row_wise")
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, 4))
     sparsifier.add_data("user", case.model.state_dict()["sparse.tables.embedding_bags.user.weight"])

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.fused import _removed_rows
+from dist_sparse.enforcer.fused import removed_rows
 from dist_sparse.enforcer.optimizers import reset_state
-from dist_sparse.enforcer.rows import Slot, TorchLookup, UnsettledRows, in_table, lookup_on, settle_rows
+from dist_sparse.enforcer.rows import DirtyRows, Slot, TorchLookup, in_table, lookup_on, zero_rows
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
 
@@ -91,7 +91,7 @@ class TestSettleRows:
     def test_by_definition(self, slot: Slot, data: st.DataObject) -> None:
         rows = data.draw(st.lists(st.integers(0, slot.mask.rect.rows - 1), max_size=50))
         want = expected(slot, rows)
-        settle_rows(slot.weight, slot.mask, torch.tensor(rows, dtype=torch.int64))
+        zero_rows(slot.weight, slot.mask, torch.tensor(rows, dtype=torch.int64))
         assert torch.equal(words(slot.weight), want)
 
     @settings(max_examples=60, deadline=None)
@@ -101,8 +101,8 @@ class TestSettleRows:
         rows = data.draw(st.lists(st.integers(0, slot.mask.rect.rows - 1), max_size=50))
         want = expected(slot, rows)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rows_module, "_CHUNK", data.draw(st.integers(1, 100)))
-            settle_rows(slot.weight, slot.mask, torch.tensor(rows, dtype=torch.int64))
+            patch.setattr(rows_module, "CHUNK", data.draw(st.integers(1, 100)))
+            zero_rows(slot.weight, slot.mask, torch.tensor(rows, dtype=torch.int64))
         assert torch.equal(words(slot.weight), want)
 
     def test_autograd_does_not_see_it(self) -> None:
@@ -113,7 +113,7 @@ class TestSettleRows:
             )
             weight = torch.nn.Parameter(torch.ones(5, 8))
             loss = (weight * weight).sum()
-            settle_rows(weight, mask, torch.tensor([1, 4]))
+            zero_rows(weight, mask, torch.tensor([1, 4]))
             assert weight._version == 0
             loss.backward()
             assert weight[[1, 4]].eq(0).all() and weight[[0, 2, 3]].eq(1).all()
@@ -150,7 +150,7 @@ class TestTorchLookup:
     @settings(max_examples=200, deadline=None)
     @given(lookups(), st.booleans())
     def test_by_definition(self, drawn: tuple[list[Slot | None], Tensor, list[int]], as_tensor: bool) -> None:
-        """A lookup of at least as many ids as rows may settle the whole table, and else touches its rows alone."""
+        """A lookup of at least as many ids as rows may clean the whole table, and else touches its rows alone."""
         slots, ids, ends = drawn
         tables = {id(slot): slot for slot in slots if slot is not None}
         read: dict[int, set[int]] = {key: set() for key in tables}
@@ -177,29 +177,29 @@ class TestTorchLookup:
             TorchLookup([slot, slot])(torch.tensor([1, 2]), [0, 2])
 
     def test_the_form_of_a_cpu(self) -> None:
-        assert isinstance(lookup_on(CPU, [], UnsettledRows([], [], CPU)), TorchLookup)
+        assert isinstance(lookup_on(CPU, [], DirtyRows([], [], CPU)), TorchLookup)
 
     @settings(max_examples=150, deadline=None)
     @given(lookups(), st.data())
-    def test_only_rows_that_are_unsettled(
+    def test_only_rows_that_are_dirty(
         self, drawn: tuple[list[Slot | None], Tensor, list[int]], data: st.DataObject
     ) -> None:
-        """What is read of the rows noted is settled; at least as many ids as rows may settle all that are. Where a mask
-        removes whole rows, only those are noted."""
+        """What is read of the dirty rows is cleaned; at least as many ids as rows may clean all that are. Where a mask
+        removes whole rows, only those are flagged."""
         slots, ids, ends = drawn
         tables = list({id(slot): slot for slot in slots}.values())
         rows = [10 if slot is None else slot.mask.rect.rows for slot in tables]
         features = [next(i for i, slot in enumerate(tables) if slot is of_feature) for of_feature in slots]
         noted = [data.draw(st.sets(st.integers(0, count - 1))) for count in rows]
-        unsettled = UnsettledRows(rows, list(range(len(rows))) + features, CPU)
+        dirty = DirtyRows(rows, list(range(len(rows))) + features, CPU)
         worth: list[set[int]] = [set(range(count)) for count in rows]
         for table, slot in enumerate(tables):
-            removed = None if slot is None else _removed_rows(slot.mask)
-            unsettled.keep_to(table, removed)
+            removed = None if slot is None else removed_rows(slot.mask)
+            dirty.keep_to(table, removed)
             if removed is not None:
                 worth[table] = set(removed.nonzero().flatten().tolist())
         start = [0, *torch.tensor([len(of_table) for of_table in noted]).cumsum(0).tolist()]
-        unsettled.add(
+        dirty.add(
             torch.tensor([row for of_table in noted for row in sorted(of_table)]), start + start[-1:] * len(features)
         )
 
@@ -208,13 +208,13 @@ class TestTorchLookup:
             if tables[table] is not None and TorchLookup([tables[table]]).needed:
                 everything = range(rows[table]) if stop - first >= rows[table] else ()
                 read[table].update(of_table(ids[first:stop].tolist(), rows[table]), everything)
-        settled = [found & of_table for found, of_table in zip(read, noted, strict=True)]
-        want = [slot and expected(slot, sorted(each)) for slot, each in zip(tables, settled, strict=True)]
+        cleaned = [found & of_table for found, of_table in zip(read, noted, strict=True)]
+        want = [slot and expected(slot, sorted(each)) for slot, each in zip(tables, cleaned, strict=True)]
         none = [None] * len(rows)  # the features by which rows were noted
-        TorchLookup([*none, *slots], unsettled)(ids, [0] * len(rows) + ends)
+        TorchLookup([*none, *slots], dirty)(ids, [0] * len(rows) + ends)
         for table, slot in enumerate(tables):
             assert slot is None or torch.equal(words(slot.weight), want[table])
-            left = [row for part in unsettled.take(table) for row in part.tolist()]
+            left = [row for part in dirty.rows(table) for row in part.tolist()]
             assert left == sorted(noted[table] & worth[table])
 
 
@@ -236,74 +236,73 @@ def noted(draw: st.DrawFn) -> tuple[list[int], list[int], list[tuple[Tensor, lis
     return rows, features, batches
 
 
-class TestUnsettledRows:
+class TestDirtyRows:
     @settings(max_examples=200, deadline=None)
     @given(noted(), st.sampled_from(["list", "int64", "int32"]), st.sampled_from([64, 1 << 20]))
     def test_by_sets(
         self, drawn: tuple[list[int], list[int], list[tuple[Tensor, list[int]]]], kind: str, chunk: int
     ) -> None:
-        """Ends as a list may note a table that gets as many ids as it has rows as a whole; as a tensor they do not."""
+        """Ends as a list may flag all of a table that gets as many ids as it has rows; as a tensor they do not."""
         rows, features, batches = drawn
-        unsettled = UnsettledRows(rows, features, CPU)
-        assert not unsettled
+        dirty = DirtyRows(rows, features, CPU)
+        assert not dirty
         want: list[set[int]] = [set() for _ in rows]
         for ids, ends in batches:
-            unsettled.add(ids, ends if kind == "list" else torch.tensor(ends, dtype=getattr(torch, kind)))
+            dirty.add(ids, ends if kind == "list" else torch.tensor(ends, dtype=getattr(torch, kind)))
             for table, (start, stop) in zip(features, pairwise(ends), strict=True):
                 want[table].update(of_table(ids[start:stop].tolist(), rows[table]))
                 if kind == "list" and stop - start >= rows[table]:
                     want[table].update(range(rows[table]))
-        assert bool(unsettled) == any(ids.numel() for ids, _ in batches)
+        assert bool(dirty) == any(ids.numel() for ids, _ in batches)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rows_module, "_TAKEN", chunk)
+            patch.setattr(rows_module, "TAKEN", chunk)
             for table, of_this in enumerate(want):
-                parts = list(unsettled.take(table))
+                parts = list(dirty.rows(table))
                 assert all(part.dtype == torch.int64 for part in parts)
                 assert [row for part in parts for row in part.tolist()] == sorted(of_this)
-                assert list(unsettled.take(table)) == [], "they are settled"
-        unsettled.none_left()
-        assert not unsettled
+        dirty.clear()
+        assert not dirty and not any(list(dirty.rows(table)) for table in range(len(rows)))
 
     def test_whole_tables(self) -> None:
-        unsettled = UnsettledRows([9, 3, 17], [0, 1, 2], CPU)
-        unsettled.add_all(2)
-        assert unsettled
-        assert [torch.cat([*unsettled.take(i), torch.tensor([], dtype=torch.int64)]).tolist() for i in range(3)] == [
+        dirty = DirtyRows([9, 3, 17], [0, 1, 2], CPU)
+        dirty.add_all(2)
+        assert dirty
+        assert [torch.cat([*dirty.rows(i), torch.tensor([], dtype=torch.int64)]).tolist() for i in range(3)] == [
             *([], []),
             list(range(17)),
         ]
 
-    def test_forgotten_tables(self) -> None:
-        unsettled = UnsettledRows([9, 17], [0, 1], CPU)
-        unsettled.add_all(0)
-        unsettled.add_all(1)
-        unsettled.forget(0)
-        assert list(unsettled.take(0)) == [] and torch.cat(list(unsettled.take(1))).tolist() == list(range(17))
+    def test_cleared_tables(self) -> None:
+        dirty = DirtyRows([9, 17], [0, 1], CPU)
+        dirty.add_all(0)
+        dirty.add_all(1)
+        dirty.clear()
+        assert not dirty and list(dirty.rows(0)) == list(dirty.rows(1)) == []
 
     def test_tables_of_more_rows_than_are_taken_at_a_time(self) -> None:
         count = (1 << 20) * 2 + 13
-        unsettled = UnsettledRows([5, count, 8], [1], CPU)
+        dirty = DirtyRows([5, count, 8], [1], CPU)
         ids = torch.tensor([0, 7, (1 << 20) - 1, 1 << 20, count - 1])
-        unsettled.add(ids, [0, 5])
-        parts = list(unsettled.take(1))
+        dirty.add(ids, [0, 5])
+        parts = list(dirty.rows(1))
         assert len(parts) == 3 and torch.cat(parts).tolist() == ids.tolist()
 
     def test_ends_with_a_stride(self) -> None:
         """Every n-th of FBGEMM's offsets, where they lie."""
-        unsettled = UnsettledRows([9, 4], [0, 1], CPU)
+        dirty = DirtyRows([9, 4], [0, 1], CPU)
         offsets = torch.tensor([0, 1, 2, 3, 3, 4, 6])
-        unsettled.add(torch.tensor([8, 1, 30, 3, 1, 2]), offsets[::3])
-        assert torch.cat(list(unsettled.take(0))).tolist() == [0, 1, 8]
-        assert torch.cat(list(unsettled.take(1))).tolist() == [1, 2, 3]
+        dirty.add(torch.tensor([8, 1, 30, 3, 1, 2]), offsets[::3])
+        assert torch.cat(list(dirty.rows(0))).tolist() == [0, 1, 8]
+        assert torch.cat(list(dirty.rows(1))).tolist() == [1, 2, 3]
 
     @pytest.mark.parametrize("as_tensor", [False, True])
     def test_ids_that_belong_to_no_feature_are_left_out(self, as_tensor: bool) -> None:
         """In front of the first end and behind the last, as a slice of a larger KeyedJaggedTensor has them."""
-        unsettled = UnsettledRows([9, 9], [0, 1], CPU)
+        dirty = DirtyRows([9, 9], [0, 1], CPU)
         ends = [1, 2, 4]
-        unsettled.add(torch.tensor([5, 1, 2, 3, 6, 7]), torch.tensor(ends) if as_tensor else ends)
-        assert torch.cat(list(unsettled.take(0))).tolist() == [1]
-        assert torch.cat(list(unsettled.take(1))).tolist() == [2, 3]
+        dirty.add(torch.tensor([5, 1, 2, 3, 6, 7]), torch.tensor(ends) if as_tensor else ends)
+        assert torch.cat(list(dirty.rows(0))).tolist() == [1]
+        assert torch.cat(list(dirty.rows(1))).tolist() == [2, 3]
 
 
 class TestResetState:
