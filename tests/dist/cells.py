@@ -1,4 +1,4 @@
-"""Which sharded models are tests run on? One real DistributedModelParallel for every sharding cell.
+"""The sharded models of the tests: one real DistributedModelParallel for each sharding cell.
 
 A cell is a set of tables, a plan for a world and a kind of collection. The same global weights can be put under every
 cell, so that results can be compared over shardings and with one process. A world of 4 is two "hosts" of two ranks
@@ -35,6 +35,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse.tables.shards import ShardedData
+from tests.dist.harness import LOCAL
 
 __all__ = [
     "LOCAL",
@@ -49,9 +50,6 @@ __all__ = [
     "set_weights",
     "weights",
 ]
-
-LOCAL: Final = {1: 1, 2: 2, 4: 2}
-"""``local_world_size`` for a world of this size. TorchRec keeps its host groups for the life of a process: one each."""
 
 Generator = Callable[..., Any]
 
@@ -80,7 +78,7 @@ WIDE: Final = (TableSpec("wide", 11, 256, ("wide_id",)), TableSpec("flat", 3, 25
 
 @dataclass(frozen=True)
 class Cell:
-    """How the tables of a model lie over a world.
+    """How the tables of a model are sharded over a world.
 
     Args:
         plan: for each table a generator of TorchRec's sharding plans.

@@ -1,4 +1,4 @@
-"""How is a real DMPCollection, TorchRec's 2-D parallelism, built on a CPU?
+"""A real DMPCollection, TorchRec's 2-D parallelism, on a CPU.
 
 TorchRec builds it for CUDA or MTIA only. Two of its names are patched while it is built, not longer: the device that
 it asserts, and the placement of shards on ``cpu:0``, which torch holds for another device than ``cpu``. What is built

@@ -1,4 +1,4 @@
-"""What do tests of the enforcer need? A look at every row from inside the lookup that reads it, and a loop that trains.
+"""For tests of the enforcer: every row is checked from inside the lookup that reads it, in a loop that trains.
 
 Masks are taken from the oracle, and pieces of them from TorchRec's own metadata, so that nothing here relies on what is
 tested.

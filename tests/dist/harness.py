@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["LOCAL", "Ranks", "RanksFailed", "run_cases", "run_ranks"]
+__all__ = ["LOCAL", "Ranks", "RanksFailed", "run_ranks"]
 
 LOCAL: Final = {1: 1, 2: 2, 3: 3, 4: 2}
 """``local_world_size`` for a world of this size. TorchRec keeps its host groups for the life of a process: one each."""
@@ -150,31 +150,6 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, local_world_size: 
         return ranks.call(fn, *args)
     finally:
         ranks.close()
-
-
-def run_cases(cases: Mapping[str, Any], check: Callable[[Any], None]) -> dict[str, str | None]:
-    """Inside ``fn``: calls ``check`` for each case on all ranks; returns case -> None, or this rank's traceback.
-
-    Cases after a failed one are not run, because the ranks may have left each other at different collectives.
-    """
-    import torch
-    import torch.distributed as dist
-
-    # Waits for ranks that time out in the collectives of a case.
-    flags = dist.new_group(timeout=timedelta(seconds=_CALL_ENDS))
-    outcome: dict[str, str | None] = {}
-    for name, case in cases.items():
-        try:
-            check(case)
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-        failed = torch.tensor([outcome[name] is not None], dtype=torch.int32)
-        dist.all_reduce(failed, group=flags)
-        if failed.item():
-            outcome[name] = outcome[name] or "failed on another rank"
-            break
-    return {name: outcome.get(name, "not run: an earlier case failed") for name in cases}
 
 
 def _context() -> Any:

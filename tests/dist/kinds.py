@@ -1,4 +1,4 @@
-"""Which models stand for all the others, where what is tested does not depend on the sharding?"""
+"""A few models that represent all cells, where a result does not depend on the sharding."""
 
 from __future__ import annotations
 

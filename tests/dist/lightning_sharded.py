@@ -1,4 +1,4 @@
-"""What does a LightningModule with a sharded model look like, and is it sparse on both ranks?
+"""A LightningModule with a sharded model, and a check that it is sparse on both ranks.
 
 Lightning has no strategy for TorchRec: this one leaves the module alone, because DistributedModelParallel wraps its
 dense part in DDP itself.

@@ -1,12 +1,11 @@
-"""What do tests of sharded tensors need? ShardedTensors of any tiling, what was gathered of them, and what was sent.
+"""ShardedTensors of any tiling for tests, their gathered values, and counts of what was sent.
 
-Every rank knows the whole tensor that it makes its shards of, so nothing here communicates but :func:`gathered`.
+Each rank knows the whole tensor of which it makes its shards, so only :func:`gathered` communicates.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,11 +26,9 @@ __all__ = [
     "Tiling",
     "by_cols",
     "by_rows",
-    "check_outcomes",
     "gathered",
     "local_tensors",
     "move",
-    "quiet",
     "sharded",
     "snapshot",
     "watched",
@@ -43,11 +40,6 @@ Piece = tuple[int, int, int, int]
 
 Tiling = Sequence[Sequence[Piece]]
 """The shards of every rank."""
-
-
-def quiet() -> None:
-    """ShardedTensor says at each attribute that it will go one day."""
-    warnings.filterwarnings("ignore", message="Please use DTensor instead")
 
 
 def sharded(full: Tensor, tiling: Tiling, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
@@ -168,12 +160,6 @@ def snapshot(sparsifier: BaseDataSparsifier, tensors: Mapping[str, Any]) -> Any:
     }
     weights = {name: [_bits(local) for _, local in local_tensors(tensor)] for name, tensor in tensors.items()}
     return masks, weights, repr(sparsifier.data_groups), repr(sparsifier.defaults)
-
-
-def check_outcomes(outcomes: Sequence[Mapping[str, str | None]], name: str) -> None:
-    """What a test of one case says: every rank's traceback."""
-    failed = [f"rank {rank}:\n{outcome[name]}" for rank, outcome in enumerate(outcomes) if outcome[name] is not None]
-    assert not failed, "\n".join(failed)
 
 
 def _bits(tensor: Tensor) -> list[int]:

@@ -1,11 +1,11 @@
-"""Is every removed weight that a forward reads exactly 0, for every sharding, optimizer and kind of batch? (C5)
+"""Every pruned weight that a forward reads is exactly 0, for every sharding, optimizer and kind of batch. (C5)
 
-Looked at from inside the lookups, below all hooks, in models that really train.
+Read inside the lookups, below all hooks, in models that really train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
-from tests.dist.cells import LOCAL, Cell, TableSpec, batch, build, cells, set_weights, weights
+from tests.dist.cells import Cell, TableSpec, batch, build, cells, set_weights, weights
 from tests.dist.enforcing import (
     SMALL,
     Run,
@@ -32,20 +32,31 @@ from tests.dist.enforcing import (
     total,
     trained_cells,
 )
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes, quiet
+from tests.dist.plugin import on_ranks
 from tests.dist.test_reshard import moves, reshard
 
-pytestmark = pytest.mark.dist
-
 FUSED = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
+KINDS = ("row_wise", "column_wise", "two_shards", "table_wise_one_rank", "mixed", "ec_row_wise")
+FEW = ("table_wise", "row_wise", "column_wise")
+GENERATORS: dict[str, Any] = {"row_wise": row_wise(), "column_wise": column_wise(ranks=[0, 1])}
 BLOCKS: tuple[tuple[int, Any], ...] = ((1, ROW), (1, 4), (2, 3))
 STEPS, EVERY = 50, 5
 
 
-def check_training(case: tuple[str, int, int]) -> None:
-    """Masks move ten times; in the second half weights are given out after every step, before it never."""
-    name, world, turn = case
+def fused_training(worlds: tuple[int, ...] = (1, 2, 4)) -> list[tuple[int, str, int]]:
+    """Every cell in every world with each of the fused optimizers that it can have, and another block each time."""
+    return [
+        (world, name, i + world + part)
+        for world in worlds
+        for i, (name, cell) in enumerate(trained_cells(world).items())
+        for part in (range(3) if world > 1 and cell.fused and cell.data_type is DataType.FP32 else [0])
+    ]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "name", "turn"), fused_training())
+def test_training(world: int, name: str, turn: int) -> None:
+    """Ten mask updates; in the second half weights are read from outside after every step, before it never."""
     cell = trained_cells(world)[name]
     half = cell.data_type is not DataType.FP32
     fused = torch.optim.SGD if half else FUSED[turn % 3]
@@ -83,7 +94,9 @@ def hard_batches(tables: Sequence[TableSpec], rank: int) -> dict[str, KeyedJagge
     }
 
 
-def check_batches(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_batches(name: str) -> None:
     cell = trained_cells(2)[name]
     run = Run(build(cell, FUSED[len(name) % 3]), (1, 4))
     run.train(everything(cell.tables))
@@ -97,7 +110,9 @@ def check_batches(name: str) -> None:
     run.check_reads(revived=cell.fused)
 
 
-def check_outside(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", FEW)
+def test_ids_outside(name: str) -> None:
     """Ids that no table has: FBGEMM warns and reads row 0, in which something is removed. (-1 is an error to it.)"""
     cell = trained_cells(2)[name]
     full = weights(cell)
@@ -114,8 +129,10 @@ def check_outside(name: str) -> None:
     run.check_reads()
 
 
-def check_orders(name: str) -> None:
-    """Forwards and backwards in all kinds of orders; masks that move between them; weights given out between them."""
+@on_ranks(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_orders(name: str) -> None:
+    """Forwards and backwards in many orders, with mask updates and reads of weights between them."""
     cell = trained_cells(2)[name]
     model = build(cell, FUSED[len(name) % 3])
     run = Run(model, (1, 4), "L1")
@@ -170,8 +187,10 @@ def check_orders(name: str) -> None:
     run.check_reads(revived=cell.fused)
 
 
-def check_loads(name: str) -> None:
-    """Weights that are loaded into the model, of which removed ones are not 0."""
+@on_ranks(2)
+@pytest.mark.parametrize("name", FEW)
+def test_loads(name: str) -> None:
+    """Loaded weights, of which pruned ones are not 0."""
     cell = trained_cells(2)[name]
     model = build(cell, FUSED[len(name) % 3])
     run = Run(model, (2, 3))
@@ -186,8 +205,10 @@ def check_loads(name: str) -> None:
     run.check_reads()
 
 
-def check_scores(name: str) -> None:
-    """Revived weights larger than all others do not count when masks are made."""
+@on_ranks(2)
+@pytest.mark.parametrize("name", FEW)
+def test_scores(name: str) -> None:
+    """Pruned weights that came back, larger than all others, do not count in a mask update."""
     cell = trained_cells(2)[name]
     run = Run(build(cell, torch.optim.SGD, {"lr": 1e4}), (1, 4))
     run.move(0.5)
@@ -198,7 +219,10 @@ def check_scores(name: str) -> None:
     run.check_reads()
 
 
-def check_weighted(generator: Any) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", GENERATORS)
+def test_weighted(name: str) -> None:
+    generator = GENERATORS[name]
     run = Run(small({"a": generator, "b": generator}, weighted=True), (1, 4))
     ids = everything(SMALL)
     for level in (0.0, 0.5, 0.7):
@@ -212,9 +236,11 @@ def check_weighted(generator: Any) -> None:
     run.check_reads()
 
 
-def check_pipeline(generators: Mapping[str, Any]) -> None:
-    """TorchRec's pipeline sends ids of the next batches while this one is trained."""
-    run = Run(small(generators), (1, 4), every=2, steps=10)
+@on_ranks(2)
+@pytest.mark.parametrize("name", GENERATORS)
+def test_pipeline(name: str) -> None:
+    """TorchRec's pipeline sends ids of the next batches while it trains this one."""
+    run = Run(small({"a": GENERATORS[name], "b": table_wise(rank=1)}), (1, 4), every=2, steps=10)
     pipeline = TrainPipelineSparseDist(run.model, run.optimizer, torch.device("cpu"))
     steps = 14
     cell = Cell("small", 2, {}, SMALL)
@@ -228,9 +254,11 @@ def check_pipeline(generators: Mapping[str, Any]) -> None:
     assert run.moves == 6
 
 
-def check_without(case: str) -> None:
-    """That the checks can fail: without an enforcer, removed weights come back, are read and are given out."""
-    cell = trained_cells(2)[case]
+@on_ranks(2)
+@pytest.mark.parametrize("name", FEW)
+def test_without_an_enforcer(name: str) -> None:
+    """The checks can fail: without an enforcer pruned weights come back, and are read."""
+    cell = trained_cells(2)[name]
     run = Run(build(cell), attach=False)
     run.move(0.6)
     for step in range(3):
@@ -240,9 +268,11 @@ def check_without(case: str) -> None:
     assert total(len(run.faults)) > 0
 
 
-def check_reshard(case: tuple[str, int, str]) -> None:
-    """Tables move between two steps; the next forward, or the next step, finds them."""
-    sharding, world, then = case
+@on_ranks(2, 4)
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise"])
+@pytest.mark.parametrize("then", ["forward", "step"])
+def test_reshard(world: int, sharding: str, then: str) -> None:
+    """Tables move between two steps; the next forward, or the next mask update, finds them."""
     cell, move = moves(world)[sharding]
     model = build(cell, torch.optim.SGD if then == "step" else RowWiseAdagrad, {"lr": 0.1})
     run = Run(model, (1, 4))
@@ -266,8 +296,9 @@ def check_reshard(case: tuple[str, int, str]) -> None:
     run.check_reads()
 
 
-def check_reshard_elsewhere(world: int) -> None:
-    """Tables move between two ranks of several; the others hold none, before and after."""
+@on_ranks(2, 4)
+def test_reshard_between_two_of_the_ranks(world: int) -> None:
+    """Tables move between two ranks of several; the others never hold any."""
     cell = cells(world)["table_wise_one_rank"]
     model = build(cell, torch.optim.SGD, {"lr": 0.1})
     run = Run(model, (1, 4))
@@ -282,7 +313,8 @@ def check_reshard_elsewhere(world: int) -> None:
     run.check_reads()
 
 
-def check_reshard_twice(world: int) -> None:
+@on_ranks(2, 4)
+def test_two_reshards_in_a_row(world: int) -> None:
     """Two moves with nothing between them."""
     cell, move = moves(world)["table_wise"]
     model = build(cell, torch.optim.SGD, {"lr": 0.1})
@@ -297,76 +329,3 @@ def check_reshard_twice(world: int) -> None:
         run.train(features)
     run.check_given_out()
     run.check_reads()
-
-
-def hard_cases() -> dict[str, tuple[Callable[[Any], None], Any]]:
-    found: dict[str, tuple[Callable[[Any], None], Any]] = {}
-    for name in ("row_wise", "column_wise", "two_shards", "table_wise_one_rank", "mixed", "ec_row_wise"):
-        found[f"batches, {name}"] = check_batches, name
-        found[f"orders, {name}"] = check_orders, name
-    for name in ("table_wise", "row_wise", "column_wise"):
-        found[f"ids outside, {name}"] = check_outside, name
-        found[f"loads, {name}"] = check_loads, name
-        found[f"scores, {name}"] = check_scores, name
-        found[f"without an enforcer, {name}"] = check_without, name
-    for name, generator in (("row_wise", row_wise()), ("column_wise", column_wise(ranks=[0, 1]))):
-        found[f"weighted, {name}"] = check_weighted, generator
-        found[f"pipeline, {name}"] = check_pipeline, {"a": generator, "b": table_wise(rank=1)}
-    return found
-
-
-def trained_cases(world: int, part: int) -> dict[str, tuple[Callable[[Any], None], Any]]:
-    """Every cell with one of the fused optimizers, each of them in one of three parts."""
-    made: dict[str, tuple[Callable[[Any], None], Any]] = {}
-    for i, (name, cell) in enumerate(trained_cells(world).items()):
-        if part == 0 or (cell.fused and cell.data_type is DataType.FP32):  # others have one optimizer only
-            made[name] = check_training, (name, world, i + world + part)
-    return made
-
-
-def other_cases(world: int) -> dict[str, tuple[Callable[[Any], None], Any]]:
-    """What else a world runs, by name."""
-    moved: dict[str, tuple[Callable[[Any], None], Any]] = {}
-    for sharding in ("table_wise", "column_wise") if world > 1 else ():
-        for then in ("forward", "step"):
-            moved[f"reshard, {sharding}, then {then}"] = check_reshard, (sharding, world, then)
-    if world > 1:
-        moved["reshard, two in a row"] = check_reshard_twice, world
-        moved["reshard, between two of the ranks"] = check_reshard_elsewhere, world
-    return {**(hard_cases() if world == 2 else {}), **moved}
-
-
-PARTS = (0, 1, 2, None)
-
-
-def cases(world: int, part: int | None) -> dict[str, tuple[Callable[[Any], None], Any]]:
-    return other_cases(world) if part is None else trained_cases(world, part)
-
-
-def run_all(world: int, part: int | None) -> dict[str, str | None]:
-    quiet()
-    torch.set_num_threads(1)
-    return run_cases(cases(world, part), lambda case: case[0](case[1]))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> Callable[[int, int | None], list[dict[str, str | None]]]:
-    known: dict[tuple[int, int | None], list[dict[str, str | None]]] = {}
-
-    def of(world: int, part: int | None) -> list[dict[str, str | None]]:
-        if (world, part) not in known:
-            ranks = run_ranks(world, run_all, world, part, local_world_size=LOCAL[world])
-            known[world, part] = ranks
-        return known[world, part]
-
-    return of
-
-
-@pytest.mark.parametrize(
-    ("world", "part", "name"),
-    [(world, part, name) for world in LOCAL for part in PARTS if world > 1 or part == 0 for name in cases(world, part)],
-)
-def test_removed_weights_are_zero(
-    outcomes: Callable[[int, int | None], list[dict[str, str | None]]], world: int, part: int | None, name: str
-) -> None:
-    check_outcomes(outcomes(world, part), name)

@@ -1,4 +1,4 @@
-"""Does an enforced model train as it should: as one process with masks would, and after ``detach()`` as if never held?
+"""An enforced model trains as one process with masks would; after ``detach()`` as a model without enforcer.
 
 The one process is :class:`Reference`: plain tables, the optimizers written out, masks of the oracle. Then what FBGEMM
 writes behind all hooks, and what becomes of the optimizers' state.
@@ -6,7 +6,6 @@ writes behind all hooks, and what becomes of the optimizers' state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,13 +24,10 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
-from tests.dist.cells import LOCAL, Cell, batch, build, gathered, plain, set_weights
+from tests.dist.cells import Cell, batch, build, gathered, plain, set_weights
 from tests.dist.enforcing import SMALL, Run, cut, kernels, loss_of, optimizer_of, pieces, small, total, trained_cells
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes, quiet
+from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
-
-pytestmark = pytest.mark.dist
 
 FUSED = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 LR = 0.02
@@ -104,9 +100,22 @@ def slices_of(run: Run) -> dict[str, list[int]]:
     return found
 
 
-def check_equals(case: tuple[str, int, int]) -> None:
-    """20 steps in which masks move every 3; then one rank trains the reference, and compares."""
-    name, world, turn = case
+def compared() -> list[tuple[int, str, int]]:
+    """World, cell and a number that draws optimizer, block and norm."""
+    found = []
+    for world in (2, 4):
+        for i, (name, cell) in enumerate(trained_cells(world).items()):
+            # Column slices are trained by row-wise Adagrad, to which they matter.
+            sliced = "column" in name or "two_shards" in name or name == "grid_shard"
+            if cell.data_type is DataType.FP32 and (world == 2 or name in IN_FOUR):
+                found.append((world, name, (2 + 3 * i) if sliced else i + world))
+    return found
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "name", "turn"), compared())
+def test_as_one_process(world: int, name: str, turn: int) -> None:
+    """20 steps with a mask update every 3; then one rank trains the reference, and compares."""
     cell, rank = trained_cells(world)[name], dist.get_rank()
     fused = FUSED[turn % 3] if cell.fused else torch.optim.SGD
     block, norm = ((1, ROW), (1, 4), (2, 3))[turn // 3 % 3], ("L1", "L2")[turn % 2]
@@ -168,7 +177,9 @@ def hooks(run: Run) -> list[Any]:
     return found + [sorted(key for key, value in attributes.items() if callable(value)) for attributes in batches]
 
 
-def check_detach(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "two_shards", "mixed", "ec_row_wise", "data_parallel"])
+def test_detach(name: str) -> None:
     """Before anything is removed, an attached model trains as any; after detach() too, whatever was removed."""
     cell, rank = trained_cells(2)[name], dist.get_rank()
     batches = [batch(cell, seed=2 * step + rank) for step in range(6)]
@@ -208,8 +219,13 @@ def check_detach(name: str) -> None:
     assert total(ours.reads.wrong) > 0  # what was removed has come back
 
 
-def check_ema(generators: dict[str, Any]) -> None:
-    """FBGEMM writes half of every row in the middle of a forward, behind all hooks: looked at from below it."""
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "mixed"])
+def test_fbgemm_writes(name: str) -> None:
+    """FBGEMM writes half of every row in the middle of a forward, behind all hooks: read from below it."""
+    generators: dict[str, Any] = {"a": row_wise(), "b": row_wise()}
+    if name == "mixed":
+        generators = {"a": column_wise(ranks=[0, 0]), "b": table_wise(rank=1)}
     fused_params = {
         "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
         "learning_rate": LR,
@@ -254,9 +270,20 @@ def check_ema(generators: dict[str, Any]) -> None:
         assert not any("ema_inplace" in vars(kernel.emb_module) for kernel in kernels(model))
 
 
-def check_states(case: tuple[str, type[torch.optim.Optimizer], tuple[int, Any], str]) -> None:
-    """What becomes of the fused optimizers' state when masks move."""
-    name, fused, block, optimizer_state = case
+@on_ranks(2)
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+@pytest.mark.parametrize(
+    ("name", "fused", "block"),
+    [
+        ("row_wise", torch.optim.Adagrad, (1, 4)),
+        ("two_shards", torch.optim.Adagrad, (2, 3)),
+        ("column_wise", RowWiseAdagrad, (1, 4)),
+        ("two_shards", RowWiseAdagrad, (1, 4)),
+        ("mixed", RowWiseAdagrad, (1, ROW)),
+    ],
+)
+def test_states(name: str, fused: type[torch.optim.Optimizer], block: tuple[int, Any], optimizer_state: str) -> None:
+    """The fused optimizers' state over mask updates."""
     cell = trained_cells(2)[name]
     model = build(cell, fused, {"lr": LR})
     run = Run(model, block, optimizer_state=optimizer_state)
@@ -292,51 +319,3 @@ def check_states(case: tuple[str, type[torch.optim.Optimizer], tuple[int, Any], 
                 kept += int((was[~away] != 0).sum())
     run.check_reads(revived=False)
     assert total(cleared) > 0 and total(kept) > 0
-
-
-def cases(world: int) -> dict[str, tuple[Callable[[Any], None], Any]]:
-    """What a world runs, by name."""
-    made: dict[str, tuple[Callable[[Any], None], Any]] = {}
-    for i, (name, cell) in enumerate(trained_cells(world).items()):
-        # Column slices are trained by row-wise Adagrad, to which they matter.
-        sliced = "column" in name or "two_shards" in name or name == "grid_shard"
-        if cell.data_type is DataType.FP32 and (world == 2 or name in IN_FOUR):
-            made[f"as one process, {name}"] = check_equals, (name, world, (2 + 3 * i) if sliced else i + world)
-    if world == 2:
-        for name in ("row_wise", "two_shards", "mixed", "ec_row_wise", "data_parallel"):
-            made[f"detach, {name}"] = check_detach, name
-        for name, fused, block in (
-            ("row_wise", torch.optim.Adagrad, (1, 4)),
-            ("two_shards", torch.optim.Adagrad, (2, 3)),
-            ("column_wise", RowWiseAdagrad, (1, 4)),
-            ("two_shards", RowWiseAdagrad, (1, 4)),
-            ("mixed", RowWiseAdagrad, (1, ROW)),
-        ):
-            for kind in ("reset", "keep"):
-                made[f"states, {kind}, {name}, {fused.__name__}"] = check_states, (name, fused, block, kind)
-        made["FBGEMM writes, row_wise"] = check_ema, {"a": row_wise(), "b": row_wise()}
-        made["FBGEMM writes, mixed"] = check_ema, {"a": column_wise(ranks=[0, 0]), "b": table_wise(rank=1)}
-    return made
-
-
-def run_all(world: int) -> dict[str, str | None]:
-    quiet()
-    torch.set_num_threads(1)
-    return run_cases(cases(world), lambda case: case[0](case[1]))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> Callable[[int], list[dict[str, str | None]]]:
-    known: dict[int, list[dict[str, str | None]]] = {}
-
-    def of(world: int) -> list[dict[str, str | None]]:
-        if world not in known:
-            known[world] = run_ranks(world, run_all, world, local_world_size=LOCAL[world])
-        return known[world]
-
-    return of
-
-
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 4) for name in cases(world)])
-def test_enforced(outcomes: Callable[[int], list[dict[str, str | None]]], world: int, name: str) -> None:
-    check_outcomes(outcomes(world), name)

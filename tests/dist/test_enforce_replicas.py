@@ -1,4 +1,4 @@
-"""Do removed weights stay zero in every forward on every rank where plain optimizers step them, and replicas the same?
+"""Pruned weights that plain optimizers step stay zero in every forward on every rank; replicas stay equal.
 
 DDP, data-parallel and dense-kernel tables of TorchRec, and sharded tensors with optimizers of their own. The reference
 trains the same on the same ranks with the masks of the same moments: ``w.mul_(mask)`` after each step.
@@ -25,11 +25,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, sparsify
 from dist_sparse.tables.modules import model_source
-from tests.dist.cells import LOCAL, batch, build, cells
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import by_rows, check_outcomes, local_tensors, quiet, sharded
-
-pytestmark = pytest.mark.dist
+from tests.dist.cells import batch, build, cells
+from tests.dist.pieces import by_rows, local_tensors, sharded
+from tests.dist.plugin import on_ranks
 
 WORLD = 2
 STEPS = 20
@@ -163,8 +161,11 @@ def train(case: Case, model: nn.Module, optimizers: Sequence[Any], after_step: C
         after_step(step)
 
 
-def check(case: Case) -> None:
+@on_ranks(WORLD)
+@pytest.mark.parametrize("name", CASES)
+def test_models(name: str) -> None:
     """One model with an enforcer and its reference, step by step."""
+    case = CASES[name]
     model, reference = case.make(), case.make()
     registered = model.module if case.inside else model
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4), norm="L2")
@@ -194,9 +195,9 @@ def check(case: Case) -> None:
     assert len(seen) == STEPS and len(set(seen)) > 2, "masks have moved"
     found = pieces(model, case.dense)
     assert check_zero(found, history[-1]) > 0
-    for name in names:
-        if name in replicated or case.inside:
-            same_on_all((bits(found[name]), bits(history[-1][name])))
+    for table in names:
+        if table in replicated or case.inside:
+            same_on_all((bits(found[table]), bits(history[-1][table])))
     same_on_all(sparsifier.fingerprint())
 
     def multiply(masks: Masks) -> None:
@@ -208,28 +209,13 @@ def check(case: Case) -> None:
     multiply(history[0])
     others = case.optimizers(reference)
     train(case, reference, others, lambda step: (multiply(history[step]), multiply(history[step + 1])))
-    for name, of_table in pieces(reference, case.dense).items():
-        assert all(torch.equal(a, b) for a, b in zip(found[name], of_table, strict=True)), name
-
-
-def models() -> dict[str, str | None]:
-    return run_cases(CASES, check)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, models, local_world_size=LOCAL[WORLD])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_models(outcomes: list[dict[str, str | None]], name: str) -> None:
-    check_outcomes(outcomes, name)
+    for table, of_table in pieces(reference, case.dense).items():
+        assert all(torch.equal(a, b) for a, b in zip(found[table], of_table, strict=True)), table
 
 
 def trained_tensor(kind: str, full: Tensor) -> tuple[Any, nn.Parameter]:
     """Something to register, and the parameter that an optimizer has of it."""
     if kind == "sharded_tensor":
-        quiet()
         tensor = sharded(full, by_rows(*full.shape, 5))
         return tensor, nn.Parameter(tensor.local_shards()[0].tensor)
     placements = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}[kind]
@@ -237,8 +223,10 @@ def trained_tensor(kind: str, full: Tensor) -> tuple[Any, nn.Parameter]:
     return made, made
 
 
-def check_tensor(kind: str) -> None:
-    """Data that is registered by itself has no forward that is known: it is settled right after each step."""
+@on_ranks(WORLD)
+@pytest.mark.parametrize("kind", ["rows", "columns", "replicas", "sharded_tensor"])
+def test_tensors(kind: str) -> None:
+    """Data registered by itself has no known forward: it is masked right after each step."""
     for make in (SGD, partial(optim.Adam, lr=0.1), partial(optim.SGD, lr=0.1, momentum=0.9)):
         full = torch.randn(13, 8, generator=torch.Generator().manual_seed(3))
         (data, parameter), (_, other) = trained_tensor(kind, full), trained_tensor(kind, full)
@@ -267,20 +255,18 @@ def check_tensor(kind: str) -> None:
         same_on_all(sparsifier.fingerprint())
 
 
-def check_unstepped(kind: str) -> None:
+@on_ranks(WORLD)
+def test_unstepped() -> None:
     """A parameter that no optimizer steps is named before training, as others are."""
-    data, _ = trained_tensor(kind, torch.randn(13, 8))
+    data, _ = trained_tensor("rows", torch.randn(13, 8))
     sparsifier = DataNormSparsifier([("data", data)], sparse_block_shape=(2, 4))
     sparsifier.step()
-    error = ""
-    try:
+    with pytest.raises(ValueError, match="No optimizer given steps 'data'"):
         MaskEnforcer(sparsifier).attach()
-    except ValueError as refused:
-        error = str(refused)
-    assert "No optimizer given steps 'data'" in error
 
 
-def check_one_call() -> None:
+@on_ranks(WORLD)
+def test_one_call() -> None:
     """All of it by sparsify(), resumed from each rank's state."""
     cell = cells(WORLD)["data_parallel"]
     plan: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4)}
@@ -312,27 +298,3 @@ def check_one_call() -> None:
         with pytest.raises(ValueError, match="rank 1: "):
             resumed.load_state_dict(junk if rank == 1 else states[0])
     check_zero(pieces(again, False), masks_of(resumed.sparsifier, pieces(again, False)))
-
-
-TENSORS: dict[str, Callable[[], None]] = {
-    "rows": partial(check_tensor, "rows"),
-    "columns": partial(check_tensor, "columns"),
-    "replicas": partial(check_tensor, "replicas"),
-    "sharded_tensor": partial(check_tensor, "sharded_tensor"),
-    "one_call": check_one_call,
-    "unstepped": partial(check_unstepped, "rows"),
-}
-
-
-def tensors() -> dict[str, str | None]:
-    return run_cases(TENSORS, lambda check: check())
-
-
-@pytest.fixture(scope="module")
-def of_tensors() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, tensors, local_world_size=LOCAL[WORLD])
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors(of_tensors: list[dict[str, str | None]], name: str) -> None:
-    check_outcomes(of_tensors, name)

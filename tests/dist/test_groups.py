@@ -22,10 +22,9 @@ from dist_sparse.groups import (
     traffic,
     world_ranks,
 )
-from tests.dist.harness import run_cases, run_ranks
+from tests.dist.harness import run_ranks
 from tests.dist.pieces import by_rows, sharded
-
-pytestmark = pytest.mark.dist
+from tests.dist.plugin import on_ranks
 
 
 def refused(words: str, error: BaseException | None = None, facts: dict[str, Any] | None = None) -> ValueError:
@@ -36,25 +35,29 @@ def refused(words: str, error: BaseException | None = None, facts: dict[str, Any
     return caught.value
 
 
-def an_exception_of_one_rank_is_raised_on_all() -> None:
+@on_ranks(2)
+def test_an_exception_of_one_rank_is_raised_on_all() -> None:
     mine = KeyError("lost") if dist.get_rank() == 1 else None
     raised = refused(r"load\(\) was refused on every rank, nothing was changed\. rank 1: KeyError: 'lost'", mine)
     assert raised.__cause__ is mine
 
 
-def other_facts() -> None:
+@on_ranks(2)
+def test_other_facts() -> None:
     raised = refused("level is 0.6 on rank 1 and 0.5 on rank 0", facts={"level": 0.5 + dist.get_rank() / 10, "same": 1})
     assert isinstance(raised, Disagreement) and raised.keys == {"level"}
 
 
-def one_exchange_when_all_is_well() -> None:
+@on_ranks(2)
+def test_one_exchange_when_all_is_well() -> None:
     before = traffic()
     with group_over(world_ranks()).agreeing("load()") as facts:
         facts["level"] = 0.5
     assert (traffic().collectives, traffic().bytes) == (before.collectives + 1, before.bytes + 32)
 
 
-def facts_that_json_can_not_hold() -> None:
+@on_ranks(2)
+def test_facts_that_json_can_not_hold() -> None:
     loop: list[Any] = []
     loop.append(loop)
     odd = {"keys": {1: 2, "a": 3, None: 4, (1, 2): 5}, "loop": loop, "long": 10**5000, "set": {1}, "nan": float("nan")}
@@ -68,7 +71,8 @@ def facts_that_json_can_not_hold() -> None:
         refused("x is .* on rank 1 and nothing on rank 0")
 
 
-def a_config_with_keys_of_two_kinds_on_one_rank() -> None:
+@on_ranks(2)
+def test_a_config_with_keys_of_two_kinds_on_one_rank() -> None:
     """It was a TypeError on that rank, and the other one waited for the timeout. (C6)"""
     sparsifier = DataNormSparsifier(sparsity_level=0.5)
     sparsifier.add_data("a", sharded(torch.randn(8, 4), by_rows(8, 4, 4)))
@@ -79,7 +83,8 @@ def a_config_with_keys_of_two_kinds_on_one_rank() -> None:
         sparsifier.step()
 
 
-def errors_and_drift_reach_the_larger_group() -> None:
+@on_ranks(2)
+def test_errors_and_drift_reach_the_larger_group() -> None:
     """A group of one rank knows something; the group of all hears it."""
     groups = [group_over((dist.get_rank(),)), group_over(world_ranks())]
     with pytest.raises(ValueError, match="rank 0: ValueError: mine"), agreeing("step()", groups):
@@ -100,7 +105,8 @@ def errors_and_drift_reach_the_larger_group() -> None:
         agree(refuse)
 
 
-def a_rider_is_carried_once() -> None:
+@on_ranks(2)
+def test_a_rider_is_carried_once() -> None:
     group, rank = group_over(world_ranks()), dist.get_rank()
     rider = Rider(torch.tensor([[rank, 10]]))
     before = traffic()
@@ -112,7 +118,8 @@ def a_rider_is_carried_once() -> None:
     assert traffic().collectives == before.collectives + 3
 
 
-def parcels_come_as_they_were_packed() -> None:
+@on_ranks(2)
+def test_parcels_come_as_they_were_packed() -> None:
     group, rank = group_over(world_ranks()), dist.get_rank()
     parcels, expected = Parcels(group), []
     for receiver in range(2):
@@ -126,36 +133,6 @@ def parcels_come_as_they_were_packed() -> None:
         assert sums().tolist() == [[float(sender)] * 2] * (sender + 1)
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        an_exception_of_one_rank_is_raised_on_all,
-        other_facts,
-        one_exchange_when_all_is_well,
-        facts_that_json_can_not_hold,
-        a_config_with_keys_of_two_kinds_on_one_rank,
-        errors_and_drift_reach_the_larger_group,
-        a_rider_is_carried_once,
-        parcels_come_as_they_were_packed,
-    )
-}
-
-
-def _run() -> dict[str, str | None]:
-    return run_cases(CASES, lambda case: case())
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(2, _run)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_on_two_ranks(case: str, outcomes: list[dict[str, str | None]]) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome[case] is None, f"rank {rank}: {outcome[case]}"
-
-
 def _alone() -> str:
     set_timeout(2)
     group = group_over(world_ranks())
@@ -167,6 +144,7 @@ def _alone() -> str:
     return str(caught.value)
 
 
+@pytest.mark.dist
 def test_a_timeout_says_who_waited_where() -> None:
     message = run_ranks(2, _alone)[0]
     assert re.search(r"^Rank 0: all_gather in step\(\) failed. Not all of ranks 0-1 made", message), message

@@ -1,4 +1,4 @@
-"""Does SparsifyCallback hold under Lightning's DDP: the same masks on both ranks, zeros in every forward, one file?"""
+"""SparsifyCallback under Lightning's DDP: the same masks on both ranks, zeros in every forward, one file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.training.lightning import SparsifyCallback
-from tests.dist.harness import run_cases, run_ranks
+from tests.dist.harness import run_ranks
 from tests.dist.lightning_sharded import check_sharded
+from tests.dist.plugin import on_ranks
 from tests.lightning.lightning_fits import PLAN, Collected, Net, Numbered, batches, quiet, trainer, zero_rows
 from tests.oracle import oracle_mask
-
-pytestmark = pytest.mark.dist
 
 WORLD = 2
 DUE = (1, 3, 5, 7, 9)
@@ -87,12 +86,22 @@ def fit(module: Net, callbacks: list[Any], folder: Path, **options: Any) -> pl.T
     return fitted
 
 
-def check_masks(case: tuple[type[Net], str, dict[str, Any], Path]) -> None:
-    kind, name, options, folder = case
+MASKS: dict[str, tuple[type[Net], str, dict[str, Any]]] = {
+    "every batch": (Numbered, "bag", {}),
+    "accumulated, clipped": (Numbered, "bag", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "unused parameters": (Numbered, "bag", {"strategy": "ddp_find_unused_parameters_true"}),
+    "mixed precision": (Numbered, "bag", {"precision": "bf16-mixed"}),
+    "a collection of TorchRec's": (NumberedCollected, "item", {}),
+}
+
+
+@on_ranks(WORLD)
+@pytest.mark.parametrize(("kind", "name", "options"), MASKS.values(), ids=MASKS)
+def test_masks(kind: type[Net], name: str, options: dict[str, Any], tmp_path: Path) -> None:
     module, sparse = kind(), SparsifyCallback(**PLAN)
     before = Before(sparse, name)
     after = After(before)
-    done = fit(module, [before, sparse, after], folder, val_check_interval=4, **options)
+    done = fit(module, [before, sparse, after], tmp_path, val_check_interval=4, **options)
     steps = done.global_step
     assert sparse.training is not None and sparse.training.scheduler.last_epoch == steps
     assert before.due == [step for step in DUE if step < steps] and before.due
@@ -103,16 +112,14 @@ def check_masks(case: tuple[type[Net], str, dict[str, Any], Path]) -> None:
     assert not sparse.training.enforcer.attached
 
 
-MASKS = {
-    "every batch": (Numbered, "bag", {}),
-    "accumulated, clipped": (Numbered, "bag", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-    "unused parameters": (Numbered, "bag", {"strategy": "ddp_find_unused_parameters_true"}),
-    "mixed precision": (Numbered, "bag", {"precision": "bf16-mixed"}),
-    "a collection of TorchRec's": (NumberedCollected, "item", {}),
-}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the checkpoints of two ranks."""
+    return tmp_path_factory.mktemp("lightning")
 
 
-def check_resumes(folder: Path) -> None:
+@on_ranks(WORLD)
+def test_resumes(folder: Path) -> None:
     """From the middle of an epoch and from its end: the same bits as the uninterrupted run, on both ranks."""
     whole = Numbered()
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -139,19 +146,6 @@ class Drifting(pl.Callback):
                 pl_module.bag.weight[3] += 1
 
 
-def check_refused(case: tuple[list[Any], dict[str, Any], str, Path]) -> None:
-    """On both ranks, and another fit works."""
-    callbacks, wrong, message, folder = case
-    given = {**PLAN, **(wrong if dist.get_rank() == 1 else {})}
-    sparse = SparsifyCallback(**given)
-    with pytest.raises(ValueError, match=message):
-        fit(Numbered(), [*callbacks, sparse], folder)
-    assert sparse.training is None or not sparse.training.enforcer.attached
-    module = Numbered()
-    fit(module, [SparsifyCallback(**PLAN)], folder)
-    assert zero_rows(module.bag.weight) == LEFT
-
-
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a level of one rank": ([], {"level": 1.5}, r"rank 1: ValueError: Invalid level=1\.5"),
     "a plan of one rank": ([], {"end": 11}, "The ranks disagree"),
@@ -160,33 +154,33 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
 }
 
 
-def on_ranks(folder: Path) -> dict[str, Any]:
-    masks = {name: (*case, folder) for name, case in MASKS.items()}
-    refused = {name: (*case, folder) for name, case in REFUSED.items()}
-    outcome = run_cases(masks, check_masks)
-    outcome |= run_cases({"resumes": folder}, check_resumes)
-    outcome |= run_cases({"sharded": folder}, check_sharded)
-    outcome |= run_cases(refused, check_refused)
-    return outcome
+@on_ranks(WORLD)
+@pytest.mark.parametrize(("callbacks", "wrong", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(callbacks: list[Any], wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """On both ranks, and another fit works."""
+    given = {**PLAN, **(wrong if dist.get_rank() == 1 else {})}
+    sparse = SparsifyCallback(**given)
+    with pytest.raises(ValueError, match=message):
+        fit(Numbered(), [*callbacks, sparse], tmp_path)
+    assert sparse.training is None or not sparse.training.enforcer.attached
+    module = Numbered()
+    fit(module, [SparsifyCallback(**PLAN)], tmp_path)
+    assert zero_rows(module.bag.weight) == LEFT
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    folder = tmp_path_factory.mktemp("lightning")
-    return run_ranks(WORLD, on_ranks, folder)[0], folder
+@on_ranks(WORLD)
+def test_sharded(tmp_path: Path) -> None:
+    check_sharded(tmp_path)
 
 
-@pytest.mark.parametrize("case", [*MASKS, "resumes", "sharded", *REFUSED])
-def test_on_two_ranks(case: str, outcome: Any) -> None:
-    assert outcome[0][case] is None, outcome[0][case]
-
-
-def test_a_checkpoint_of_two_ranks_is_resumed_by_one(outcome: Any, tmp_path: Path) -> None:
-    assert outcome[0]["resumes"] is None
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(folder: Path, tmp_path: Path) -> None:
+    checkpoint = folder / "step=12.ckpt"
+    if not checkpoint.exists():
+        run_ranks(WORLD, test_resumes, folder)
     module, sparse = Net(), SparsifyCallback(**PLAN)
-    saved = torch.load(outcome[1] / "step=12.ckpt", weights_only=True)
+    saved = torch.load(checkpoint, weights_only=True)
     fitted = trainer(tmp_path, sparse, max_epochs=2)
     with quiet():
-        fitted.fit(module, batches(), ckpt_path=outcome[1] / "step=12.ckpt")
+        fitted.fit(module, batches(), ckpt_path=checkpoint)
     assert sparse.training is not None and sparse.training.scheduler.last_epoch == 24
     assert set(module.trained) == {zero_rows(saved["state_dict"]["bag.weight"])} == {LEFT}

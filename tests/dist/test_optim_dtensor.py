@@ -1,4 +1,4 @@
-"""Does OptimScheduler train DTensor parameters, FSDP's and others, as one process trains the whole ones?"""
+"""OptimScheduler trains DTensor parameters, FSDP's and others, as one process trains whole ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dist_sparse.optim.gradients import clip_gradients, gradient_norm
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes
+from tests.dist.plugin import on_ranks
 from tests.dist.test_optim_scheduler import plans, reference, refuses
 from tests.optim.optim_loop import Clock, Log, Steady, Two, batch
-
-pytestmark = pytest.mark.dist
 
 WORLD, STEPS = 2, 6
 
@@ -161,15 +158,8 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
 }
 
 
-def everything() -> dict[str, str | None]:
-    return run_cases(CASES, lambda case: case[0](case[1]))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, everything)
-
-
+@on_ranks(WORLD)
 @pytest.mark.parametrize("name", CASES)
-def test_dtensor(outcomes: list[dict[str, str | None]], name: str) -> None:
-    check_outcomes(outcomes, name)
+def test_dtensor(name: str) -> None:
+    check, argument = CASES[name]
+    check(argument)

@@ -1,4 +1,4 @@
-"""Does OptimScheduler under DDP train as one process does with all ranks' batches, and send no more than it must?"""
+"""OptimScheduler under DDP trains as one process with all ranks' batches, and sends no more than needed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.groups import reset_traffic, traffic
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes
+from tests.dist.plugin import on_ranks
 from tests.optim.optim_loop import Log, Steady, Two, batch, copied, same
-
-pytestmark = pytest.mark.dist
 
 WORLD, STEPS = 2, 6
 
@@ -366,15 +363,8 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
 }
 
 
-def everything() -> dict[str, str | None]:
-    return run_cases(CASES, lambda case: case[0](case[1]))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, everything)
-
-
+@on_ranks(WORLD)
 @pytest.mark.parametrize("name", CASES)
-def test_ddp(outcomes: list[dict[str, str | None]], name: str) -> None:
-    check_outcomes(outcomes, name)
+def test_ddp(name: str) -> None:
+    check, argument = CASES[name]
+    check(argument)

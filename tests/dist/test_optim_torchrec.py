@@ -1,6 +1,6 @@
-"""Does OptimScheduler train a DistributedModelParallel as one process trains the plain model?
+"""OptimScheduler trains a DistributedModelParallel as one process trains the plain model.
 
-With fused tables, which only take the learning rate, and with dense kernels, whose gradients lie in pieces over ranks.
+With fused tables, which only take the learning rate, and with dense kernels, whose gradients are sharded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from dist_sparse import CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr, OptimScheduler
 from tests.dist.cells import Cell, Net, batch, build, cells, gathered, plain, set_weights, weights
-from tests.dist.harness import run_cases, run_ranks
-from tests.dist.pieces import check_outcomes, quiet
+from tests.dist.plugin import on_ranks
 from tests.dist.test_optim_scheduler import refuses
 from tests.optim.optim_loop import Clock, Log, Steady
-
-pytestmark = pytest.mark.dist
 
 WORLD, STEPS, LR = 2, 6, 0.02
 OVER, BOTH = ("weight", "bias"), ["sparse", "over"]
@@ -374,16 +371,8 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
 }
 
 
-def everything() -> dict[str, str | None]:
-    quiet()
-    return run_cases(CASES, lambda case: case[0](case[1]))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str | None]]:
-    return run_ranks(WORLD, everything)
-
-
+@on_ranks(WORLD)
 @pytest.mark.parametrize("name", CASES)
-def test_torchrec(outcomes: list[dict[str, str | None]], name: str) -> None:
-    check_outcomes(outcomes, name)
+def test_torchrec(name: str) -> None:
+    check, argument = CASES[name]
+    check(argument)
