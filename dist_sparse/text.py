@@ -1,44 +1,52 @@
-"""How do figures become a table that a person reads in a terminal?
+"""Numbers, shapes and tables as text for a terminal or a page.
 
-Plain lines without a frame, cells padded to the width of their column; bytes as MiB. Names come from models and logs,
-so what a terminal would obey is written as an escape. And back: what a person types as a size, a block or a level.
+Plain standard library: ``dist-sparse doctor`` prints its table where torch is missing. Numbers have no locale and at
+most four significant digits, so that the same number always reads the same; bytes are in powers of 1024. Names come
+from models and logs: control characters in them are escaped (:func:`printable`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from dist_sparse.tables.shards import ROW
-
 __all__ = [
+    "amount",
+    "block_shape_text",
     "block_text",
+    "count",
+    "duration",
     "mib",
-    "parse_block",
-    "parse_bytes",
-    "parse_count",
-    "parse_level",
+    "number_of",
+    "percent",
     "printable",
     "shape_text",
+    "shortened",
+    "size",
     "table_lines",
 ]
 
-_UNITS: Final = {
-    "": 1,
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
-}
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable(text: str) -> str:
-    r"""Text that neither drives a terminal nor turns the order of what stands beside it: control and format characters
-    (``\x1b``, ``\n``, ``\u202e``), lone surrogates and what is unassigned are written as Python's ``repr`` does."""
+    r"""Escape everything that could control a terminal or reorder the text around it.
+
+    Control and format characters (``\x1b``, ``\n``, ``\u202e``), lone surrogates and unassigned code points are written
+    as Python's ``repr`` writes them.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shortened(value: object, most: int = 80) -> str:
+    """Return ``repr(value)``, with the middle left out where it is longer than ``most`` characters."""
+    if isinstance(value, (str, bytes)) and len(value) > most:
+        value = value[: most // 2] + value[-most // 2 :]  # a repr of all of it would be as long again
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 + 3 :]}"
 
 
 def table_lines(
@@ -47,13 +55,13 @@ def table_lines(
     right: Collection[int] = (),
     total: Sequence[str] | None = None,
 ) -> list[str]:
-    """The lines of a table: the head, a rule, the rows, and under another rule what they add up to.
+    """Return the lines of a table: head, rule, rows and, below another rule, the total.
 
     Args:
         head: names of the columns.
         rows: cells, as many as ``head`` has; made :func:`printable`.
-        right: columns that are set flush right.
-        total: a last row.
+        right: columns to align right.
+        total: last row.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     everything = [head, *rows, *([] if total is None else [total])]
@@ -70,12 +78,22 @@ def table_lines(
 
 
 def shape_text(shape: Sequence[int | str] | None) -> str:
-    """``(1000, 64)`` as ``1000 x 64``; None as a dash."""
+    """Return ``(1000, 64)`` as ``1000 x 64``, None as a dash."""
     return "-" if shape is None else " x ".join(map(str, shape))
 
 
+def block_shape_text(block: Sequence[int | str] | None) -> str:
+    """Return a sparse block shape as the command line takes it: ``1x4``, ``row`` for ``(1, ROW)``; None as a dash."""
+    if block is None:
+        return "-"
+    rows, columns = block
+    if not isinstance(columns, str):
+        return f"{rows}x{columns}"
+    return "row" if rows == 1 else f"{rows}xrow"
+
+
 def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:
-    """Elements that a block loses when it goes: ``all``, or how many; a dash without a block."""
+    """Return how many elements a pruned block loses: a number, ``all``, or a dash without a block."""
     if block is None:
         return "-"
     whole = math.nan if any(isinstance(size, str) for size in block) else math.prod(int(size) for size in block)
@@ -83,55 +101,57 @@ def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> s
 
 
 def mib(count: int) -> str:
-    """Bytes as MiB, with three decimals and without the unit."""
+    """Return bytes as MiB with three decimals, without the unit."""
     return f"{count / 2**20:,.3f}"
 
 
-def parse_bytes(text: str) -> int:
-    """``512MiB``, ``1.5 GB`` or ``4096`` as bytes.
-
-    Raises:
-        ValueError: it is no such size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"Invalid size {text!r}: must be a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB.")
-    return int(float(match[1]) * _UNITS[match[2]])
+def amount(value: float) -> str:
+    """Return four significant digits, all digits of whole numbers: ``0.6990``, ``-1.235e-07``, ``1,385,728``."""
+    if float(value).is_integer() and abs(value) < 1e15:
+        return count(int(value))
+    return f"{value:#.4g}".removesuffix(".") if 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def parse_block(text: str) -> tuple[int, int | str]:
-    """``1x4``, or ``1xROW``, as a sparse block shape.
-
-    Raises:
-        ValueError: it is no such shape.
-    """
-    match = re.fullmatch(rf"([1-9]\d*) *x *([1-9]\d*|{ROW})", text.strip())
-    if match is None:
-        raise ValueError(f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, or 1x{ROW} for whole rows.")
-    return int(match[1]), match[2] if match[2] == ROW else int(match[2])
+def count(value: int) -> str:
+    """Return all digits in groups of three: ``53,562``."""
+    return f"{value:,}"
 
 
-def parse_count(text: str) -> int:
-    """``20`` as a number of things.
-
-    Raises:
-        ValueError: it is no int >= 1.
-    """
-    if re.fullmatch(r"0*[1-9]\d*", text.strip()) is None:
-        raise ValueError(f"Invalid number {text!r}: must be an int >= 1.")
-    return int(text)
+def number_of(value: int, noun: str, nouns: str | None = None) -> str:
+    """Return ``1 table`` or ``1,200 tables``; ``nouns`` is an irregular plural."""
+    return f"{count(value)} {noun if value == 1 else nouns or noun + 's'}"
 
 
-def parse_level(text: str) -> float:
-    """``0.8`` as a sparsity level.
+def percent(share: float | None) -> str:
+    """Return a share in [0, 1] as ``79.9%``, a dash for None; more digits where one would read as nothing or all."""
+    if share is None:
+        return "-"
+    value = 100 * share
+    if value == 0 or 0.05 <= abs(value) < 99.95 or value == 100:
+        return f"{value:.1f}%"
+    return f"{value:.3g}%" if abs(value) < 1 else f"{value:.4f}%"
 
-    Raises:
-        ValueError: it is no number in [0, 1].
-    """
-    try:
-        level = float(text)
-    except ValueError:
-        level = math.nan
-    if not 0 <= level <= 1:
-        raise ValueError(f"Invalid level {text!r}: must be a number in [0, 1].")
-    return level
+
+def size(value: float) -> str:
+    """Return bytes as ``1.30 MiB`` or ``160 B``."""
+    for unit in _UNITS[:-1]:
+        if abs(value) < 999.5:
+            return _with_unit(value, unit)
+        value /= 1024
+    return _with_unit(value, _UNITS[-1])
+
+
+def duration(seconds: float) -> str:
+    """Return ``850 ms``, ``12.3 s``, ``4 min 05 s`` or ``3 h 20 min``."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:#.3g} {unit}"

@@ -1,21 +1,20 @@
-"""How is a chart drawn in a page?
+"""Charts as HTML: a ``<figure>`` around an SVG that stretches.
 
-As HTML around an SVG that stretches: lines stay sharp and equally thick (``non-scaling-stroke``), text is the page's
-own and keeps its size at every width. Colours come from the page's style, by class. What a pointer shows needs no
-script. Whatever comes from the log goes through :func:`escape`.
+Lines keep their width (``non-scaling-stroke``) and text its size at every width of the page. Colors come from the page's
+style, by class. Tooltips need no script. Everything from the log passes through :func:`escape`.
 """
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from dist_sparse.report.charts import BarChart, Chart, Line, LineChart
-from dist_sparse.report.scores import ScoreChart
-from dist_sparse.report.words import amount, count, escape, percent
+from dist_sparse.report.charts import BarChart, Chart, Line, LineChart, ScoreChart
+from dist_sparse.text import amount, count, percent, printable
 
-__all__ = ["drawn", "log_ticks", "ticks"]
+__all__ = ["drawn", "escape", "log_ticks", "ticks"]
 
 _WIDTH, _HEIGHT = 1000, 400
 _MOST_TIPS = 64
@@ -24,8 +23,13 @@ _TIP_LINES = 7
 Place = Callable[[float], float]
 
 
+def escape(text: str) -> str:
+    """Return text for HTML, attributes included: no markup, no control characters."""
+    return html.escape(printable(text))
+
+
 def drawn(chart: Chart) -> str:
-    """A ``<figure>``, with a caption that is all of it for those who do not see it."""
+    """Return the ``<figure>`` of a chart; its caption says the same to a screen reader."""
     if isinstance(chart, LineChart):
         inside = _lines(chart)
     elif isinstance(chart, ScoreChart):
@@ -40,7 +44,7 @@ def drawn(chart: Chart) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most ``most`` + 1."""
+    """Return round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most ``most + 1``."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -51,8 +55,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
-    """Round numbers from ``10**left`` to ``10**right``: powers of ten, and 2 and 5 times those where there is room;
-    as :func:`ticks` where there are fewer than three of those."""
+    """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times those where there is
+    room; those of :func:`ticks` where that gives fewer than three."""
     powers = range(math.floor(left), math.ceil(right) + 1)
     for times in ((1, 2, 5), (1, 3), (1,)):
         found = [float(f"{n}e{p}") for p in powers for n in times if left - 1e-9 <= math.log10(n) + p <= right + 1e-9]
@@ -82,13 +86,13 @@ def _lines(chart: LineChart) -> str:
     named = [line for line in chart.lines if line.role in ("main", "target", "other")]
     legend = "".join(f'<li class="{classes[id(line)]}">{escape(line.name)}</li>' for line in named)
 
-    def said(y: float) -> str:
+    def text_of(y: float) -> str:
         return percent(y) if chart.share else amount(y)
 
     marks = [(100 * y_of(y) / _HEIGHT, _tick(y, chart.share)) for y in ticks(low, high, 4)]
     below = [(x_of(x) / 10, _short(x)) for x in ticks(left, right, 4) if x.is_integer()]
-    ends = "; ".join(f"{line.name} ends at {said(y)}" for line in named if (y := _last(line)) is not None)
-    tips = _tips(chart, x_of, said)
+    ends = "; ".join(f"{line.name} ends at {text_of(y)}" for line in named if (y := _last(line)) is not None)
+    tips = _tips(chart, x_of, text_of)
     legend = f'<ul class="legend">{legend}</ul>' if len(named) > 1 else ""
     return legend + _frame(f"{chart.title} over steps: {ends}.", paths, marks, below, "step", tips)
 
@@ -123,7 +127,7 @@ def _scores(chart: ScoreChart) -> str:
     below = [(100 * (math.log10(x) - left) / (right - left), f"{x:g}") for x in log_ticks(left, right)]
     marks = [(100 * (1 - y / tallest), _short(y)) for y in ticks(0, tallest, 3)]
     frame = _frame(f"{chart.title}: {chart.note}", shapes, marks, below, "score; area = blocks", tips + at)
-    kinds = (("gone", "removed"), ("kept", "kept"), ("both", "both"))
+    kinds = (("gone", "pruned"), ("kept", "kept"), ("both", "both"))
     legend = f'<ul class="legend">{"".join(f"<li class={kind!r}>{name}</li>" for kind, name in kinds)}</ul>'
     share = percent(chart.zeros)
     return f'{legend}<div class="beside"><div class="zero"><span>{share}</span>{zero}<span>0</span></div>{frame}</div>'
@@ -147,20 +151,20 @@ def _bars(chart: BarChart) -> str:
 
 
 def _frame(
-    said: str,
+    caption: str,
     shapes: str,
     marks: Sequence[tuple[float, str]],
     below: Sequence[tuple[float, str]],
     label: str,
     over: str,
 ) -> str:
-    """Axes around shapes. ``marks`` and ``below``: places in percent, and what is written there."""
+    """Return shapes with axes. ``marks`` and ``below``: positions in percent, and their labels."""
     grid = "".join(f'<path class="grid" d="M0 {y * _HEIGHT / 100:.1f}H{_WIDTH}"/>' for y, _ in marks)
     widest = max((text for _, text in marks), key=len, default="")
     left = "".join(f'<span style="top:{y:.2f}%">{escape(text)}</span>' for y, text in marks)
     under = "".join(f'<span style="left:{x:.2f}%">{escape(text)}</span>' for x, text in below)
     return (
-        f'<div class="plot" role="img" aria-label="{escape(said)}"><div class="y" aria-hidden="true"><b>{widest}</b>'
+        f'<div class="plot" role="img" aria-label="{escape(caption)}"><div class="y" aria-hidden="true"><b>{widest}</b>'
         f'{left}</div><div class="area" aria-hidden="true">'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none">{grid}{shapes}</svg>{over}</div>'
         f'<div class="x" aria-hidden="true">{under}</div>'
@@ -168,19 +172,18 @@ def _frame(
     )
 
 
-def _tips(chart: LineChart, x_of: Place, said: Callable[[float], str]) -> str:
-    """What stands at a step, for a pointer or a finger: one strip a point, as wide as half the way to its
-    neighbours."""
+def _tips(chart: LineChart, x_of: Place, text_of: Callable[[float], str]) -> str:
+    """Return tooltips with the values at a step: one strip per point, halfway to its neighbors on both sides."""
     at = sorted({x for line in chart.lines if line.role != "raw" for x, _ in line.points})
     every = -(-len(at) // _MOST_TIPS)
     at = at[::every]
     edges = [0.0, *((x_of(a) + x_of(b)) / 20 for a, b in pairwise(at)), 100.0]
     shown = [line for line in chart.lines if line.role != "raw"][:_TIP_LINES]
-    # A step may have several points where lines have been thinned differently: the nearest before it is what stands.
+    # Lines are thinned differently, so a line without a point at this step shows the one before it.
     tips = ""
     for i, x in enumerate(at):
         found = [(line.name, _at(line, x)) for line in shown]
-        text = [f"step {count(round(x))}", *(f"{name}: {said(y)}" for name, y in found if y is not None)]
+        text = [f"step {count(round(x))}", *(f"{name}: {text_of(y)}" for name, y in found if y is not None)]
         tips += _tip(edges[i], edges[i + 1] - edges[i], text, x_of(x) / 10)
     return tips
 
@@ -197,7 +200,7 @@ def _at(line: Line, x: float) -> float | None:
 
 
 def _path(line: Line, x_of: Place, y_of: Place) -> str:
-    """Gaps where a value was not finite; a point by itself is a dot (a line of no length, with a round cap)."""
+    """Return the path of a line: gaps where a value is not finite, a dot (a line of no length) for a single point."""
     path, begun = "", False
     for x, y in line.points:
         if y is None:
@@ -210,7 +213,7 @@ def _path(line: Line, x_of: Place, y_of: Place) -> str:
 
 
 def _classes(lines: Sequence[Line]) -> dict[int, str]:
-    """Compared runs are told apart by number."""
+    """Return a class per line; compared runs are numbered."""
     classes, others = {}, 0
     for line in lines:
         classes[id(line)] = line.role
@@ -226,7 +229,7 @@ def _last(line: Line) -> float | None:
 
 def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
     low, high = (0.0 if share else min(values)), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # nothing but what sums leave behind
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
         low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
     room = 0.05 * (high - low)
     return (low if low == 0 else low - room), high + room
@@ -235,11 +238,11 @@ def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
 def _tick(value: float, share: bool) -> str:
     if not share:
         return f"{value:,.0f}" if abs(value) < 1e6 and float(value).is_integer() else f"{value:.4g}"
-    return f"{100 * value:.4g} %"
+    return f"{100 * value:.4g}%"
 
 
 def _short(value: float) -> str:
-    """Short: ``625``, ``1.5M``."""
+    """Return ``625``, ``1.5M``."""
     for prefix, unit in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= unit:
             return f"{value / (1e3 if prefix == 'k' else unit):g}{prefix}"

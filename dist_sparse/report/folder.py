@@ -1,46 +1,78 @@
-"""What lies in the folder of a run, and how is it written so that a crash leaves it readable?
+"""Files of a run's folder: ``run.json`` describes the run, ``log.jsonl`` has one line per event.
 
-``run.json`` comes into being whole, by a rename; ``log.jsonl`` grows line by line. A line is whole or, after a crash,
-the last one and without its end: :func:`read_lines` skips that, and who resumes cuts it off before the next is written.
+- A crash leaves both readable. ``run.json`` appears whole, by a rename; of ``log.jsonl`` at most the last line is cut
+  short, which :func:`read_lines` skips and a resumed run removes.
+- One process at a time writes a log: :class:`LogFile` holds a lock on it, which ends with the process.
+- Files are private to the user (0600), because a config may hold anything. No symbolic link is followed to write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
 import platform
+import secrets
+import stat
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["FORMAT", "LINES", "RUN", "LogFile", "check_config", "check_log", "open_log", "read_about", "read_lines"]
+from dist_sparse.text import shortened
+
+__all__ = [
+    "FORMAT",
+    "LINES",
+    "RUN",
+    "LogFile",
+    "check_config",
+    "check_log",
+    "open_log",
+    "read_about",
+    "read_lines",
+    "replace_files",
+]
 
 FORMAT = 1
-"""Of the folder; a reader refuses others."""
+"""Version of the folder's layout; a reader refuses others."""
 
 RUN, LINES = "run.json", "log.jsonl"
+
+_LONGEST = 1 << 26
+"""Bytes of a line, and of run.json, that are read: 64 MiB, some 250,000 tables."""
 
 _CHUNK = 1 << 16
 
 
 class LogFile:
-    """An open log. Once a write has failed (a full disk) it says so, as a warning, and takes no more: training goes
-    on."""
+    """An open, locked log. A write that fails (a full disk) is a warning and the end of the log: training goes on.
+
+    Args:
+        file: created if missing.
+
+    Raises:
+        ValueError: another :class:`LogFile` has it open, in this process or another, or it is not a regular file.
+        OSError: it can't be opened.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._held: IO[str] | None = file.open("a", buffering=1, encoding="utf-8")
+        self._held: FileIO | None = _open_locked(file)
+        _OPEN.add(self)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """One line; numbers that are not finite become null."""
+        """Write one line; numbers that are not finite become null."""
         if self._held is None:
             return
         try:
@@ -48,44 +80,70 @@ class LogFile:
         except ValueError:
             text = json.dumps(_finite(line), allow_nan=False, separators=(",", ":"))
         try:
-            self._held.write(text + "\n")
+            _write_all(self._held, f"{text}\n".encode())
         except OSError as error:
-            self._give_up(error)
+            said = f"{self._file} could not be written ({error}): the log ends here."
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            self.close()
+
+    def cut(self) -> int:
+        """Remove what follows the last end of a line; return the bytes that are left."""
+        assert self._held is not None
+        fd = self._held.fileno()
+        end = os.fstat(fd).st_size
+        while end:
+            start = max(0, end - _CHUNK)
+            found = os.pread(fd, end - start, start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        os.ftruncate(fd, end)
+        return end
 
     def close(self) -> None:
-        """Once is enough; more do nothing."""
-        held, self._held = self._held, None
-        try:
-            if held is not None:
-                held.close()
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        warnings.warn(f"{self._file} could not be written ({error}): the log ends here.", RuntimeWarning, stacklevel=2)
+        """Close the file and release its lock. Further calls do nothing."""
         held, self._held = self._held, None
         if held is not None:
-            with contextlib.suppress(OSError):  # what is buffered does not fit either
-                held.close()
+            with contextlib.suppress(OSError):  # nothing is buffered, so nothing is lost
+                fcntl.flock(held, fcntl.LOCK_UN)
+            held.close()
+
+    def _leave_to_parent(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()  # the parent's lock stays
+
+
+_OPEN: weakref.WeakSet[LogFile] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Close logs in a forked child. A DataLoader's worker that outlives a killed rank would keep the lock."""
+    for log in _OPEN:
+        log._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_config(config: Mapping[str, Any]) -> Any:
-    """As ``run.json`` has it; numbers that are not finite become None.
+    """Return ``config`` as ``run.json`` holds it; numbers that are not finite become None.
 
     Raises:
         ValueError: it is not JSON.
     """
     try:
-        return json.loads(json.dumps(dict(config)), parse_constant=lambda _: None)
+        return _finite(json.loads(json.dumps(dict(config))))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Invalid config: {error}.") from error
 
 
 def check_log(folder: Path, resume: bool) -> None:
-    """Whether ``folder`` may be given to :func:`open_log`. Writes nothing.
+    """Check that ``folder`` can be given to :func:`open_log`. Write nothing.
 
     Raises:
-        ValueError: there is a log and ``resume`` is False, or another format. OSError: it can't be read.
+        ValueError: it has a log and ``resume`` is False, or another format. OSError: it can't be read.
     """
     run = folder / RUN
     if run.exists():
@@ -94,27 +152,26 @@ def check_log(folder: Path, resume: bool) -> None:
         read_about(run)
 
 
-def open_log(folder: Path, config: Any) -> LogFile:
-    """Opens the log in ``folder``, which is made if need be, and goes on with one that is there; the first time writes
-    ``run.json`` too.
+def open_log(folder: Path, config: Any, resume: bool) -> LogFile:
+    """Open and lock the log in ``folder``, which is created if missing. Write ``run.json`` if it is not there yet.
 
     Args:
-        folder: that :func:`check_log` has seen.
-        config: as :func:`check_config` gives it.
+        folder: checked by :func:`check_log`.
+        config: as :func:`check_config` returns it.
+        resume: continue a log that is there.
 
     Raises:
-        OSError: it can't be written. Then no line was.
+        ValueError: another process writes this log, or has written one since :func:`check_log`. OSError: it can't be
+            written. In both cases no line was.
     """
-    run, lines = folder / RUN, folder / LINES
-    known = run.exists()
-    if known and lines.exists():
-        _cut(lines)
     folder.mkdir(parents=True, exist_ok=True)
-    log = LogFile(lines)
+    log = LogFile(folder / LINES)
     try:
-        if not known:
-            _write_whole(run, json.dumps(_about(config), indent=2) + "\n")
-        elif lines.stat().st_size:
+        check_log(folder, resume)  # again: only now that the log is locked no other process can have started one
+        run = folder / RUN
+        if not run.exists():
+            replace_files({run: (json.dumps(_about(config), indent=2) + "\n").encode()})
+        elif log.cut():
             log.write({"kind": "resumed", "started": _now()})
     except BaseException:
         log.close()
@@ -122,39 +179,113 @@ def open_log(folder: Path, config: Any) -> LogFile:
     return log
 
 
-def read_about(file: Path) -> dict[str, Any]:
-    """What ``run.json`` says.
+def replace_files(files: Mapping[Path, bytes]) -> None:
+    """Write files whole and private to the user (0600), replacing what is there.
+
+    All contents are written to temporary files beside them before the first one is renamed, so that a full disk leaves
+    every old file as it was. A symbolic link is replaced, not followed.
 
     Raises:
-        ValueError: it is no JSON, or of another format; names the file.
+        ValueError: a file exists and is not a regular file. OSError: a file can't be written; names it.
     """
+    parts: dict[Path, Path] = {}
+    file = Path()
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}.") from error
+        for file in files:
+            _check_kind(file)
+        for file, content in files.items():
+            part = file.with_name(f".{secrets.token_hex(8)}.part")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with FileIO(os.open(part, flags, 0o600), "w") as held:
+                parts[file] = part
+                _write_all(held, content)
+        for file, part in parts.items():
+            part.replace(file)
+    except OSError as error:  # that of a full disk names no file
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def read_about(file: Path) -> dict[str, Any]:
+    """Return the contents of a ``run.json``; numbers that are not finite become None.
+
+    Raises:
+        ValueError: it is not JSON, or has another format; names the file.
+    """
+    with file.open("rb") as held:
+        text = held.read(_LONGEST + 1)
+    try:
+        about = _finite(_parsed(text))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {_why(error)}.") from error
     found = about.get("format") if isinstance(about, dict) else None
     if found != FORMAT:
-        raise ValueError(f"{file} has format {found!r}; this release reads and writes {FORMAT}.")
+        raise ValueError(f"{file} has format {shortened(found)}; this release reads and writes {FORMAT}.")
     return dict(about)
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log, in order; a last one that a crash has cut off is left out.
+    """Yield the lines of a log in order, without a last one that a crash has cut short.
 
     Raises:
-        ValueError: another line is no JSON object; names file and line.
+        ValueError: another line is not a JSON object; names file and line.
     """
     with file.open("rb") as held:
-        for number, line in enumerate(held, start=1):
+        for number, line in enumerate(iter(lambda: held.readline(_LONGEST + 1), b""), start=1):
             try:
-                read = json.loads(line.decode("utf-8"))
+                read = _parsed(line)
                 if not isinstance(read, dict):
-                    raise ValueError("no object")
-            except ValueError as error:
-                if not line.endswith(b"\n"):
+                    raise ValueError("not an object")
+            except (ValueError, RecursionError) as error:
+                if not line.endswith(b"\n") and len(line) <= _LONGEST:
                     return
-                raise ValueError(f"{file}, line {number}: {error}.") from error
+                raise ValueError(f"{file}, line {number}: {_why(error)}.") from error
             yield read
+
+
+def _open_locked(file: Path) -> FileIO:
+    _check_kind(file, follow=True)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    held = FileIO(os.open(file, flags, 0o600), "a+")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Any other error: a file system without locks, such as Lustre mounted without them. Then none are checked.
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            held.close()
+            raise ValueError(
+                f"{file} is being written by another RunLog, of a job that still runs or of this process: choose "
+                "another folder, or end that one first."
+            ) from error
+    return held
+
+
+def _check_kind(file: Path, follow: bool = False) -> None:
+    """Refuse pipes, devices and folders; links too where writing would ``follow`` them."""
+    try:
+        mode = file.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode) and (follow or not stat.S_ISLNK(mode)):
+        raise ValueError(f"{file} is not a regular file: nothing is written to it.")
+
+
+def _write_all(held: FileIO, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[held.write(left) :]
+
+
+def _parsed(text: bytes) -> Any:
+    if len(text) > _LONGEST:
+        raise ValueError(f"longer than {_LONGEST >> 20} MiB")
+    return json.loads(text.decode("utf-8"))
+
+
+def _why(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _about(config: Any) -> dict[str, Any]:
@@ -172,29 +303,8 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _write_whole(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
-
-
-def _cut(file: Path) -> None:
-    """Takes off what comes behind the last end of a line."""
-    with file.open("r+b") as held:
-        end = held.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - _CHUNK)
-            held.seek(start)
-            found = held.read(end - start).rfind(b"\n")
-            if found >= 0:
-                held.truncate(start + found + 1)
-                return
-            end = start
-        held.truncate(0)
-
-
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,7 +1,6 @@
-"""Which histograms of scores does a run keep, and how are they written?
+"""Score histograms of a run: one per table, chosen by :class:`Latest` for writer and reader alike.
 
-Of each table one: a log that held all of them would grow by a kilobyte or two a table and due step, and most due steps
-move hardly anything. :class:`Latest` chooses, for the writer and the reader alike.
+A log of all of them would grow by 1 to 2 KiB per table and mask update, and most updates change little.
 """
 
 from __future__ import annotations
@@ -15,28 +14,31 @@ from typing import Any
 from dist_sparse.masking.selection import LEADING_SHIFT
 from dist_sparse.sparsifiers.recorder import MaskChange
 
-__all__ = ["Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
+__all__ = ["LAST_BUCKET", "Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
 
 _MUCH = 0.01
-"""The share of blocks that a due step must have removed, which had a score until then, to be worth looking at."""
+"""Share of blocks that a mask update must have pruned, blocks that scored 0 not counted, to be shown."""
 
 _LARGEST = 0x7F7FFFFF
-"""The bits of the largest finite float32."""
+"""Bits of the largest finite float32."""
+
+LAST_BUCKET = _LARGEST >> LEADING_SHIFT
+"""Bucket of the largest finite float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """How the scores of a table's blocks lay before a due step moved its mask.
+    """Histogram of the scores of a table's blocks before a mask update.
 
     Args:
-        step: of the training.
+        step: training step.
         name: of the table.
-        threshold: the largest score that was removed.
-        blocks: of the mask.
-        removed_blocks: after the due step.
-        zeros: how many blocks scored 0.
-        first: bucket of the smallest score above 0, see :func:`bucket_of`.
-        counts: blocks in that bucket and the following ones, up to the last that has any; empty if all scored 0.
+        threshold: largest score that was pruned.
+        blocks: number of blocks of the mask.
+        removed_blocks: how many of them are pruned after the update.
+        zeros: number of blocks that scored 0.
+        first: bucket of the smallest score above 0 (:func:`bucket_of`).
+        counts: blocks in that bucket and the following ones, up to the last non-empty one; empty if all scored 0.
     """
 
     step: int
@@ -50,28 +52,28 @@ class Scored:
 
     @property
     def weight(self) -> int:
-        """How much the due step removed: 2 for at least 1 % of the blocks, those that scored 0 anyway not counted; 1
-        for any such block; 0 for none."""
+        """Rank by how much was pruned, blocks that scored 0 not counted: 2 for at least 1% of the blocks, 1 for any, 0
+        for none."""
         if much(self.removed_blocks - self.zeros, self.blocks):
             return 2
         return 1 if self.threshold > 0 else 0
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written: ``first`` as ``low``, the smallest score of that bucket."""
-        said = {name: getattr(self, name) for name in ("step", "name", "threshold", "blocks", "removed_blocks")}
-        return said | {"zeros": self.zeros, "low": edge_of(self.first), "counts": list(self.counts)}
+        """Return JSON-able values: ``first`` as ``low``, the smallest score of that bucket."""
+        fields = {name: getattr(self, name) for name in ("step", "name", "threshold", "blocks", "removed_blocks")}
+        return fields | {"zeros": self.zeros, "low": edge_of(self.first), "counts": list(self.counts)}
 
 
 class Latest:
-    """Of each table the last due step that removed at least 1 % of its blocks, those that scored 0 anyway not counted;
-    else the last that removed any such; else the last."""
+    """One histogram per table: of the last update that pruned at least 1% of its blocks, blocks that scored 0 not
+    counted; else of the last that pruned any; else the last."""
 
     def __init__(self) -> None:
         self.of: dict[str, Scored] = {}
-        """By table."""
+        """By table name."""
 
     def take(self, new: Scored) -> bool:
-        """Whether ``new`` takes the place of what was known of its table."""
+        """Keep ``new`` if it is worth showing; return whether it was kept."""
         known = self.of.get(new.name)
         if known is not None and new.weight < known.weight:
             return False
@@ -80,13 +82,13 @@ class Latest:
 
 
 def much(removed: int, blocks: int) -> bool:
-    """Whether a due step that removed so many of so many blocks is worth looking at: at least 1 %."""
+    """Return whether ``removed`` is at least 1% of ``blocks``."""
     return removed >= _MUCH * blocks
 
 
 def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -> Scored | None:
-    """A change with a histogram as :class:`~dist_sparse.sparsifiers.recorder.MaskChange` has it; None where there is no
-    threshold, or no score."""
+    """Return the histogram of a mask change from its ``(smallest score of a bucket, blocks)`` pairs; None without a
+    threshold or without scores."""
     zeros, counts = 0, dict[int, int]()
     for edge, number in scores:
         if edge > 0:
@@ -109,20 +111,20 @@ def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -
 
 
 def bucket_of(score: float) -> int:
-    """The leading bits of a score > 0, as float32: eight buckets an octave, in the order of the scores.
+    """Return the leading bits of a score > 0 as float32: eight buckets per octave, ordered like the scores.
 
     Raises:
-        ValueError: it is not in float32's range.
+        ValueError: ``score`` is not positive and finite, or not in the range of float32.
     """
     if not 0 < score < math.inf:
-        raise ValueError(f"{score!r} is no score")
+        raise ValueError(f"{score!r} is not a positive score")
     try:
         return int(struct.unpack("<i", struct.pack("<f", score))[0]) >> LEADING_SHIFT
     except OverflowError as error:
-        raise ValueError(f"{score!r} is no float32") from error
+        raise ValueError(f"{score!r} is not in the range of float32") from error
 
 
 def edge_of(bucket: int) -> float:
-    """The smallest score of a bucket; neither 0 nor infinite, so that it has a logarithm."""
+    """Return the smallest score of a bucket, clamped to positive finite float32, so that it has a logarithm."""
     bits = min(max(bucket << LEADING_SHIFT, 1), _LARGEST)
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])

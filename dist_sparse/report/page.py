@@ -1,7 +1,7 @@
-"""What does the report of a run look like, and where is it written?
+"""The report of a run: one HTML file, and PNGs of its charts.
 
-One HTML file that needs nothing else: no network, no script to be read, no font, no image. A policy in the page itself
-forbids all of it but its own style and its one script, and everything from the log is escaped.
+The page needs no network, font or image, and no script but to sort a table. Its content security policy allows its own
+style (``page.css``) and script (``page.js``) only; everything from the log is escaped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.report.charts import Chart, LineChart, charts
-from dist_sparse.report.drawing import drawn
+from dist_sparse.report.charts import Chart, LineChart, ScoreChart, charts
+from dist_sparse.report.drawing import drawn, escape
+from dist_sparse.report.folder import replace_files
 from dist_sparse.report.png import png_files
 from dist_sparse.report.run import Run, read_run
-from dist_sparse.report.scores import ScoreChart
-from dist_sparse.report.style import SCRIPT, STYLE
 from dist_sparse.report.summary import numbers, status, target_text, time_text
-from dist_sparse.report.words import amount, count, escape, number_of, percent, size
+from dist_sparse.text import amount, block_shape_text, count, number_of, percent, shape_text, size
 
 __all__ = ["page", "write_report"]
 
@@ -28,38 +27,49 @@ _REPORT = "report.html"
 
 
 def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: bool = True) -> Path:
-    """Writes the report of a run.
+    """Write the report of a run, readable by the user only (0600).
+
+    Files that are there are replaced once all new ones are whole; a symbolic link is replaced, not followed.
 
     Args:
-        run: the folder that a :class:`~dist_sparse.RunLog` wrote, or what was read from it.
-        out: the HTML file; ``report.html`` in the folder by default. What is there is replaced.
-        pngs: also writes each chart as ``<name of out>-<chart>.png`` beside it; needs matplotlib.
+        run: folder that a :class:`~dist_sparse.RunLog` wrote, or the :class:`~dist_sparse.report.Run` read from it.
+        out: the HTML file; ``report.html`` in the folder by default.
+        pngs: also write each chart as ``<name of out>-<chart>.png`` beside it; needs matplotlib.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: there is no such run, or it cannot be read; names the file. ImportError: matplotlib is not
-            installed. Then nothing has been written.
+        ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file; names the file.
+        ImportError: matplotlib is not installed. OSError: a file can't be written. In each case old files are as they
+            were.
+
+    Example::
+
+        >>> import tempfile
+        >>> from dist_sparse import RunLog
+        >>> from dist_sparse.report import write_report
+        >>> folder = tempfile.mkdtemp()
+        >>> with RunLog(folder) as log:
+        ...     log.step(0, loss=0.5)
+        >>> write_report(folder, pngs=False).name
+        'report.html'
     """
     run = run if isinstance(run, Run) else read_run(run)
     out = run.folder / _REPORT if out is None else Path(out)
     figures = charts(run)
-    files = {out: page(run, figures).encode()}
+    contents = {out: page(run, figures).encode()}
     if pngs:
-        files |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(figures).items()}
+        contents |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(figures).items()}
     out.parent.mkdir(parents=True, exist_ok=True)
-    for file, content in files.items():
-        try:
-            file.write_bytes(content)
-        except OSError as error:  # a full disk, which does not say of which file
-            raise OSError(error.errno, error.strerror, str(file)) from error
+    replace_files(contents)
     return out
 
 
 def page(run: Run, figures: Sequence[Chart]) -> str:
-    """The HTML of a run and its charts."""
+    """Return the HTML of a run and its charts."""
     found = numbers(run)
+    style, script = _part("page.css"), _part("page.js")
     over_steps = [drawn(c) for c in figures if isinstance(c, LineChart) and c.key not in ("churn", "dead_rows")]
     masks = [drawn(c) for c in figures if c.key in ("churn", "dead_rows")]
     scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]
@@ -73,34 +83,38 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         f"{state}{_heads(run, found)}</header><main>",
         _section("Over steps", over_steps),
         _section("Tables", [drawn(c) for c in figures if c.key == "bytes"]),
-        _section("What due steps change", masks),
+        _section("Mask updates", masks),
         _section("Scores and thresholds", scores),
         _section("Time", [drawn(c) for c in figures if c.key == "time"]),
         _runs_table(run),
         _all_tables(found["tables"]),
         _config(run),
-        "</main><footer><p>Written by dist_sparse. Bytes kept count the weights that are left: the tables in memory "
-        "stay as large as they were.</p></footer>",
+        "</main><footer><p>Written by dist_sparse. Bytes kept count kept weights: the tables in memory stay as large as "
+        "they were.</p></footer>",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}: report of dist_sparse</title><style>{STYLE}</style></head>\n<body>"
+        f"<title>{escape(name)}: report of dist_sparse</title><style>{style}</style></head>\n<body>"
         + "\n".join(body)
-        + f"<script>{SCRIPT}</script></body></html>\n"
+        + f"<script>{script}</script></body></html>\n"
     )
 
 
-def _policy() -> str:
-    own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+def _part(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _policy(script: str) -> str:
+    own = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
     )
 
 
 def _heads(run: Run, found: dict[str, Any]) -> str:
-    """The numbers to see first; ``data-value`` has each in full, for whoever reads the page by program."""
+    """Return the numbers at the top; ``data-value`` has all digits, for programs that read the page."""
     heads: list[str] = []
 
     def add(key: str, name: str, value: float | None, text: str, more: str) -> None:
@@ -138,7 +152,7 @@ def _section(title: str, figures: Sequence[str]) -> str:
 
 
 def _runs_table(run: Run) -> str:
-    """The last value of every series, of the run and of those it is compared with."""
+    """Return the last value of every series, of the run and of the compared ones."""
     runs = {"this run": run, **run.compared}
     names = list(dict.fromkeys(name for one in runs.values() for name in one.values))
     if not names:
@@ -158,20 +172,20 @@ def _all_tables(tables: Sequence[dict[str, Any]]) -> str:
         "target",
         "sparsity",
         "blocks",
-        "removed",
+        "pruned",
         "bytes kept",
         "bytes dense",
     ]
     heads += ["mask bytes", "threshold", "dead rows"]
     rows = []
     for t in sorted(tables, key=lambda t: (-(t["bytes_dense"] or t["blocks"]), t["name"])):
-        block = t["sparse_block_shape"]
+        block = "" if t["sparse_block_shape"] is None else block_shape_text(t["sparse_block_shape"])
         rows.append(
             [
                 (t["name"], t["name"]),
-                ("-", "") if t["shape"] is None else (f"{t['shape'][0]:,} x {t['shape'][1]:,}", str(t["shape"][0])),
+                ("-", "") if t["shape"] is None else (shape_text([count(n) for n in t["shape"]]), str(t["shape"][0])),
                 (t["sharding"] or "-", t["sharding"] or ""),
-                ("-", "") if block is None else (f"{block[0]} x {block[1]}",) * 2,
+                (block or "-", block),
                 (percent(t["target"]), _value(t["target"])),
                 (percent(t["sparsity"]), _value(t["sparsity"])),
                 *(_cell(t[name]) for name in ("blocks", "removed_blocks", "bytes_kept", "bytes_dense", "bytes_masks")),
@@ -194,7 +208,7 @@ def _value(value: float | None) -> str:
 
 
 def _table(label: str, heads: Iterable[str], rows: Iterable[Sequence[tuple[str, str]]], *, sortable: bool) -> str:
-    """``rows`` of (what is shown, what it is sorted by)."""
+    """Return a table from rows of (text, sort key)."""
     key = ' data-key="1"' if sortable else ""
     top = "".join(f'<th scope="col"{key}>{escape(head)}</th>' for head in heads)
     lines = "".join(
@@ -210,6 +224,6 @@ def _table(label: str, heads: Iterable[str], rows: Iterable[Sequence[tuple[str, 
 def _config(run: Run) -> str:
     if not run.config:
         return ""
-    said = "\n".join(map(escape, json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")))
+    text = "\n".join(map(escape, json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")))
     region = 'class="card scroll" tabindex="0" role="region" aria-label="Configuration"'
-    return f"<h2>Configuration</h2><div {region}><pre>{said}</pre></div>"
+    return f"<h2>Configuration</h2><div {region}><pre>{text}</pre></div>"

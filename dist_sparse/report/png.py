@@ -1,4 +1,4 @@
-"""How does a chart become a PNG, for slides and papers? The one importer of matplotlib, when it is called."""
+"""Charts as PNG files, for slides and papers. Imports matplotlib when called; nothing else does."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dist_sparse.report.charts import BarChart, Chart, LineChart
-from dist_sparse.report.scores import ScoreChart
-from dist_sparse.report.words import amount, percent
-from dist_sparse.text import printable
+from dist_sparse.report.charts import BarChart, Chart, LineChart, ScoreChart
+from dist_sparse.text import amount, percent, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +17,7 @@ __all__ = ["figure", "png_files"]
 
 _DPI = 150
 _MAIN, _GONE = "#1d5fc4", "#b3500a"
-_KINDS = {"gone": (_GONE, "removed"), "kept": (_MAIN, "kept"), "both": ("#8a6a4a", "both")}
+_KINDS = {"gone": (_GONE, "pruned"), "kept": (_MAIN, "kept"), "both": ("#8a6a4a", "both")}
 _OTHERS = ("#b3500a", "#18794e", "#8a3fb5", "#b02a52")
 _LOOKS: dict[str, dict[str, Any]] = {
     "main": {"color": _MAIN, "linewidth": 2.2, "zorder": 5},
@@ -31,7 +29,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 
 
 def png_files(charts: Sequence[Chart]) -> dict[str, bytes]:
-    """Each chart as the bytes of a PNG, by its key, 1050 pixels wide.
+    """Return each chart as a PNG 1050 pixels wide, by its key.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -39,7 +37,7 @@ def png_files(charts: Sequence[Chart]) -> dict[str, bytes]:
     files = {}
     for chart in charts:
         held = io.BytesIO()
-        with warnings.catch_warnings():  # names may be in a script that matplotlib's font does not have
+        with warnings.catch_warnings():  # matplotlib's font lacks the scripts of some names
             warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
             warnings.filterwarnings("ignore", message="Matplotlib currently does not support", category=UserWarning)
             figure(chart).savefig(held, format="png", dpi=_DPI)
@@ -48,7 +46,7 @@ def png_files(charts: Sequence[Chart]) -> dict[str, bytes]:
 
 
 def figure(chart: Chart) -> Figure:
-    """A figure of its own, 7 inches wide, that no window shows and no state of pyplot holds.
+    """Return a chart as a figure 7 inches wide that pyplot does not know.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -60,7 +58,7 @@ def figure(chart: Chart) -> Figure:
     rows = len(chart.bars) if isinstance(chart, BarChart) else 0
     made = Figure(figsize=(7, max(2.6, 1.2 + 0.27 * rows) if rows else 3.6), layout="constrained")
     axes = made.add_subplot()
-    # Names from a log may have a $ in them, which would begin a formula.
+    # A $ in a name would begin a formula.
     axes.set_title(_short(chart.title, 60), loc="left", fontweight="bold", parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     if isinstance(chart, LineChart):
@@ -87,18 +85,18 @@ def _lines(axes: Any, chart: LineChart) -> None:
     axes.set_xlim(left=0, right=max(chart.end, 1))
     axes.grid(axis="y", color="#e6eaf0")
     if chart.share:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
         axes.set_ylim(bottom=0)
     _legend(axes)
 
 
 def _scores(axes: Any, chart: ScoreChart) -> None:
-    for kind, (colour, label) in _KINDS.items():
+    for kind, (color, label) in _KINDS.items():
         for i, piece in enumerate(one for one in chart.bins if one.kind(chart.threshold) == kind):
             wide = piece.high - piece.low
-            axes.bar(piece.low, piece.density, wide, align="edge", color=colour, label=None if i else label)
+            axes.bar(piece.low, piece.density, wide, align="edge", color=color, label=None if i else label)
     axes.set_xscale("log")
-    axes.set_xlabel(f"score ({percent(chart.zeros)} of the blocks scored 0 and are not drawn)")
+    axes.set_xlabel(f"score ({percent(chart.zeros)} of the blocks scored 0, not shown)")
     axes.set_ylabel("blocks per octave")
     if chart.threshold > 0:
         axes.axvline(chart.threshold, color="black", linestyle="--", label=f"threshold {amount(chart.threshold)}")
@@ -112,7 +110,7 @@ def _bars(axes: Any, chart: BarChart) -> None:
     axes.set_yticks(places, [_short(name, 32) for name, _, _ in chart.bars], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
     for place, (_, _, text) in enumerate(chart.bars):
         axes.text(1.02, place, text, va="center", fontsize=8, transform=axes.get_yaxis_transform())
 

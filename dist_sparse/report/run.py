@@ -1,10 +1,9 @@
-"""How is a run read back?
+"""Reads the folder of a run back as a :class:`Run`.
 
-:func:`read_run` makes a :class:`Run` of a folder that :class:`~dist_sparse.report.run_log.RunLog` wrote. Whatever the
-log says was checked here: names are strings, numbers are finite or None, so nobody after this has to ask again. A run
-that has crashed or is still going is read as far as it went. Where a resumed run has done steps again, the later ones
-count; due steps noted at one step of one session are all kept. A folder inside the run's that holds a run too is a run
-to compare it with, such as the dense one.
+- Everything in it is checked here: names are strings, counts are not negative, numbers are finite or None.
+- A run that crashed or still runs is read up to its last whole line.
+- Where a resumed run repeats steps, the later ones count. Mask updates logged at one step of one session all count.
+- A run in a folder inside the run's folder, such as a dense one, is a run to compare it with.
 """
 
 from __future__ import annotations
@@ -21,15 +20,19 @@ from typing import Any
 import torch
 
 from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
-from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
+from dist_sparse.report.histograms import LAST_BUCKET, Latest, Scored, bucket_of, scored
 from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.recorder import MaskChange, StepRecord
 from dist_sparse.tables.shards import ROW
+from dist_sparse.text import shortened
 
 __all__ = ["DueStep", "Run", "Series", "Spent", "read_run"]
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading something else than a RunLog writes may raise."""
+"""What may be raised by reading something that no RunLog writes."""
+
+_LONGEST_TIME = 1e15
+"""Seconds; sums of times stay finite and readable."""
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
@@ -37,7 +40,7 @@ Series = tuple[tuple[int, float | None], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DueStep:
-    """What the due step at ``step`` of the training did."""
+    """Mask update at training step ``step``."""
 
     step: int
     record: StepRecord
@@ -45,12 +48,12 @@ class DueStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """Where the seconds of rank 0 went, over all sessions of the run.
+    """Seconds of rank 0, over all sessions of the run.
 
     Args:
         total: while a log was open.
-        masks: in due steps; 0 if none was noted.
-        enforcement: keeping removed weights at zero; None if no enforcer was noted, or a session has no end.
+        masks: in mask updates; 0 without any.
+        enforcement: in keeping pruned weights at zero; None without an enforcer, or if a session has no end.
     """
 
     total: float
@@ -60,23 +63,22 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run.
+    """A run as its folder describes it.
 
     Args:
-        folder: it was read from.
-        started: as ``run.json`` has it.
+        folder: where it was read from.
+        started: as in ``run.json``.
         world: number of ranks.
-        versions, config: as ``run.json`` has them.
-        finished: the log was closed; False for a crash, for a run that is still going, and without a sparsifier, whose
-            end is not noted.
-        sessions: times that the run was started or resumed, as far as the log shows.
-        last_step: the last one with a line; None for an empty log.
-        values: a series for each name that ``RunLog.step`` was given.
-        due: due steps, ascending; without ``scores``.
-        scores: of each table the histogram that is worth showing.
-        tables: how they stood at the last end; empty before.
-        dead_rows: of those tables, where the end says it.
-        spent: where the time went.
+        versions, config: as in ``run.json``.
+        finished: the log was closed; False for a run that crashed or still runs.
+        sessions: how often the run was started or resumed, as far as the log shows.
+        last_step: last step with a line; None for an empty log.
+        values: a series for each name passed to ``RunLog.step``.
+        due: mask updates in ascending order; their ``scores`` are empty.
+        scores: one histogram per table (:class:`~dist_sparse.report.histograms.Latest`).
+        tables: statistics at the last end; empty before.
+        dead_rows: rows without a kept element, of those tables whose end has them.
+        spent: seconds.
         compared: other runs, by the name of their folder.
     """
 
@@ -97,15 +99,31 @@ class Run:
     compared: Mapping[str, Run] = field(default_factory=dict)
 
     def last(self, name: str) -> float | None:
-        """The last finite value of a series; None if there is none."""
+        """Return the last finite value of a series; None if there is none."""
         return next((value for _, value in reversed(self.values.get(name, ())) if value is not None), None)
 
 
 def read_run(folder: str | Path) -> Run:
-    """Reads a run and those to compare it with.
+    """Read a run and the runs to compare it with.
+
+    Args:
+        folder: that a :class:`~dist_sparse.RunLog` wrote.
 
     Raises:
-        ValueError: there is no run, or one of another format, or a line that no ``RunLog`` writes; names the file.
+        ValueError: there is no run, it has another format, or a line is not one that ``RunLog`` writes; names the file.
+
+    Example::
+
+        >>> import tempfile
+        >>> from dist_sparse import RunLog
+        >>> from dist_sparse.report import read_run
+        >>> folder = tempfile.mkdtemp()
+        >>> with RunLog(folder) as log:
+        ...     for step in range(3):
+        ...         log.step(step, loss=1 / (1 + step))
+        >>> run = read_run(folder)
+        >>> run.finished, run.last_step, run.last("loss")
+        (True, 2, 0.3333333333333333)
     """
     folder = Path(folder)
     run = _read(folder)
@@ -124,7 +142,7 @@ def _read(folder: Path) -> Run:
         try:
             reader.take(line)
         except _WRONG as error:
-            raise ValueError(f"{lines}, line {number} is none that RunLog writes: {error!r}.") from error
+            raise ValueError(f"{lines}, line {number} is not one that RunLog writes: {_said(error)}.") from error
     try:
         return Run(
             folder=folder,
@@ -135,18 +153,18 @@ def _read(folder: Path) -> Run:
             **reader.read(),
         )
     except _WRONG as error:
-        raise ValueError(f"{file} is none that RunLog writes: {error!r}.") from error
+        raise ValueError(f"{file} is not one that RunLog writes: {_said(error)}.") from error
 
 
 class _Reader:
-    """Takes the lines of a log one by one."""
+    """Collects the lines of a log one by one."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[int, float | None]]] = {}
         self._due: list[tuple[int, DueStep]] = []
-        """With the sessions that they belong to."""
+        """With their sessions."""
         self._scores: list[Scored] = []
-        """All that still count: where a resumed run does the steps of newer ones again, an older one shows."""
+        """All that still count: where a resumed run repeats the steps of newer ones, an older one is shown again."""
         self._tables: tuple[TableStats, ...] = ()
         self._dead: dict[str, int] = {}
         self._last: int | None = None
@@ -162,40 +180,40 @@ class _Reader:
             return
         step = _int(line["step"])
         if kind == "masks":
-            # Its step is that of the due step before, so it says nothing of how far the run is.
+            # Written one update late, so its step says nothing about how far the run is.
             self._tell_session(None)
             due = DueStep(step=step, record=_record(line))
             known = len(self._due)
             while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
-                self._due.pop()  # a resumed run does these again
+                self._due.pop()  # repeated by a resumed run
             if len(self._due) < known:
                 self._scores = [one for one in self._scores if one.step < step]
             self._due.append((self._sessions, due))
             for change, table in zip(due.record.tables, line["tables"], strict=True):
-                if table.get("scores"):  # as logs had them before there were lines for them
+                if table.get("scores"):  # of older logs, before scores had lines of their own
                     self._take_scores(scored(step, change, _pairs(table["scores"])))
-            self._masks += _float(line["seconds"])
+            self._masks += due.record.seconds
             return
         if kind == "scores":
             for table in line["tables"]:
                 self._take_scores(_scored(table))
             return
         if kind == "values":
-            self._tell_session(_float(line["seconds"]))
+            self._tell_session(_seconds(line["seconds"]))
             for name, value in line["values"].items():
                 self._put(self._values.setdefault(_str(name), []), step, _optional(_float, value))
         elif kind == "end":
             seconds = line["seconds"]
-            self._tell_session(_float(seconds["total"]))
-            # A session without a sparsifier says nothing of tables.
+            self._tell_session(_seconds(seconds["total"]))
+            # A session without a sparsifier has no tables.
             if line["tables"]:
                 self._tables = tuple(_stats(table) for table in line["tables"])
-                self._dead = {t["name"]: _int(t["dead_rows"]) for t in line["tables"] if "dead_rows" in t}
-            self._enforcement += _float(seconds.get("enforcement", 0.0))
+                self._dead = {t["name"]: _count(t["dead_rows"]) for t in line["tables"] if "dead_rows" in t}
+            self._enforcement += _seconds(seconds.get("enforcement", 0.0))
             self._enforced &= "enforcement" in seconds
             self._ended, self._ends = True, self._ends + 1
         else:
-            raise ValueError(f"kind {kind!r}")
+            raise ValueError(f"kind {shortened(kind)}")
         self._last = step if step >= 0 else self._last
 
     def _take_scores(self, new: Scored | None) -> None:
@@ -203,7 +221,7 @@ class _Reader:
             self._scores.append(new)
 
     def _tell_session(self, elapsed: float | None) -> None:
-        """A clock that goes back, or a line after an end, is the first of another session, whatever the log says."""
+        """Begin another session where the clock goes back or a line follows an end: not every session has a first line."""
         if self._ended or (elapsed is not None and elapsed < self._elapsed):
             self._begin_session()
         self._elapsed = self._elapsed if elapsed is None else elapsed
@@ -216,7 +234,7 @@ class _Reader:
     @staticmethod
     def _put(series: list[tuple[int, Any]], step: int, value: Any) -> None:
         while series and series[-1][0] >= step:
-            series.pop()  # a resumed run does these again
+            series.pop()  # repeated by a resumed run
         series.append((step, value))
 
     def read(self) -> dict[str, Any]:
@@ -243,10 +261,10 @@ class _Reader:
 
 def _record(line: Mapping[str, Any]) -> StepRecord:
     return StepRecord(
-        number=_int(line["number"]),
-        seconds=_float(line["seconds"]),
-        collectives=_int(line["collectives"]),
-        bytes=_int(line["bytes"]),
+        number=_count(line["number"]),
+        seconds=_seconds(line["seconds"]),
+        collectives=_count(line["collectives"]),
+        bytes=_count(line["bytes"]),
         tables=tuple(_change(table) for table in line["tables"]),
     )
 
@@ -257,43 +275,47 @@ def _change(table: Mapping[str, Any]) -> MaskChange:
         target=_optional(_float, table["target"]),
         threshold=_optional(_float, table["threshold"]),
         scores=(),
-        blocks=_int(table["blocks"]),
-        removed_blocks=_int(table["removed_blocks"]),
-        flipped_blocks=_optional(_int, table["flipped_blocks"]),
-        regrown_blocks=_optional(_int, table["regrown_blocks"]),
-        dead_rows=_optional(_int, table["dead_rows"]),
+        blocks=_count(table["blocks"]),
+        removed_blocks=_count(table["removed_blocks"]),
+        flipped_blocks=_optional(_count, table["flipped_blocks"]),
+        regrown_blocks=_optional(_count, table["regrown_blocks"]),
+        dead_rows=_optional(_count, table["dead_rows"]),
     )
 
 
 def _pairs(scores: Any) -> list[tuple[float, int]]:
-    return [(_float(edge), _int(count)) for edge, count in scores]
+    return [(_float(edge), _count(blocks)) for edge, blocks in scores]
 
 
 def _scored(table: Mapping[str, Any]) -> Scored:
+    first, counts = bucket_of(_float(table["low"])), table["counts"]
+    if first + len(counts) - 1 > LAST_BUCKET:
+        raise ValueError(f"{len(counts)} buckets from {first} on are beyond float32")
     return Scored(
+        step=_int(table["step"]),
         name=_str(table["name"]),
         threshold=_float(table["threshold"]),
-        first=bucket_of(_float(table["low"])),
-        counts=array("q", [_int(count) for count in table["counts"]]),  # a long run has very many
-        **{name: _int(table[name]) for name in ("step", "blocks", "removed_blocks", "zeros")},
+        first=first,
+        counts=array("q", [_count(blocks) for blocks in counts]),  # a long run has very many
+        **{name: _count(table[name]) for name in ("blocks", "removed_blocks", "zeros")},
     )
 
 
 def _stats(table: Mapping[str, Any]) -> TableStats:
     dtype = getattr(torch, _str(table["dtype"]))
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {table['dtype']!r}")
+        raise ValueError(f"dtype {shortened(table['dtype'])}")
     rows, columns = table["shape"]
     block = table["sparse_block_shape"]
     return TableStats(
         name=_str(table["name"]),
-        shape=(_int(rows), _int(columns)),
+        shape=(_count(rows), _count(columns)),
         dtype=dtype,
         sharding=_str(table["sharding"]),
-        shards=_int(table["shards"]),
-        sparse_block_shape=None if block is None else (_int(block[0]), _int(block[1]) if block[1] != ROW else ROW),
+        shards=_count(table["shards"]),
+        sparse_block_shape=None if block is None else (_count(block[0]), ROW if block[1] == ROW else _count(block[1])),
         target=_optional(_float, table["target"]),
-        **{name: _int(table[name]) for name in ("blocks", "removed_blocks", "mask_bytes", "table_bytes", "kept_bytes")},
+        **{name: _count(table[name]) for name in ("blocks", "removed_blocks", "mask_bytes", "table_bytes", "kept_bytes")},
     )
 
 
@@ -303,17 +325,33 @@ def _optional(read: Any, value: Any) -> Any:
 
 def _int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
-        raise TypeError(f"{value!r} is not an int of 64 bits")
+        raise TypeError(f"{shortened(value)} is not an int of 64 bits")
     return value
+
+
+def _count(value: Any) -> int:
+    if _int(value) < 0:
+        raise ValueError(f"{value} is negative")
+    return int(value)
 
 
 def _float(value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is not a finite number")
+        raise TypeError(f"{shortened(value)} is not a finite number")
+    return float(value)
+
+
+def _seconds(value: Any) -> float:
+    if not 0 <= _float(value) < _LONGEST_TIME:
+        raise ValueError(f"{value!r} is not a number of seconds in [0, {_LONGEST_TIME:g})")
     return float(value)
 
 
 def _str(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
+        raise TypeError(f"{shortened(value)} is not a string")
     return value
+
+
+def _said(error: Exception) -> str:
+    return shortened(error, most=200)

@@ -1,31 +1,74 @@
-"""What are the numbers of a run?
+"""Numbers of a run: as JSON (:func:`numbers`), as a few lines of text, and as the tables of ``dist-sparse inspect``.
 
-:func:`numbers` is all that the report says first, as JSON; :func:`summary` the same for people. Where the run has not
-ended, its tables stand as the last noted due step left them, and bytes are None.
+For a run without an end, tables are as the last logged mask update left them, and bytes are None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_sparse.report.run import DueStep, Run
-from dist_sparse.report.words import amount, count, duration, number_of, percent, size
+from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.recorder import MaskChange
-from dist_sparse.text import printable
+from dist_sparse.text import (
+    amount,
+    block_shape_text,
+    count,
+    duration,
+    mib,
+    number_of,
+    percent,
+    printable,
+    shape_text,
+    size,
+    table_lines,
+)
 
-__all__ = ["numbers", "standing", "status", "summary"]
+__all__ = [
+    "due_totals",
+    "inspect_json",
+    "inspect_text",
+    "numbers",
+    "status",
+    "summary",
+    "table_json",
+    "target_text",
+    "time_text",
+]
+
+_HEAD = (
+    *("table", "shape", "dtype", "sharding", "block", "blocks", "target", "sparsity"),
+    *("dead rows", "MiB", "kept MiB", "mask MiB"),
+)
 
 
 def numbers(run: Run) -> dict[str, Any]:
-    """The numbers of a run, JSON-able: ``folder``, ``finished``, ``sessions``, ``world``, ``last_step``; ``sparsity``,
-    ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``; ``bytes_dense``, ``bytes_kept``, ``bytes_masks``
-    of the registered tables; ``dead_rows`` of all, None where one is not known; ``last``, the last value of each
-    series; ``seconds`` (``total``, ``masks``, ``enforcement``, ``share``: these two over the first); ``due_steps``,
-    ``collectives``, ``bytes_sent`` of rank 0; ``tables``; ``compared``, the ``last`` of each.
+    """Return the numbers of a run as JSON-able values.
+
+    Returns:
+        ``folder``, ``finished``, ``sessions``, ``world``, ``last_step``; ``sparsity`` and ``target`` (shares of all
+        blocks), ``blocks``, ``removed_blocks``; ``bytes_dense``, ``bytes_kept``, ``bytes_masks`` of the registered
+        tables; ``dead_rows`` of all tables, None where one is unknown; ``last``, the last value of each series;
+        ``seconds``: ``total``, ``masks``, ``enforcement``, and ``share``, the sum of these two over the first;
+        ``due_steps`` (mask updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``; ``compared``, the
+        ``last`` of each compared run.
+
+    Example::
+
+        >>> import tempfile
+        >>> from dist_sparse import RunLog
+        >>> from dist_sparse.report import numbers, read_run
+        >>> folder = tempfile.mkdtemp()
+        >>> with RunLog(folder) as log:
+        ...     log.step(0, loss=0.5, auc=0.75)
+        >>> numbers(read_run(folder))["last"]
+        {'loss': 0.5, 'auc': 0.75}
     """
-    tables = standing(run)
+    tables = _tables(run)
     blocks, removed = sum(t["blocks"] for t in tables), sum(t["removed_blocks"] for t in tables)
     spent = run.spent
     sparsity_seconds = spent.masks + (spent.enforcement or 0.0)
@@ -59,8 +102,107 @@ def numbers(run: Run) -> dict[str, Any]:
     }
 
 
-def standing(run: Run) -> list[dict[str, Any]]:
-    """How each table stands: the fields of its TableStats that are known, and of its last change."""
+def table_json(stats: TableStats) -> dict[str, Any]:
+    """Return the fields of a table's statistics and its ``sparsity`` as JSON-able values."""
+    return {**dataclasses.asdict(stats), "dtype": str(stats.dtype).removeprefix("torch."), "sparsity": stats.sparsity}
+
+
+def due_totals(due: DueStep) -> dict[str, float | None]:
+    """Return totals over all tables of a mask update.
+
+    Returns:
+        ``sparsity``, ``target``, ``churn``, ``regrown`` (shares of blocks) and ``dead_rows``; None where unknown.
+    """
+    tables = due.record.tables
+    blocks = sum(t.blocks for t in tables)
+    flipped = [(t.flipped_blocks, t.regrown_blocks or 0, t.blocks) for t in tables if t.flipped_blocks is not None]
+    compared = sum(of for _, _, of in flipped)
+    dead = [t.dead_rows for t in tables if t.dead_rows is not None]
+    return {
+        "sparsity": sum(t.removed_blocks for t in tables) / blocks if blocks else None,
+        "target": _target([{"target": t.target, "blocks": t.blocks} for t in tables]),
+        "churn": sum(f for f, _, _ in flipped) / compared if compared else None,
+        "regrown": sum(r for _, r, _ in flipped) / compared if compared else None,
+        "dead_rows": sum(dead) if dead else None,
+    }
+
+
+def status(run: Run) -> str:
+    """Return a sentence about how far the run went."""
+    where = "before its first line" if run.last_step is None else f"at step {count(run.last_step)}"
+    resumed = "" if run.sessions == 1 else f" It was resumed: {run.sessions} sessions."
+    if run.finished:
+        return f"The run ended {where}.{resumed}"
+    if not run.due:
+        return f"The log stops {where}. It has no end and no mask update: nothing was pruned so far.{resumed}"
+    return f"The log stops {where} without an end: the run failed or still runs. What is known is shown.{resumed}"
+
+
+def summary(run: Run, report: Path | None = None) -> str:
+    """Return the numbers in a few lines of text, and the path of the report."""
+    found = numbers(run)
+    rows: list[tuple[str, str]] = []
+    if found["sparsity"] is not None:
+        blocks = f"{percent(found['sparsity'])} of {count(found['blocks'])} blocks"
+        rows.append(("sparsity", f"{blocks}, {target_text(found)}"))
+    if found["bytes_dense"]:
+        kept, dense = found["bytes_kept"], found["bytes_dense"]
+        rows.append(("kept", f"{size(kept)} of {size(dense)} of the registered tables ({percent(kept / dense)})"))
+    for name, value in found["last"].items():
+        others = [
+            f"{other} {amount(of['last'][name])}" for other, of in found["compared"].items() if name in of["last"]
+        ]
+        rows.append((name, amount(value) + (f"  ({', '.join(others)})" if others else "")))
+    if found["due_steps"]:
+        share = found["seconds"]["share"]
+        of_all = "" if share is None else f"; sparsity took {percent(share)}"
+        rows.append(("time", f"{time_text(run, found)}{of_all}"))
+    if report is not None:
+        rows.append(("report", str(report)))
+    rows = [(printable(name), printable(text)) for name, text in rows]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join([printable(status(run)), *(f"{name:<{width}}  {text}" for name, text in rows)])
+
+
+def target_text(found: Mapping[str, Any]) -> str:
+    """Return the target level of :func:`numbers` as text."""
+    return "no target" if found["target"] is None else f"target {percent(found['target'])}"
+
+
+def time_text(run: Run, found: Mapping[str, Any]) -> str:
+    """Return the seconds that sparsity took as text."""
+    spent = run.spent
+    masks = f"masks {duration(spent.masks)} in {number_of(found['due_steps'], 'mask update')}"
+    if spent.enforcement is None:
+        return f"{masks}; enforcement unknown; total {duration(spent.total)}"
+    return f"{masks}; enforcement {duration(spent.enforcement)}; total {duration(spent.total)}"
+
+
+def inspect_json(run: Run) -> dict[str, Any]:
+    """Return :func:`numbers`, and ``started``, ``world``, ``versions``, ``config``, as JSON-able values."""
+    about = {"started": run.started, "world": run.world, "versions": dict(run.versions), "config": dict(run.config)}
+    return {**about, **numbers(run)}
+
+
+def inspect_text(run: Run) -> str:
+    """Return tables, totals and config of a run as text."""
+    known = inspect_json(run)
+    ranks = number_of(run.world, "rank")
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    lines = [f"{run.folder}: started {run.started} on {ranks}; {versions}", status(run), ""]
+    if known["tables"]:
+        rows = [[*_cells(table), *_sizes(table)] for table in known["tables"]]
+        total = ["all", "", "", "", "", *_sizes(known)]
+        lines += [*table_lines(_HEAD, rows, right=range(5, len(_HEAD)), total=total), ""]
+    last = ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items())
+    lines += [f"last: {last}"] if last else []
+    lines.append(f"mask updates: {known['due_steps']}")
+    lines += ["config:", *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items())] if run.config else []
+    return "\n".join(printable(line) for line in lines)
+
+
+def _tables(run: Run) -> list[dict[str, Any]]:
+    """Return a row per table: what is known of its statistics and its last change."""
     last: dict[str, MaskChange] = {}
     for due in run.due:
         last.update((change.name, change) for change in due.record.tables)
@@ -91,83 +233,13 @@ def standing(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def status(run: Run) -> str:
-    """How far the run went, in a sentence."""
-    where = "before its first line" if run.last_step is None else f"at step {count(run.last_step)}"
-    resumed = "" if run.sessions == 1 else f" It was resumed: {run.sessions} sessions."
-    if run.finished:
-        return f"The run ended {where}.{resumed}"
-    if not run.due:
-        return f"The log stops {where}. It has no end and no due step: nothing was sparsified so far.{resumed}"
-    return (
-        f"The log stops {where} without an end: the run has failed, or is still going. What is known is shown.{resumed}"
-    )
-
-
-def summary(run: Run, report: Path | None = None) -> str:
-    """The numbers in a few lines of text, and where the report is."""
-    found = numbers(run)
-    rows: list[tuple[str, str]] = []
-    if found["sparsity"] is not None:
-        blocks = f"{percent(found['sparsity'])} of {count(found['blocks'])} blocks"
-        rows.append(("sparsity", f"{blocks}, {target_text(found)}"))
-    if found["bytes_dense"]:
-        kept, dense = found["bytes_kept"], found["bytes_dense"]
-        rows.append(("kept", f"{size(kept)} of {size(dense)} of the registered tables ({percent(kept / dense)})"))
-    for name, value in found["last"].items():
-        others = [
-            f"{other} {amount(of['last'][name])}" for other, of in found["compared"].items() if name in of["last"]
-        ]
-        rows.append((name, amount(value) + (f"  ({', '.join(others)})" if others else "")))
-    if found["due_steps"]:
-        share = found["seconds"]["share"]
-        of_all = "" if share is None else f"; sparsity took {percent(share)}"
-        rows.append(("time", f"{time_text(run, found)}{of_all}"))
-    if report is not None:
-        rows.append(("report", str(report)))
-    rows = [(printable(name), printable(text)) for name, text in rows]
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join([printable(status(run)), *(f"{name:<{width}}  {text}" for name, text in rows)])
-
-
-def target_text(found: Mapping[str, Any]) -> str:
-    """What was asked for."""
-    return "no target" if found["target"] is None else f"target {percent(found['target'])}"
-
-
-def time_text(run: Run, found: Mapping[str, Any]) -> str:
-    """What sparsity took of the time."""
-    spent = run.spent
-    masks = f"masks {duration(spent.masks)} in {number_of(found['due_steps'], 'due step')}"
-    if spent.enforcement is None:
-        return f"{masks}; enforcement not noted; all {duration(spent.total)}"
-    return f"{masks}; enforcement {duration(spent.enforcement)}; all {duration(spent.total)}"
-
-
-def due_totals(due: DueStep) -> dict[str, float | None]:
-    """Of all tables of a due step: ``sparsity``, ``target``, ``churn``, ``regrown`` (shares of blocks), ``dead_rows``;
-    None where no table knows it."""
-    tables = due.record.tables
-    blocks = sum(t.blocks for t in tables)
-    flipped = [(t.flipped_blocks, t.regrown_blocks or 0, t.blocks) for t in tables if t.flipped_blocks is not None]
-    compared = sum(of for _, _, of in flipped)
-    dead = [t.dead_rows for t in tables if t.dead_rows is not None]
-    return {
-        "sparsity": sum(t.removed_blocks for t in tables) / blocks if blocks else None,
-        "target": _target([{"target": t.target, "blocks": t.blocks} for t in tables]),
-        "churn": sum(f for f, _, _ in flipped) / compared if compared else None,
-        "regrown": sum(r for _, r, _ in flipped) / compared if compared else None,
-        "dead_rows": sum(dead) if dead else None,
-    }
-
-
-def _sum(counts: list[int | None]) -> int | None:
+def _sum(counts: Sequence[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if counts and len(known) == len(counts) else None
 
 
-def _target(tables: list[dict[str, Any]]) -> float | None:
-    """The configured level of all blocks; None where a table has none."""
+def _target(tables: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the configured level of all blocks; None where a table has none."""
     blocks = sum(t["blocks"] for t in tables)
     if not blocks or any(t["target"] is None for t in tables):
         return None
@@ -176,3 +248,16 @@ def _target(tables: list[dict[str, Any]]) -> float | None:
 
 def _last(run: Run) -> dict[str, float]:
     return {name: value for name in run.values if (value := run.last(name)) is not None}
+
+
+def _cells(table: Mapping[str, Any]) -> list[str]:
+    cells = [table["name"], shape_text(table["shape"]), table["dtype"] or "-", table["sharding"] or "-"]
+    return [*cells, block_shape_text(table["sparse_block_shape"])]
+
+
+def _sizes(known: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one table, or of all."""
+    levels = ["-" if known[name] is None else f"{known[name]:.4f}" for name in ("target", "sparsity")]
+    dead = "-" if known["dead_rows"] is None else count(known["dead_rows"])
+    sizes = [known[f"bytes_{kind}"] for kind in ("dense", "kept", "masks")]
+    return [count(known["blocks"]), *levels, dead, *("-" if size is None else mib(size) for size in sizes)]

@@ -1,0 +1,131 @@
+"""Values of command-line arguments: sizes, counts, levels, block shapes, and functions by name.
+
+Each ``parse_*`` is a type for argparse: its error message states the rule. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import runpy
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["EntryError", "model_and_batches", "parse_block", "parse_bytes", "parse_count", "parse_level"]
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+
+
+class EntryError(ValueError):
+    """There is no such function, or it returns something else. The message is for the user."""
+
+
+def model_and_batches(entry: str) -> tuple[Any, Any]:
+    """Call the function that ``entry`` names, without arguments, and return its ``(model, batches)``.
+
+    Args:
+        entry: ``package.module:function`` or ``file.py:function``.
+
+    Raises:
+        EntryError: there is no such file, module or function, or it returns something else. Exceptions of the user's
+            code pass unchanged.
+    """
+    returned = _function(entry)()
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        raise EntryError(f"Invalid {entry=}: returned {kind}; must return (model, batches).")
+    return returned
+
+
+def parse_bytes(text: str) -> int:
+    """Return ``512MiB``, ``1.5 GB`` or ``4096`` as bytes.
+
+    Raises:
+        ArgumentTypeError: not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
+    if match is None or match[2] not in _UNITS:
+        units = "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+        raise ArgumentTypeError(f"Invalid size {text!r}: must be a number and one of {units}.")
+    size = float(match[1]) * _UNITS[match[2]]
+    if not size < 2**63:
+        raise ArgumentTypeError(f"Invalid size {text!r}: must be less than 2**63 bytes.")
+    return int(size)
+
+
+def parse_block(text: str) -> tuple[int, int | str]:
+    """Return ``1x4``, ``1,4``, ``row`` or ``2xrow`` as a sparse block shape: ``(1, 4)``, ``(1, ROW)``, ``(2, ROW)``.
+
+    Raises:
+        ArgumentTypeError: not a block shape.
+    """
+    word = text.strip().lower()
+    match = re.fullmatch(r"([1-9]\d*) *[x,] *([1-9]\d*|row)", "1xrow" if word == "row" else word, re.ASCII)
+    if match is None:
+        raise ArgumentTypeError(f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, or row for whole rows.")
+    return int(match[1]), match[2].upper() if match[2] == "row" else int(match[2])
+
+
+def parse_count(text: str) -> int:
+    """Return ``20`` as a number of things.
+
+    Raises:
+        ArgumentTypeError: not an int >= 1.
+    """
+    if re.fullmatch(r"0*[1-9]\d{0,17}", text.strip(), re.ASCII) is None:
+        raise ArgumentTypeError(f"Invalid number {text!r}: must be an int >= 1.")
+    return int(text)
+
+
+def parse_level(text: str) -> float:
+    """Return ``0.8`` as a sparsity level.
+
+    Raises:
+        ArgumentTypeError: not a number in [0, 1].
+    """
+    try:
+        level = float(text)
+    except ValueError:
+        level = math.nan
+    if not 0 <= level <= 1:
+        raise ArgumentTypeError(f"Invalid level {text!r}: must be a number in [0, 1].")
+    return level
+
+
+def _function(entry: str) -> Callable[[], Any]:
+    """Import what ``entry`` names. The file's folder, or the current one, comes first on ``sys.path``, as for a script.
+
+    Raises:
+        EntryError: there is no such file, module or function. Exceptions of the module itself pass unchanged.
+    """
+    where, separator, name = entry.rpartition(":")
+    if not separator or not where or not name or where.startswith("."):
+        raise EntryError(f"Invalid {entry=}: must be package.module:function or file.py:function.")
+    if where.endswith(".py"):
+        file = Path(where)
+        if not file.is_file():
+            raise EntryError(f"Invalid {entry=}: there is no file {where}.")
+        sys.path.insert(0, str(file.resolve().parent))
+        found = runpy.run_path(where, run_name=file.stem).get(name)
+    else:
+        sys.path.insert(0, "")
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+                raise
+            raise EntryError(f"Invalid {entry=}: there is no module {error.name!r} here.") from error
+        found = getattr(module, name, None)
+    if not callable(found):
+        raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
+    function: Callable[[], Any] = found
+    return function
