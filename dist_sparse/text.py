@@ -43,10 +43,8 @@ def printable(text: str) -> str:
 
 def shortened(value: object, most: int = 80) -> str:
     """Return ``repr(value)``, with the middle left out where it is longer than ``most`` characters."""
-    if isinstance(value, (str, bytes)) and len(value) > most:
-        value = value[: most // 2] + value[-most // 2 :]  # a repr of all of it would be as long again
-    text = repr(value)
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 + 3 :]}"
+    text = repr(value if not isinstance(value, str) or len(value) <= 2 * most else value[:most] + value[-most:])
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
 def table_lines(

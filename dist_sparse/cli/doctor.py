@@ -1,8 +1,7 @@
-"""Can this machine train a sparse TorchRec model, and if not, which command mends it?
+"""Findings of `dist-sparse doctor`: whether this machine can train a TorchRec model, and the commands that fix it.
 
-Looks at what is installed by its metadata and never imports torch, TorchRec or FBGEMM here: what has to be loaded is
-loaded in a process of its own with a time limit, because it may be missing, and a bad mix can crash the interpreter.
-Changes nothing.
+Reads the metadata of what is installed and never imports torch, TorchRec or FBGEMM: what has to be loaded is loaded in
+a process of its own (:mod:`dist_sparse.cli.probes`). Changes nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
 from dist_sparse.tables.versions import advised, check_versions, fitting
+from dist_sparse.text import table_lines
 
 __all__ = ["Diagnosis", "Finding", "examine", "installed"]
 
@@ -36,53 +36,53 @@ _OPTIONAL: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Args:
-        what: it is.
-        status: ``missing`` is not there, ``wrong`` is there and won't do.
-        needed: to train; the rest is optional.
-        says: a version, or what is the matter.
-        mend: the command that puts it right; None where there is nothing to mend, or no command does.
+        what: what was checked.
+        status: ``missing`` is not installed or set, ``wrong`` does not work.
+        needed: to train a TorchRec model; the rest is optional.
+        says: a version, or the problem.
+        fix: the command that fixes it; None where nothing is to fix, or no command does.
     """
 
     what: str
     status: Literal["ok", "missing", "wrong"]
     needed: bool
     says: str
-    mend: str | None = None
+    fix: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings."""
+    """Results of all checks."""
 
     findings: tuple[Finding, ...]
 
     @property
     def can_train(self) -> bool:
-        """Nothing that is needed is missing or wrong."""
+        """Whether everything needed is there and works."""
         return all(each.status == "ok" for each in self.findings if each.needed)
 
     def to_json(self) -> dict[str, Any]:
-        """The findings as JSON-able values."""
+        """Return the findings as JSON-able values."""
         return {"can_train": self.can_train, "findings": [dataclasses.asdict(each) for each in self.findings]}
 
     def __str__(self) -> str:
-        """A text table for people, and the commands."""
+        """Return a text table and the commands."""
         rows = [(each.what, each.status, "needed" if each.needed else "optional", each.says) for each in self.findings]
-        lines = _columns([("what", "status", "", "finding"), *rows])
-        mends = [f"  {each.what}: {each.mend}" for each in self.findings if each.mend is not None]
-        lines += ["", "To mend:", *mends] if mends else []
-        if any(" URL" in line for line in mends):
+        lines = table_lines(("what", "status", "", "finding"), rows)
+        fixes = [f"  {each.what}: {each.fix}" for each in self.findings if each.fix is not None]
+        lines += ["", "To fix:", *fixes] if fixes else []
+        if any(" URL" in line for line in fixes):
             lines.append("  URL is that of PyTorch's package index for your CUDA version, or for CPUs.")
         broken = [each.what for each in self.findings if each.needed and each.status != "ok"]
-        end = f"This can't train: {', '.join(broken)}." if broken else "All that is needed to train is here."
+        end = f"This can't train: {', '.join(broken)}." if broken else "Everything needed to train is here."
         return "\n".join([*lines, "", end])
 
 
 def installed() -> dict[str, str]:
-    """The version of every installed distribution that is looked at, by name."""
+    """Return the version of every installed distribution that is checked, by name."""
     found = {}
     for name in ("torch", "torchrec", *_FBGEMM, "triton", *_OPTIONAL, "torchx"):
         try:
@@ -97,12 +97,12 @@ def examine(
     environment: Mapping[str, str] | None = None,
     cuda: bool | None = None,
 ) -> Diagnosis:
-    """Looks at everything; takes as long as TorchRec needs to load, two minutes at most for each of three probes.
+    """Run all checks; takes as long as TorchRec needs to load, at most two minutes for each of three probes.
 
     Args:
-        versions: as :func:`installed` gives them, which is the default.
-        environment: variables to look at instead of the process's own; the probes run in it too.
-        cuda: whether torch sees a GPU; asked by default.
+        versions: as :func:`installed` returns them, which is the default.
+        environment: variables to check and to run the probes with; those of the process by default.
+        cuda: whether torch sees a GPU; probed by default.
     """
     versions = installed() if versions is None else versions
     environment = os.environ if environment is None else environment
@@ -134,46 +134,45 @@ def _python_and_torch(versions: Mapping[str, str], torch: Torch) -> Iterator[Fin
     if found.status == "ok" and torch.fault is not None:
         found = dataclasses.replace(found, status="wrong", says=f"does not load: {torch.fault}")
     if found.status != "ok":
-        # Not whatever is newest: TorchRec has to fit, the one that is here or the one that will be. What is there and
-        # broken would satisfy pip.
+        # Not the newest: it has to fit the TorchRec that is installed, or will be. pip would keep a broken one.
         again = "--force-reinstall " if torch.fault is not None and found.status == "wrong" else ""
-        found = dataclasses.replace(found, mend=f"{_pip()} install {again}{_torch(versions)}")
+        found = dataclasses.replace(found, fix=f"{_pip()} install {again}{_torch(versions)}")
     yield found
 
 
 def _torchrec(
     versions: Mapping[str, str], environment: Mapping[str, str], cuda: bool, torch: Torch
 ) -> Iterator[Finding]:
-    """TorchRec and FBGEMM: there, fitting, and loading."""
+    """Check that TorchRec and FBGEMM are installed, fit together, and load."""
     gemms = [name for name in _FBGEMM if name in versions]
-    mend = _install_trio(versions, cuda)
+    fix = _install_trio(versions, cuda)
     rec = versions.get("torchrec")
     yield Finding(
         what="torchrec",
         status="missing" if rec is None else "ok",
         needed=True,
         says=rec or "not installed; without it only plain PyTorch models can be sparsified",
-        mend=mend if rec is None else None,
+        fix=fix if rec is None else None,
     )
     wrong = None
     if len(gemms) == 2:
         wrong = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
-        mend = f"{_pip()} uninstall -y {' '.join(_FBGEMM)} && {mend}"
+        fix = f"{_pip()} uninstall -y {' '.join(_FBGEMM)} && {fix}"
     elif cuda and gemms == ["fbgemm-gpu-cpu"]:
         wrong = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
-        mend = f"{_pip()} uninstall -y fbgemm-gpu-cpu && {mend}"
+        fix = f"{_pip()} uninstall -y fbgemm-gpu-cpu && {fix}"
     yield Finding(
         what="fbgemm",
         status="missing" if not gemms else "ok" if wrong is None else "wrong",
         needed=True,
         says="not installed" if not gemms else wrong or f"{gemms[0]} {versions[gemms[0]]}",
-        mend=mend if not gemms or wrong else None,
+        fix=fix if not gemms or wrong else None,
     )
     if rec is None or not gemms or wrong or "torch" not in versions:
         return
     fits, said = _fit(versions["torch"], rec, versions[gemms[0]])
     yield Finding(
-        what="versions fit", status="ok" if fits else "wrong", needed=True, says=said, mend=None if fits else mend
+        what="versions fit", status="ok" if fits else "wrong", needed=True, says=said, fix=None if fits else fix
     )
     if not fits or torch.fault is not None:
         return
@@ -183,34 +182,34 @@ def _torchrec(
         status="ok" if fault is None else "wrong",
         needed=True,
         says=fault or "TorchRec and FBGEMM's operators load and look up a row",
-        mend=None if fault is None else _install_trio(versions, cuda, again=True),
+        fix=None if fault is None else _install_trio(versions, cuda, again=True),
     )
 
 
 def _devices(
     versions: Mapping[str, str], environment: Mapping[str, str], cuda: bool, torch: Torch
 ) -> Iterator[Finding]:
-    """What can compute, and what ranks can talk through: nothing without a torch that loads."""
+    """Check devices and communication backends; nothing without a torch that loads."""
     if torch.fault is not None:
         return
     driver = shutil.which("nvidia-smi") is not None
-    says, mend = "no GPU: trains on the CPU", None
+    says, fix = "no GPU: trains on the CPU", None
     if cuda:
         says = f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
     elif driver:
         build = "CPUs" if torch.cuda is None else f"CUDA {torch.cuda}"
         says = f"torch {torch.version}, for {build}, sees no GPU, though there is a driver"
     if driver and not cuda and torch.cuda is None:
-        # pip takes the torch for CPUs for the one that is asked for, so it has to go.
-        mend = f"{_pip()} uninstall -y torch {' '.join(_FBGEMM)} && {_install_trio({}, cuda=True)}"
+        # To pip the torch for CPUs satisfies the requirement, so it has to be uninstalled.
+        fix = f"{_pip()} uninstall -y torch {' '.join(_FBGEMM)} && {_install_trio({}, cuda=True)}"
     status: Literal["ok", "missing", "wrong"] = "ok" if cuda else "wrong" if driver else "missing"
-    yield Finding(what="cuda", status=status, needed=False, says=says, mend=mend)
+    yield Finding(what="cuda", status=status, needed=False, says=says, fix=fix)
     yield Finding(
         what="nccl",
         status="ok" if torch.nccl else "missing",
         needed=cuda,
-        says="available" if torch.nccl else "this torch has none; ranks talk through it on GPUs only",
-        mend=f"{_pip()} install --force-reinstall {_torch(versions)}" if cuda and not torch.nccl else None,
+        says="available" if torch.nccl else "this torch has none; used on GPUs only",
+        fix=f"{_pip()} install --force-reinstall {_torch(versions)}" if cuda and not torch.nccl else None,
     )
     fault = fails(GLOO, environment)
     yield Finding(
@@ -218,35 +217,35 @@ def _devices(
         status="ok" if fault is None else "wrong",
         needed=not cuda,
         says=fault or "a process group starts and sums",
-        mend=None if fault is None else "export GLOO_SOCKET_IFNAME=lo",
+        fix=None if fault is None else "export GLOO_SOCKET_IFNAME=lo",
     )
     yield _package("triton", versions, "for masks on GPUs", needed=cuda)
 
 
 def _addresses() -> Iterator[Finding]:
-    """gloo listens on the address of the host name, launchers on that of localhost."""
-    for name, what, mend in (
+    """Check host names: gloo listens on the address of the machine's, launchers on that of localhost."""
+    for name, what, fix in (
         ("localhost", "localhost", "echo '127.0.0.1 localhost' | sudo tee -a /etc/hosts"),
         (socket.gethostname(), "host name", "export GLOO_SOCKET_IFNAME=lo"),
     ):
         try:
             found = socket.getaddrinfo(name, None)[0][4][0]
-        except (OSError, UnicodeError) as error:  # the latter for a name that is too long for the DNS
-            yield Finding(what=what, status="wrong", needed=False, says=f"{name} has no address: {error}", mend=mend)
+        except (OSError, UnicodeError) as error:  # UnicodeError: too long for the DNS
+            yield Finding(what=what, status="wrong", needed=False, says=f"{name} has no address: {error}", fix=fix)
         else:
             yield Finding(what=what, status="ok", needed=False, says=f"{name} is {found}")
 
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """`dist-sparse launch` needs none of these to be right; torchrun does."""
+    """Check what torchrun needs; `dist-sparse launch` does not."""
     folder = str(Path(sys.executable).parent)
     torchrun = shutil.which("torchrun", path=environment.get("PATH"))
     yield Finding(
         what="torchrun",
         status="missing" if torchrun is None else "ok",
         needed=False,
-        says="is not on PATH, where torchx looks for it" if torchrun is None else "is on PATH",
-        mend=f"export PATH={shlex.quote(folder)}:$PATH" if torchrun is None else None,
+        says="not on PATH, where torchx looks for it" if torchrun is None else "on PATH",
+        fix=f"export PATH={shlex.quote(folder)}:$PATH" if torchrun is None else None,
     )
     seed = environment.get("PYTHONHASHSEED")
     fits = seed is not None and re.fullmatch("[0-9]+", seed) is not None
@@ -254,50 +253,50 @@ def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
         what="PYTHONHASHSEED",
         status="ok" if fits else "missing" if seed is None else "wrong",
         needed=False,
-        says=f"is {seed}" if fits else "is no number on all ranks: DMP.reshard hangs (dist-sparse launch sets it)",
-        mend=None if fits else "export PYTHONHASHSEED=0",
+        says=f"{seed}" if fits else "not a fixed number: DMP.reshard hangs (dist-sparse launch sets it)",
+        fix=None if fits else "export PYTHONHASHSEED=0",
     )
     options = sorted(name for name in environment if name.startswith("PET_"))
     yield Finding(
         what="PET_ variables",
         status="wrong" if options else "ok",
         needed=False,
-        says=f"torchrun takes options from {', '.join(options)}" if options else "none is set",
-        mend=f"unset {' '.join(options)}" if options else None,
+        says=f"torchrun takes options from {', '.join(options)}" if options else "none set",
+        fix=f"unset {' '.join(options)}" if options else None,
     )
 
 
 def _package(name: str, versions: Mapping[str, str], use: str = "", needed: bool = False) -> Finding:
-    """A distribution, against what the package's own metadata asks for."""
+    """Check a distribution against the requirements in the package's own metadata."""
     wanted, version = _wanted().get(name, name), versions.get(name)
     status: Literal["ok", "missing", "wrong"] = "ok"
     if version is None:
         status = "missing"
     elif _numbers(version) < _numbers(wanted.partition(">=")[2]):
         status = "wrong"
-    says = {"ok": f"{version}", "missing": "not installed", "wrong": f"{version} is older than {wanted} asks for"}
+    says = {"ok": f"{version}", "missing": "not installed", "wrong": f"{version} is too old: {wanted} is required"}
     return Finding(
         what=name,
         status=status,
         needed=needed,
         says=says[status] + (f"; {use}" if use and status != "ok" else ""),
-        mend=None if status == "ok" else f'{_pip()} install "{wanted}"',
+        fix=None if status == "ok" else f'{_pip()} install "{wanted}"',
     )
 
 
 def _torchx(versions: Mapping[str, str]) -> Finding:
-    """It pins old versions of common packages, so it belongs beside the environment: see docs/launching.md."""
+    """Check torchx, which pins old versions of common packages and so needs a folder of its own (docs/launching.md)."""
     found = _package("torchx", versions, "for torchx components, from a folder of its own")
-    if found.mend is None:
+    if found.fix is None:
         return found
     pins = Path(__file__).parents[2] / "requirements" / "torchx.txt"
     what = f"--no-deps --target torchx-only -r {shlex.quote(_short(str(pins)))}"
     what = what if pins.is_file() else '--target torchx-only "torchx>=0.7"'
-    return dataclasses.replace(found, mend=f"{_pip()} install {what}")
+    return dataclasses.replace(found, fix=f"{_pip()} install {what}")
 
 
 def _wanted() -> dict[str, str]:
-    """The requirements of dist_sparse by name, extras too."""
+    """Return the requirements of dist_sparse by name, extras included."""
     try:
         requirements = importlib.metadata.requires("dist_sparse") or []
     except importlib.metadata.PackageNotFoundError:
@@ -312,31 +311,31 @@ def _numbers(version: str) -> list[int]:
 
 
 def _fit(torch_version: str, torchrec_version: str, fbgemm_version: str) -> tuple[bool, str]:
-    """Whether a mix may be used, and what there is to say of it."""
-    with warnings.catch_warnings(record=True) as said:
+    """Return whether versions fit together, and a sentence about them."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             check_versions(torch_version, torchrec_version, fbgemm_version)
         except ImportError as error:
             return False, str(error)
-    unknown = "; ".join(str(warning.message) for warning in said)
+    unknown = "; ".join(str(warning.message) for warning in caught)
     return True, unknown or "torch, torchrec and fbgemm were built for each other"
 
 
 def _install_trio(versions: Mapping[str, str], cuda: bool, again: bool = False) -> str:
-    """The command that installs the TorchRec and FBGEMM that fit the torch that is here; else all three.
+    """Return the command that installs TorchRec and FBGEMM for the installed torch, or all three.
 
-    Where no torch fits any, they are of the TorchRec's release, if that is known, and else the latest.
+    If no release fits the torch, it is that of the installed TorchRec, or the latest.
 
     Args:
-        versions: what is here.
-        cuda: there is a GPU.
-        again: install the two anew, though they are there.
+        versions: what is installed.
+        cuda: whether there is a GPU.
+        again: reinstall the two.
     """
     base = [] if fitting(versions.get("torch", "")) else [_torch(versions)]
     release = _advised(versions)[1]
     pair = [f'"{_FBGEMM[not cuda]}=={release}.*"', f'"torchrec=={release}.*"']
-    # On a CPU torchrec asks for the CUDA fbgemm-gpu by name, so that pip may not follow its needs.
+    # torchrec requires the CUDA fbgemm-gpu by name, so on a CPU pip must not follow its requirements.
     first = pair if cuda else ["iopath", "numpy", "pyre-extensions", "tensordict", '"torchmetrics==1.0.3"', "tqdm"]
     words = [_pip(), "install", *base, *first]
     if not cuda or again:
@@ -345,7 +344,7 @@ def _install_trio(versions: Mapping[str, str], cuda: bool, again: bool = False) 
 
 
 def _torch(versions: Mapping[str, str]) -> str:
-    """The words for pip that ask for the torch that goes with what is here."""
+    """Return the arguments of pip for the torch that fits what is installed."""
     return f'"torch=={_advised(versions)[0]}.*" --extra-index-url URL'
 
 
@@ -354,18 +353,11 @@ def _advised(versions: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _pip() -> str:
-    """pip of this interpreter."""
+    """Return the command of this interpreter's pip."""
     return f"{shlex.quote(_short(sys.executable))} -m pip"
 
 
 def _short(path: str) -> str:
-    """The shortest path from here."""
+    """Return the path relative to the current folder, if it is in it."""
     below = os.path.relpath(path)
     return path if below.startswith("..") else below
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A head and rows as lines. (What `dist_sparse.text` has for it can't be imported without torch.)"""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in ruled]

@@ -1,8 +1,8 @@
-"""What does the command `dist-sparse` do? It parses, calls one function of the package and prints what that returns.
+"""The command `dist-sparse`: each subcommand parses, calls one function of the package and prints the result.
 
 A subcommand is a function that adds its parser and sets `run`, which takes the parsed options and returns the exit
-status. What it calls is imported when it runs, and torch with it: `--help` and `doctor` do without. What a user can put
-right (a ValueError, a file that can't be read or written) is one line and status 1; other exceptions keep their
+status. What it calls is imported when it runs, and torch with it: `--help` and `doctor` need no torch. What a user can
+fix (a ValueError, a file that can't be read or written) is one line and status 1; other exceptions keep their
 traceback.
 """
 
@@ -17,12 +17,22 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from dist_sparse.cli.arguments import (
+    EntryError,
+    model_and_batches,
+    parse_block,
+    parse_bytes,
+    parse_count,
+    parse_level,
+)
+from dist_sparse.text import printable
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["main"]
 
-_STATUS = "exit status: 0 success, 1 failure (one line says why), 2 a wrong command line"
+_STATUS = "exit status: 0 success, 1 failure (one line says why), 2 invalid command line"
 
 _DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
 
@@ -31,7 +41,7 @@ _EXAMPLES = f"""examples:
   dist-sparse launch --help                           start a training script on several processes
   dist-sparse inspect runs/latest                     the tables and the config of a run
   dist-sparse report runs/latest                      charts of a run, as one HTML file
-  dist-sparse plan model.py:trained --keep 512MiB     what would have to go from this model?
+  dist-sparse plan model.py:trained --keep 512MiB     what does a budget prune from this model?
 
 {_STATUS}
 """
@@ -39,7 +49,7 @@ _EXAMPLES = f"""examples:
 _INSPECT = f"""example:
   dist-sparse inspect runs/latest
 
-RUN is a folder that RunLog wrote. A run that has crashed or is still going is shown as far as it went.
+RUN is a folder that RunLog wrote. A run that crashed or still runs is shown as far as it went.
 
 {_STATUS}
 """
@@ -48,8 +58,8 @@ _REPORT = f"""examples:
   dist-sparse report runs/latest
   dist-sparse report runs/latest --out report.html --no-png
 
-RUN is a folder that RunLog wrote; runs in folders inside it are what it is compared with. The page needs no network. A
-run that has crashed or is still going is shown as far as it went. PNGs need matplotlib.
+RUN is a folder that RunLog wrote; runs in folders inside it are compared with it. The page needs no network. A run that
+crashed or still runs is shown as far as it went. PNGs need matplotlib.
 
 {_STATUS}
 """
@@ -58,9 +68,9 @@ _PLAN = f"""examples:
   dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8
   dist-sparse plan my.package:model --keep 512MiB --block 1x4 --exclude 'small_*'
 
-FUNCTION takes no arguments and returns (model, batches); batches may be None. Nothing in the model is changed. --keep
-finds the lowest level, common to all tables, at which their kept weights take no more; masks, and tables that are left
-out, are not counted.
+FUNCTION takes no arguments and returns (model, batches); batches may be None. The model is not changed. --keep
+finds the lowest common level at which the kept weights of all tables take no more than SIZE; masks, and tables that are
+left out, are not counted.
 
 {_STATUS}
 """
@@ -69,18 +79,18 @@ _DOCTOR = """examples:
   dist-sparse doctor
   dist-sparse doctor --json
 
-Looks at Python, torch, TorchRec and FBGEMM, what ranks talk through, addresses and variables, and says for each what is
-wrong and which command mends it. Changes nothing; takes as long as TorchRec needs to load.
+Checks Python, torch, TorchRec and FBGEMM, communication backends, addresses and environment variables, and prints what
+is wrong and the command that fixes it. Changes nothing; takes as long as TorchRec needs to load.
 
-exit status: 0 this can train, 1 something needed is missing or wrong, 2 a wrong command line
+exit status: 0 this machine can train, 1 something needed is missing or wrong, 2 invalid command line
 """
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that the words (those of the process by default) name; returns the exit status.
+    """Run the subcommand that ``words`` (``sys.argv[1:]`` by default) name; return the exit status.
 
-    0 is success, 1 a failure that one line on stderr explains, 2 a wrong command line, 141 a reader of the output that
-    has gone away; the rest is the subcommand's own.
+    0 is success, 1 a failure that one line on stderr explains, 2 an invalid command line, 141 a closed pipe; `launch`
+    has others.
     """
     try:
         return _main(words)
@@ -137,16 +147,17 @@ def _add_launch(commands: Commands) -> None:
 
 def _add_inspect(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.report.inspect import inspect_json, inspect_text
         from dist_sparse.report.run import read_run
+        from dist_sparse.report.summary import inspect_json, inspect_text
 
         try:
-            found = read_run(options.folder)
-        except RecursionError:
-            return _failed("inspect", _too_deep(options.folder))
+            run = read_run(options.folder)
+            text = json.dumps(inspect_json(run), indent=2, allow_nan=False) if options.json else inspect_text(run)
+        except (RecursionError, MemoryError) as error:
+            return _failed("inspect", _too_much(options.folder, error))
         except (ValueError, OSError) as error:
             return _failed("inspect", error)
-        return _print(json.dumps(inspect_json(found), indent=2) if options.json else inspect_text(found))
+        return _print(text)
 
     parser = _subcommand(commands, "inspect", "shows the tables and the config of a run", _INSPECT)
     parser.add_argument("folder", metavar="RUN", help="the folder of the run")
@@ -161,13 +172,14 @@ def _add_report(commands: Commands) -> None:
         from dist_sparse.report.summary import numbers, summary
 
         try:
-            found = read_run(options.folder)
-            written = write_report(found, options.out, pngs=not options.no_png)
-        except RecursionError:
-            return _failed("report", _too_deep(options.folder))
+            run = read_run(options.folder)
+            written = write_report(run, options.out, pngs=not options.no_png)
+            text = json.dumps(numbers(run), indent=2, allow_nan=False) if options.json else summary(run, written)
+        except (RecursionError, MemoryError) as error:
+            return _failed("report", _too_much(options.folder, error))
         except (ValueError, OSError, ImportError) as error:
             return _failed("report", error)
-        return _print(json.dumps(numbers(found), indent=2) if options.json else summary(found, written))
+        return _print(text)
 
     parser = _subcommand(commands, "report", "writes charts of a run as one HTML file, and PNGs beside it", _REPORT)
     parser.add_argument("folder", metavar="RUN", help="the folder of the run")
@@ -179,8 +191,7 @@ def _add_report(commands: Commands) -> None:
 
 def _add_plan(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.report.entry import EntryError, model_and_batches
-        from dist_sparse.report.plan import plan
+        from dist_sparse.report import plan
 
         try:
             model, batches = model_and_batches(options.function)
@@ -190,7 +201,7 @@ def _add_plan(commands: Commands) -> None:
             rule = f"returned {type(batches).__name__} for batches; must be iterable, or None"
             return _failed("plan", f"Invalid entry={options.function!r}: {rule}.")
         try:
-            made = plan(
+            answer = plan(
                 model,
                 level=options.level,
                 byte_budget=options.keep,
@@ -202,16 +213,16 @@ def _add_plan(commands: Commands) -> None:
             )
         except ValueError as error:
             return _failed("plan", error)
-        return _print(json.dumps(made.to_json(), indent=2) if options.json else str(made))
+        return _print(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
-    parser = _subcommand(commands, "plan", "says what a level or a byte budget would remove: a dry run", _PLAN)
+    parser = _subcommand(commands, "plan", "says what a level or a byte budget would prune: a dry run", _PLAN)
     parser.add_argument("function", metavar="FUNCTION", help="package.module:function or file.py:function")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--level", type=_typed("parse_level"), help="sparsity level of every table, 0 to 1")
-    asked.add_argument("--keep", type=_typed("parse_bytes"), metavar="SIZE", help="bytes to keep, such as 512MiB")
-    parser.add_argument("--block", type=_typed("parse_block"), default=(1, "ROW"), help="such as 1x4; default: 1xROW")
-    parser.add_argument("--norm", choices=("L1", "L2"), default="L2", help="default: L2")
-    parser.add_argument("--batches", type=_typed("parse_count"), metavar="N", help="reads the first N; default: all")
+    asked.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
+    asked.add_argument("--keep", type=parse_bytes, metavar="SIZE", help="bytes to keep, such as 512MiB")
+    parser.add_argument("--block", type=parse_block, default=(1, "ROW"), help="such as 1x4; default: row")
+    parser.add_argument("--norm", type=str.upper, choices=("L1", "L2"), default="L2", help="default: L2")
+    parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
     _add_json(parser)
@@ -226,7 +237,7 @@ def _add_doctor(commands: Commands) -> None:
         status = _print(json.dumps(found.to_json(), indent=2) if options.json else str(found))
         return status or (0 if found.can_train else 1)
 
-    parser = _subcommand(commands, "doctor", "says whether this machine can train, and what mends it", _DOCTOR)
+    parser = _subcommand(commands, "doctor", "says whether this machine can train, and what fixes it", _DOCTOR)
     _add_json(parser)
     parser.set_defaults(run=run)
 
@@ -245,34 +256,19 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="prints JSON, sizes in bytes")
 
 
-def _typed(parse: str) -> Callable[[str], Any]:
-    """A type for argparse, by a function of `text`, whose message is that of the ValueError."""
-
-    def typed(word: str) -> Any:
-        from dist_sparse import text
-
-        try:
-            return getattr(text, parse)(word)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return typed
-
-
-def _too_deep(folder: str) -> str:
-    return f"{folder} holds no run that can be read: its JSON is nested too deeply."
+def _too_much(folder: str, error: BaseException) -> str:
+    why = "its JSON is nested too deeply" if isinstance(error, RecursionError) else "there is not enough memory"
+    return f"{folder} holds no run that can be read: {why}."
 
 
 def _failed(command: str, why: Exception | str) -> int:
-    from dist_sparse.text import printable
-
-    lines = str(why).split("\n")  # names in it may come from a model or a log
+    lines = str(why).split("\n")  # which may hold names of a model or a log
     print(f"dist-sparse {command}: " + "\n".join(map(printable, lines)), file=sys.stderr)
     return 1
 
 
 def _print(text: str) -> int:
-    """Prints; returns the exit status. What the encoding of the output has no place for is escaped."""
+    """Print, escaping what the encoding can't represent; return the exit status."""
     if sys.stdout is None:
         print("dist-sparse: can't write: standard output is closed", file=sys.stderr)
         return 1
@@ -294,9 +290,9 @@ def _flush() -> int:
 
 
 def _unwritten(error: OSError) -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more when it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again when it exits
     if isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE  # as other programs end whose reader goes away
+        return 128 + signal.SIGPIPE  # as other programs do when their reader closes the pipe
     print(f"dist-sparse: can't write to standard output: {error.strerror}", file=sys.stderr)
     return 1
 

@@ -1,7 +1,6 @@
-"""What happens when a process of its own loads torch, TorchRec and FBGEMM, or starts a process group?
+"""Probes of torch, TorchRec, FBGEMM and gloo, each in a process of its own with a time limit.
 
-A bad mix of releases can crash the interpreter or hang, and torch may not be there at all: so nothing of it is loaded
-here, and what is loaded elsewhere has a time limit.
+A bad mix of releases can crash the interpreter or hang, and torch may be missing: nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ dist.all_reduce(torch.ones(1))
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """What torch says of itself; a fault where it does not load."""
+    """Facts about torch; ``fault`` says why it does not load."""
 
     fault: str | None = None
     version: str = ""
@@ -54,22 +53,23 @@ class Torch:
 
 
 def ask_torch(environment: Mapping[str, str]) -> Torch:
-    """What torch says in a process with these variables."""
-    fault, said = _probe(_ASK, environment)
-    return Torch(**json.loads(said.splitlines()[-1])) if fault is None else Torch(fault=fault)
+    """Load torch in a process with these variables and return facts about it."""
+    fault, printed = _probe(_ASK, environment)
+    return Torch(**json.loads(printed.splitlines()[-1])) if fault is None else Torch(fault=fault)
 
 
 def fails(code: str, environment: Mapping[str, str]) -> str | None:
-    """What goes wrong when a process of its own runs ``code``; None if nothing does."""
+    """Run ``code`` in a process of its own; return what goes wrong, None if nothing does."""
     return _probe(code, environment)[0]
 
 
 def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """What goes wrong when a process of its own runs ``code``, and what that prints."""
+    """Run ``code`` in a process of its own; return what goes wrong, if anything, and what it prints."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])])
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
+            # -P: without it the current folder comes first on sys.path, and its json.py or torch.py would run.
+            [sys.executable, "-P", "-W", "ignore", "-c", code],
             capture_output=True,
             text=True,
             errors="replace",
@@ -83,5 +83,5 @@ def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
         return None, done.stdout
     if done.returncode < 0:
         return f"the interpreter was killed by {signal.Signals(-done.returncode).name}", ""
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"ended with status {done.returncode}", ""
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"ended with status {done.returncode}", ""

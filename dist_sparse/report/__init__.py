@@ -1,1 +1,59 @@
-"""What happened in a run: written while it trains, read afterwards."""
+"""What happened in a training run: log it, read it, chart it, and plan the next one.
+
+Names are loaded when they are first used: ``dist-sparse inspect`` needs no charts, :class:`RunLog` no page, and none of
+them matplotlib, tensorboard or torchrec.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# Not loaded lazily: the module of the same name, once it is imported, would hide the function.
+from dist_sparse.report.plan import Plan, TablePlan, plan
+
+if TYPE_CHECKING:
+    from dist_sparse.report.page import write_report
+    from dist_sparse.report.quality import Quality
+    from dist_sparse.report.run import Run, read_run
+    from dist_sparse.report.run_log import RunLog, Sink
+    from dist_sparse.report.sinks import TensorBoardSink, WandbSink
+    from dist_sparse.report.summary import numbers
+
+__all__ = [
+    "Plan",
+    "Quality",
+    "Run",
+    "RunLog",
+    "Sink",
+    "TablePlan",
+    "TensorBoardSink",
+    "WandbSink",
+    "numbers",
+    "plan",
+    "read_run",
+    "write_report",
+]
+
+_PLACES = {
+    "Quality": "quality",
+    "Run": "run",
+    "RunLog": "run_log",
+    "Sink": "run_log",
+    "TensorBoardSink": "sinks",
+    "WandbSink": "sinks",
+    "numbers": "summary",
+    "read_run": "run",
+    "write_report": "page",
+}
+"""The module of each other name."""
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that exists
+
+    def __getattr__(name: str) -> object:
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

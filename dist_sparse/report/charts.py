@@ -1,8 +1,8 @@
 """Charts of a run as data: names, points, bins.
 
-:mod:`dist_sparse.report.drawing` draws them as HTML, :mod:`dist_sparse.report.png` as PNG, without the run. A chart stays
-small however long the run: a line has at most 400 points, a chart the lines of at most 30 tables, the largest. The time
-that charts take is linear in the number of lines of the log.
+:mod:`dist_sparse.report.drawing` draws them as HTML, :mod:`dist_sparse.report.png` as PNG, without the run. A chart is
+small however long the run: a line has at most 400 points, a chart the lines of at most 30 tables, the largest. Time is
+linear in the number of lines of the log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Totals = list[tuple[float, dict[str, float | None]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (drawn under its running mean) or
+    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (under its running mean) or
     ``table``; ``steps``: constant from each point to the next."""
 
     name: str
@@ -76,8 +76,8 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Blocks with scores in [low, high). ``density``: blocks per octave, so that a bar's area counts blocks: buckets are
-    not equally wide on a logarithmic axis."""
+    """Blocks with scores in [low, high). ``density``: blocks per octave, so that a bar's area counts blocks: buckets
+    differ in width on a logarithmic axis."""
 
     low: float
     high: float

@@ -1,7 +1,7 @@
 """Charts as HTML: a ``<figure>`` around an SVG that stretches.
 
-Lines keep their width (``non-scaling-stroke``) and text its size at every width of the page. Colors come from the page's
-style, by class. Tooltips need no script. Everything from the log passes through :func:`escape`.
+Lines keep their width (``non-scaling-stroke``) and text its size at every width of the page. Colors come from the
+page's style, by class. Tooltips need no script. Everything from the log passes through :func:`escape`.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         _runs_table(run),
         _all_tables(found["tables"]),
         _config(run),
-        "</main><footer><p>Written by dist_sparse. Bytes kept count kept weights: the tables in memory stay as large as "
-        "they were.</p></footer>",
+        "</main><footer><p>Written by dist_sparse. Bytes kept count kept weights: the tables in memory stay as "
+        "large as they were.</p></footer>",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.inspection import TableStats
-from dist_sparse.sparsifiers.norm import DataNormSparsifier
-from dist_sparse.sparsifiers.step import make_masks
 from dist_sparse.tables.shards import ROW, Rect, ShardedData, resolve_block
-from dist_sparse.text import block_shape_text, mib, number_of, percent, shape_text, table_lines
+from dist_sparse.text import block_shape_text, mib, number_of, shape_text, table_lines
+
+if TYPE_CHECKING:
+    from dist_sparse.sparsifiers.norm import DataNormSparsifier
 
 __all__ = ["Plan", "TablePlan", "plan"]
 
@@ -139,7 +140,10 @@ class Plan:
         lines = [f"{asked}, blocks {block_shape_text(self.block)}, {self.norm}; a dry run, nothing was changed", ""]
         lines += table_lines(head, rows, right=range(3, len(head)), total=total)
         saved = self.table_bytes - self.kept_bytes
-        lines += ["", f"{mib(self.kept_bytes)} of {mib(self.table_bytes)} MiB of weights are kept, {mib(saved)} MiB are pruned."]
+        lines += [
+            "",
+            f"{mib(self.kept_bytes)} of {mib(self.table_bytes)} MiB of weights are kept, {mib(saved)} MiB are pruned.",
+        ]
         if known:
             of = number_of(self.batches or 0, "batch", "batches")
             lines.append(
@@ -193,23 +197,17 @@ def plan(
         >>> answer.kept_bytes, answer.tables[0].dead_lookups, answer.tables[0].lookups
         (16, 1, 3)
     """
-    error: Exception | None = None
-    try:
-        _check(level, byte_budget, norm)
-    except ValueError as fault:
-        error = fault
-    facts = {"level": level, "byte_budget": byte_budget, "block": block, "norm": norm, "batches": batches is not None}
+    from dist_sparse.sparsifiers.norm import DataNormSparsifier  # here, so that `import dist_sparse.report` is quick
+
     world = group_over(world_ranks())
-    world.agree("plan()", facts, error)
-    sparsifier = DataNormSparsifier(sparsity_level=level or 0.0, sparse_block_shape=block, norm=norm)
+    with world.agreeing("plan()") as facts:
+        level, byte_budget = _checked(level, byte_budget, norm)
+        sparsifier = DataNormSparsifier(sparsity_level=level or 0.0, sparse_block_shape=block, norm=norm)
+        facts.update(level=level, byte_budget=byte_budget, block=block, norm=norm, batches=batches is not None)
     sparsifier.add_model(model, include=include, exclude=exclude)
     located = sparsifier._tables.locate()
-    count, ids = 0, dict[str, _TableIds]()
-    try:
+    with world.agreeing("plan()"):
         count, ids = _read_ids(batches or (), located)
-    except Exception as fault:
-        error = fault
-    world.agree("plan()", {}, error)
     level = _lowest(sparsifier, located, byte_budget) if byte_budget is not None else level
     assert level is not None
     stats = _at(sparsifier, level)
@@ -227,21 +225,22 @@ def plan(
     )
 
 
-def _check(level: float | None, byte_budget: int | None, norm: str) -> None:
-    if (level is None) == (byte_budget is None):
-        raise ValueError(f"Invalid {level=}, {byte_budget=}: exactly one of the two must be given.")
-    if level is not None:
-        checks.level("level", level)
-    if byte_budget is not None:
-        checks.integer("byte_budget", byte_budget, least=0)
+def _checked(level: float | None, byte_budget: int | None, norm: str) -> tuple[float | None, int | None]:
     if norm not in ("L1", "L2"):
         raise ValueError(f"Invalid {norm=}: must be 'L1' or 'L2'.")
+    if (level is None) == (byte_budget is None):
+        raise ValueError(f"Invalid {level=}, {byte_budget=}: exactly one of the two must be given.")
+    if byte_budget is None:
+        return checks.level("level", level), None
+    return None, checks.integer("byte_budget", byte_budget, least=0)
 
 
 def _at(sparsifier: DataNormSparsifier, level: float) -> list[TableStats]:
     """Return the statistics of all tables at a level. Collective."""
     for config in sparsifier.data_groups.values():
         config["sparsity_level"] = level
+    from dist_sparse.sparsifiers.step import make_masks
+
     tables = sparsifier._tables
     with torch.no_grad():
         located, made = make_masks(tables, sparsifier._rule(), None, "raise", action="plan()")

@@ -1,6 +1,6 @@
-"""How well does the model predict just now, over all ranks? AUC and normalized entropy at an interval of their own.
+"""AUC and normalized entropy of a model's predictions over all ranks, every so many steps.
 
-The numbers are torchrec.metrics'. Between two intervals nothing is sent and nothing is read from a device.
+Computed by torchrec.metrics. In between nothing is sent, and nothing is read from a device.
 """
 
 from __future__ import annotations
@@ -17,37 +17,47 @@ _ETA = 1e-12
 
 
 class Quality:
-    """AUC and NE of what was predicted since the last time. Collective every ``every`` steps: every rank must call
-    :meth:`update` as often.
+    """AUC and NE of the predictions since the last result. Collective every ``every`` steps: every rank must call
+    :meth:`update` equally often.
 
     AUC is the area under the ROC curve. NE is the mean log loss over that of predicting the mean label (He et al.,
     Practical Lessons from Predicting Clicks on Ads at Facebook, 2014, equation 1): below 1 is better than the mean.
 
     Args:
-        every: steps between two times, >= 1.
+        every: steps between two results, >= 1.
 
     Raises:
-        ValueError: ``every`` is not. ImportError: torchrec is not installed.
+        ValueError: ``every`` is invalid. ImportError: torchrec is not installed.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.report import Quality
+        >>> quality = Quality(every=2)
+        >>> labels = torch.tensor([0.0, 1.0])
+        >>> quality.update(torch.tensor([-1.0, 2.0]), labels)
+        {}
+        >>> sorted(quality.update(torch.tensor([-2.0, 1.0]), labels))
+        ['auc', 'ne']
     """
 
     def __init__(self, every: int = 100) -> None:
-        every = integer("every", every, least=1)
+        self.every = integer("every", every, least=1)
         try:
             from torchrec.metrics.auc import compute_auc
             from torchrec.metrics.ne import compute_ne, get_ne_states
         except ImportError as error:
             raise ImportError('AUC and NE need torchrec: pip install "dist_sparse[torchrec]".') from error
         self._auc, self._ne, self._ne_states = compute_auc, compute_ne, get_ne_states
-        self.every = every
         self._steps = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def update(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
-        """Takes the logits and labels (0 or 1) of one step, ``(examples,)`` each, of this rank. Collective at every
+        """Take the logits and labels (0 or 1) of one step of this rank, ``(examples,)`` each. Collective at every
         ``every``-th call.
 
         Returns:
-            ``{"auc": ..., "ne": ...}`` at such a call, else nothing: ``log.step(step, **quality.update(...))``.
+            ``{"auc": ..., "ne": ...}`` at such a call, else ``{}``: ``log.step(step, **quality.update(...))``.
 
         Raises:
             ValueError: the shapes differ.
@@ -59,8 +69,7 @@ class Quality:
         return self.compute() if self._steps % self.every == 0 else {}
 
     def compute(self) -> dict[str, float]:
-        """AUC and NE of what was kept, and starts anew. Collective; two messages. Empty if there was nothing, on all
-        ranks."""
+        """Return AUC and NE of what was taken, and start again. Collective: two messages. ``{}`` if no rank had any."""
         kept, self._kept = self._kept, []
         mine = torch.stack([torch.cat(part).double() for part in zip(*kept, strict=True)]) if kept else None
         if mine is None:

@@ -31,8 +31,8 @@ __all__ = ["DueStep", "Run", "Series", "Spent", "read_run"]
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What may be raised by reading something that no RunLog writes."""
 
-_LONGEST_TIME = 1e15
-"""Seconds; sums of times stay finite and readable."""
+_LARGEST = 1e15
+"""Of seconds and levels, so that their sums and products with counts stay finite."""
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
@@ -221,7 +221,7 @@ class _Reader:
             self._scores.append(new)
 
     def _tell_session(self, elapsed: float | None) -> None:
-        """Begin another session where the clock goes back or a line follows an end: not every session has a first line."""
+        """Begin another session where the clock goes back or a line follows an end."""
         if self._ended or (elapsed is not None and elapsed < self._elapsed):
             self._begin_session()
         self._elapsed = self._elapsed if elapsed is None else elapsed
@@ -272,7 +272,7 @@ def _record(line: Mapping[str, Any]) -> StepRecord:
 def _change(table: Mapping[str, Any]) -> MaskChange:
     return MaskChange(
         name=sys.intern(_str(table["name"])),
-        target=_optional(_float, table["target"]),
+        target=_optional(_level, table["target"]),
         threshold=_optional(_float, table["threshold"]),
         scores=(),
         blocks=_count(table["blocks"]),
@@ -314,8 +314,11 @@ def _stats(table: Mapping[str, Any]) -> TableStats:
         sharding=_str(table["sharding"]),
         shards=_count(table["shards"]),
         sparse_block_shape=None if block is None else (_count(block[0]), ROW if block[1] == ROW else _count(block[1])),
-        target=_optional(_float, table["target"]),
-        **{name: _count(table[name]) for name in ("blocks", "removed_blocks", "mask_bytes", "table_bytes", "kept_bytes")},
+        target=_optional(_level, table["target"]),
+        **{
+            name: _count(table[name])
+            for name in ("blocks", "removed_blocks", "mask_bytes", "table_bytes", "kept_bytes")
+        },
     )
 
 
@@ -342,8 +345,14 @@ def _float(value: Any) -> float:
 
 
 def _seconds(value: Any) -> float:
-    if not 0 <= _float(value) < _LONGEST_TIME:
-        raise ValueError(f"{value!r} is not a number of seconds in [0, {_LONGEST_TIME:g})")
+    if not 0 <= _float(value) < _LARGEST:
+        raise ValueError(f"{value!r} is not a number of seconds in [0, {_LARGEST:g})")
+    return float(value)
+
+
+def _level(value: Any) -> float:
+    if abs(_float(value)) >= _LARGEST:
+        raise ValueError(f"{value!r} is not a level")
     return float(value)
 
 

@@ -1,23 +1,22 @@
-"""What happened in a run, written down while it trains?
+"""Log of a run, written while it trains: :class:`RunLog` appends lines of JSON to a folder, on rank 0.
 
-A :class:`RunLog` writes lines of JSON into a folder, on rank 0; other ranks only take part in what is collective. What
-is counted over ranks travels with the due steps' own messages (:mod:`dist_sparse.sparsifiers.recorder`), so the line of
-a due step is written one due step later, and the last one by :meth:`RunLog.close`.
+Other ranks take part in collectives only. Counts over ranks travel with the messages of mask updates
+(:mod:`dist_sparse.sparsifiers.recorder`), so the line of an update is written one update later, the last one by
+:meth:`RunLog.close`.
 
-``run.json`` says what the run is; every line of ``log.jsonl`` has a ``kind``:
+``run.json`` describes the run. Every line of ``log.jsonl`` has a ``kind``:
 
-- ``values``: ``step``, ``seconds`` since the start, and ``values``, what :meth:`RunLog.step` was given;
-- ``masks``: what the due step at ``step`` did: its ``number``, ``seconds``, ``collectives``, ``bytes`` (of rank 0), and
-  for each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.recorder.MaskChange` but ``scores``, and
+- ``values``: ``step``, ``seconds`` since the start, and the ``values`` passed to :meth:`RunLog.step`;
+- ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes`` (of rank 0), and for
+  each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.recorder.MaskChange` without ``scores``, with
   ``sparsity`` and ``churn``;
-- ``scores``: the histograms of those ``tables`` where a newer one is worth showing than what was written before
-  (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets an octave from the score ``low`` up;
-- ``resumed``: the first line of another session, when it ``started``;
-- ``end``: ``tables``, as :class:`~dist_sparse.TableStats` has them and with their ``dead_rows``, and where the
-  ``seconds`` went.
+- ``scores``: histograms of those ``tables`` that have a better one than was written before
+  (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets per octave from the score ``low`` up;
+- ``resumed``: first line of another session, with the time that it ``started``;
+- ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, and ``seconds`` by cause.
 
-Nothing that goes wrong while writing (a full disk, a sink) stops a rank: the others would wait for it. It is a warning,
-once, and that output ends there. :mod:`dist_sparse.report.folder` writes and reads the files.
+A failure to write (a full disk, a sink) never stops a rank, because the others would wait for it: it is one warning,
+and that output ends there. :mod:`dist_sparse.report.folder` writes and reads the files.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ import numbers
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,51 +37,66 @@ from torch import Tensor
 from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.report.folder import RUN, check_config, check_log, open_log
+from dist_sparse.report.folder import RUN, LogFile, check_config, check_log, open_log
 from dist_sparse.report.histograms import Latest, scored
+from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.recorder import MaskChange, Recorder, StepRecord
+from dist_sparse.text import shortened
 
-__all__ = ["RUN", "RunLog", "Sink", "table_json"]
+__all__ = ["RUN", "RunLog", "Sink"]
 
 _NOTED = (*(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores"), "sparsity", "churn")
 _SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} | {"regrown": "regrown_blocks"}
-"""What sinks get of it, and by which name."""
-
-_T = TypeVar("_T")
+"""What sinks get of a mask update: name of the scalar, name of the field."""
 
 
 class Sink(Protocol):
-    """Where else numbers go."""
+    """Receiver of a run's numbers, such as TensorBoard."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the values of one step, by name."""
+        """Take the values of one step, by name."""
         ...
 
     def close(self) -> None:
-        """No more come."""
+        """Finish: no more values follow."""
         ...
 
 
 class RunLog:
-    """The log of one run. Collective where it says so: every rank must make one, with the same sparsifier or none.
+    """Log of one run. Every rank must make one, with the same sparsifier or none. Collective: 32 bytes, twice.
 
     Args:
-        folder: made if need be.
-        sparsifier: whose due steps are noted, from now on; a recorder is attached to it until the log is closed. One
-            log at a time.
-        enforcer: whose time is noted at the end.
-        config: what is worth knowing of the run, JSON-able; kept in ``run.json``.
-        sinks: take every number too, on rank 0 (:mod:`dist_sparse.report.sinks`).
-        resume: goes on with the log that is in the folder.
-        scores_every: due steps from one writing of score histograms to the next, >= 1. Of each table the last one that
-            is worth showing is written, also when the log is closed.
+        folder: created if missing. One RunLog at a time writes to it; its files are readable by the user only.
+        sparsifier: log its mask updates from now on. A recorder is attached to it until the log is closed; one log at a
+            time.
+        enforcer: log its time at the end.
+        config: JSON-able description of the run, written to ``run.json``.
+        sinks: receive every number too, on rank 0 (:mod:`dist_sparse.report.sinks`).
+        resume: continue the log in the folder, if there is one.
+        scores_every: mask updates between two writings of score histograms, >= 1. One histogram per table is kept, also
+            when the log is closed (:mod:`dist_sparse.report.histograms`).
 
     Raises:
-        ValueError: the folder has a log and ``resume`` is False, or another format; ``config`` is not JSON; an argument
-            is of another type, or ``scores_every`` no such number; on every rank, and nothing is written. OSError: rank
-            0 can't write there; a ValueError on several ranks. Collective: 32 bytes, twice.
+        ValueError: the folder has a log and ``resume`` is False, or a log of another format, or one that another RunLog
+            is writing; ``config`` is not JSON; an argument is invalid. On every rank; nothing is written.
+        OSError: rank 0 can't write there; on several ranks a ValueError.
+
+    Example::
+
+        >>> import tempfile
+        >>> import torch
+        >>> from dist_sparse import ROW, DataNormSparsifier, RunLog
+        >>> from dist_sparse.report import read_run
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+        >>> _ = sparsifier.add_model(torch.nn.ModuleDict({"item": torch.nn.EmbeddingBag(100, 8)}))
+        >>> folder = tempfile.mkdtemp()
+        >>> with RunLog(folder, sparsifier, config={"lr": 0.1}) as log:
+        ...     for step in range(3):
+        ...         sparsifier.step()
+        ...         log.step(step, loss=torch.tensor(0.5))
+        >>> read_run(folder).tables[0].removed_blocks
+        50
     """
 
     def __init__(
@@ -96,19 +110,20 @@ class RunLog:
         resume: bool = False,
         scores_every: int = 10,
     ) -> None:
-        speaks = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-
-        def checked() -> tuple[Path, Any, tuple[Sink, ...], int]:
+        world = group_over(world_ranks())
+        self._writes = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        self._file: LogFile | None = None
+        with world.agreeing("RunLog()"):
             _check_kinds(sparsifier, enforcer, config, resume)
-            path, listed = _path(folder), _listed(sinks)
-            if speaks:
-                check_log(path, resume)
-            return path, check_config(config or {}), listed, integer("scores_every", scores_every, least=1)
-
-        self.folder, known, listed, self._scores_every = _on_all(checked)
-        # Only now, when no rank refuses its arguments, may rank 0 write.
-        self._file = _on_all(lambda: open_log(self.folder, known) if speaks else None)
-        self._speaks, self._sinks = speaks, listed if speaks else ()
+            self.folder, listed = _path(folder), _listed(sinks)
+            if self._writes:
+                check_log(self.folder, resume)
+            known = check_config(config or {})
+            self._scores_every = integer("scores_every", scores_every, least=1)
+        with world.agreeing("RunLog()"):  # only now, when no rank refuses its arguments, may rank 0 write
+            if self._writes:
+                self._file = open_log(self.folder, known, resume)
+        self._sinks = listed if self._writes else ()
         self._sparsifier, self._enforcer = sparsifier, enforcer
         self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
         self._recorder: Recorder | None = None
@@ -123,37 +138,44 @@ class RunLog:
         self._last, self._closed = -1, False
 
     def step(self, step: int, **values: float | Tensor | None) -> None:
-        """Notes the values of one training step, after ``sparsifier.step()``. Local.
+        """Log the values of one training step, after ``sparsifier.step()``. Local.
 
-        What happened in due steps since the last call is noted at this step.
+        Mask updates since the last call are logged at this step.
 
         Args:
-            step: counts up, from call to call.
-            **values: numbers or tensors of one (reading one of a GPU waits for it), such as ``loss=``; None is left
-                out. Those of rank 0 are written.
+            step: larger than in the last call.
+            **values: numbers or one-element tensors, such as ``loss=``; None is left out. Reading a tensor of a GPU
+                waits for it. Those of rank 0 are written.
 
         Raises:
-            ValueError: ``step`` is no int, or not larger than the last one; a value is not a number; the log is closed.
+            ValueError: ``step`` is not an int or not larger than the last one, a value is not a number, or the log is
+                closed.
         """
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
-        step = _step(step, self._last)
+        step = integer("step", step, least=0, most=2**63 - 1)
+        if step <= self._last:
+            raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
         given = {name: value for name, value in values.items() if value is not None}
-        for name, value in given.items():  # on every rank: an error on rank 0 alone would leave the others waiting
+        for name, value in given.items():  # on every rank: after an error on rank 0 alone the others would wait for it
             _check(name, value)
         self._last = step
         if self._recorder is not None:
             self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
             self._seen = self._recorder.count
             self._write_masks(self._recorder.take())
-        if self._speaks and given:
+        if self._writes and given:
             known = {name: _float(value) for name, value in given.items()}
             self._write({"kind": "values", "step": step, "seconds": self._elapsed(), "values": known})
             self._tell(step, known)
 
     def close(self) -> None:
-        """Writes what is left, and how the tables stand in the end, and detaches its recorder; more calls do nothing.
-        Collective, like ``table_stats()`` and ``dead_rows()``."""
+        """Write what is left and the state of all tables, and detach the recorder. Further calls do nothing.
+
+        Collective, like ``table_stats()`` and ``dead_rows()``.
+        """
+        if self._closed:
+            return
         try:
             self._write_end()
         finally:
@@ -179,7 +201,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes; after an exception without what is collective, since other ranks may not come."""
+        """Close; after an exception without collectives, because other ranks may not have one."""
         if error is None:
             self.close()
         else:
@@ -188,7 +210,7 @@ class RunLog:
     def _shut(self) -> None:
         self._closed = True
         if self._attached and self._sparsifier is not None:
-            self._sparsifier.stop_recording()  # nobody would take what it goes on counting
+            self._sparsifier.stop_recording()
         self._attached, self._recorder = False, None
         self._write_scores()
         if self._file is not None:
@@ -216,16 +238,16 @@ class RunLog:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = tuple(other for other in self._sinks if other is not sink)
-        said = f"{type(sink).__name__} failed ({type(error).__name__}: {error}): it gets no more."
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        message = f"{type(sink).__name__} failed ({type(error).__name__}: {error}): it gets no more values."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _write_masks(self, records: Sequence[StepRecord]) -> None:
         for record in records:
             if record.number <= self._before:
-                continue  # of a log before this one, or of nobody's
+                continue  # an update before this log was made
             step = self._steps_of.pop(record.number, self._last)
             self._masks_seconds += record.seconds
-            if not self._speaks:
+            if not self._writes:
                 continue
             tables = [{name: getattr(change, name) for name in _NOTED} for change in record.tables]
             line = {name: getattr(record, name) for name in ("number", "seconds", "collectives", "bytes")}
@@ -246,25 +268,6 @@ class RunLog:
         self._unwritten.clear()
         if tables:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
-
-
-def _on_all(do: Callable[[], _T]) -> _T:
-    """What ``do`` gives on this rank; an error on one rank is one on all. Collective."""
-    done: list[_T] = []
-    error: Exception | None = None
-    try:
-        done.append(do())
-    except Exception as fault:
-        error = fault
-    group_over(world_ranks()).agree("RunLog()", {}, error)
-    return done[0]
-
-
-def _step(step: int, last: int) -> int:
-    known = integer("step", step, least=0, most=2**63 - 1)
-    if not known > last:
-        raise ValueError(f"Invalid {step=}: the last one was {last}.")
-    return known
 
 
 def _check_kinds(sparsifier: object, enforcer: object, config: object, resume: object) -> None:
@@ -297,13 +300,13 @@ def _listed(sinks: object) -> tuple[Sink, ...]:
 
 
 def _check(name: str, value: object) -> None:
-    """Refuses what is no number, without reading a tensor."""
+    """Refuse everything but numbers and one-element tensors, without reading a tensor."""
     if isinstance(value, Tensor):
         fits = value.numel() == 1 and not value.is_complex() and not value.is_meta
-    else:  # those of NumPy too
+    else:
         fits = not isinstance(value, bool) and isinstance(value, numbers.Real) and _is_float(value)
     if not fits:
-        raise ValueError(f"Invalid {name}={value!r}: must be a number or a tensor of one.")
+        raise ValueError(f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor.")
 
 
 def _float(value: float | Tensor) -> float:
@@ -316,8 +319,3 @@ def _is_float(value: numbers.Real) -> bool:
     except OverflowError:
         return False
     return True
-
-
-def table_json(stats: TableStats) -> dict[str, Any]:
-    """The counts of one table as JSON-able values: its fields and ``sparsity``."""
-    return {**dataclasses.asdict(stats), "dtype": str(stats.dtype).removeprefix("torch."), "sparsity": stats.sparsity}

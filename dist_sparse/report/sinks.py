@@ -1,4 +1,4 @@
-"""Where else do the numbers of a run go? TensorBoard and Weights & Biases, each behind a few lines."""
+"""Sinks of a :class:`~dist_sparse.RunLog`: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ __all__ = ["TensorBoardSink", "WandbSink"]
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard.
+    """Writes event files for TensorBoard.
 
     Args:
-        folder: for the files.
+        folder: of the files.
 
     Raises:
         ImportError: tensorboard is not installed.
+
+    Example::
+
+        >>> import tempfile
+        >>> from dist_sparse import RunLog
+        >>> from dist_sparse.report import TensorBoardSink
+        >>> with RunLog(tempfile.mkdtemp(), sinks=[TensorBoardSink(tempfile.mkdtemp())]) as log:
+        ...     log.step(0, loss=0.5)
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -27,20 +35,32 @@ class TensorBoardSink:
         self._writer: Any = SummaryWriter(str(folder))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar a name."""
+        """Write one scalar per name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is buffered."""
+        """Write what is buffered and close the files."""
         self._writer.close()
 
 
 class WandbSink:
-    """A run of Weights & Biases.
+    """Logs to a run of Weights & Biases.
 
     Args:
-        run: what ``wandb.init()`` gave; it stays the caller's, who finishes it.
+        run: returned by ``wandb.init()``; the caller finishes it.
+
+    Raises:
+        ValueError: ``run`` has no ``log()``.
+
+    Example::
+
+        >>> from dist_sparse.report import WandbSink
+        >>> class Run:  # stands for wandb.init()
+        ...     def log(self, values):
+        ...         print(values)
+        >>> WandbSink(Run()).scalars(7, {"loss": 0.5})
+        {'step': 7, 'loss': 0.5}
     """
 
     def __init__(self, run: Any) -> None:
@@ -49,9 +69,8 @@ class WandbSink:
         self._run = run
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One ``log`` a step. The step goes along as a value: W&B refuses steps that go back, and the line of a due
-        step comes one due step late."""
+        """Log once per step. The step is a value: W&B ignores steps that decrease, and a mask update is logged late."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Nothing: the run is the caller's."""
+        """Do nothing: the caller finishes the run."""

@@ -117,7 +117,7 @@ def model(tmp_path: Path) -> str:
 def test_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{model}:two", "--level", "0.8", "--batches", "2"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("sparsity level 0.8, blocks 1 x ROW, L2; a dry run") and "lookups in 2 batches" in out
+    assert out.startswith("sparsity level 0.8, blocks row, L2; a dry run") and "lookups in 2 batches" in out
     words = ["--keep", "3 KiB", "--block", "1x4", "--norm", "L1", "--exclude", "it*", "--json"]
     assert main(["plan", f"{model}:two", *words]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Does the doctor find what is wrong, and give the command that mends it? The probes are real processes."""
+"""Does the doctor find what is wrong, and give the command that fixes it? The probes are real processes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_this_machine() -> None:
     status = {each.what: each.status for each in answer.findings}
     assert answer.can_train, str(answer)
     assert status["versions fit"] == status["a lookup"] == status["gloo"] == "ok"
-    assert all((each.mend is None) or each.status != "ok" for each in answer.findings)
-    assert str(answer).endswith("All that is needed to train is here.")
+    assert all((each.fix is None) or each.status != "ok" for each in answer.findings)
+    assert str(answer).endswith("Everything needed to train is here.")
     said = json.loads(json.dumps(answer.to_json()))
     assert said["can_train"] and {each["what"] for each in said["findings"]} == set(status)
     assert {"torch", "torchrec"} <= set(installed())
@@ -50,18 +50,18 @@ def test_gloo_without_an_address() -> None:
     versions = {"torch": "2.13.0"}
     answer = examine(versions, {**os.environ, "GLOO_SOCKET_IFNAME": "none0"}, cuda=False)
     gloo = next(each for each in answer.findings if each.what == "gloo")
-    assert gloo.status == "wrong" and "none0" in gloo.says and gloo.mend == "export GLOO_SOCKET_IFNAME=lo"
+    assert gloo.status == "wrong" and "none0" in gloo.says and gloo.fix == "export GLOO_SOCKET_IFNAME=lo"
     assert not answer.can_train
     assert "This can't train: torchrec, fbgemm, gloo." in str(answer)
 
 
 @pytest.mark.usefixtures("no_probes")
 @pytest.mark.parametrize(
-    ("versions", "what", "status", "says", "mend"),
+    ("versions", "what", "status", "says", "fix"),
     [
         ({"torch": "2.13.0"}, "torchrec", "missing", "not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"'),
         ({"torch": "2.12.1"}, "fbgemm", "missing", "not installed", '"fbgemm-gpu-cpu==1.7.*" "torchrec==1.7.*"'),
-        ({"torch": "2.10.0"}, "torch", "wrong", "2.10.0 is older than torch>=2.11", 'install "torch==2.13.*" --extra'),
+        ({"torch": "2.10.0"}, "torch", "wrong", "2.10.0 is too old: torch>=2.11", 'install "torch==2.13.*" --extra'),
         ({}, "torch", "missing", "not installed", 'install "torch==2.13.*" --extra'),
         ({**GOOD, "torch": "2.14.0"}, "versions fit", "wrong", "torchrec 1.8.0 needs 2.13.*", '"torch==2.13.*"'),
         (
@@ -79,15 +79,15 @@ def test_gloo_without_an_address() -> None:
             "both installed",
             "uninstall -y fbgemm-gpu fbgemm-gpu-cpu && ",
         ),
-        ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is older than", '"tensorboard>=2.16"'),
+        ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is too old", '"tensorboard>=2.16"'),
         (GOOD, "matplotlib", "missing", "not installed; for pictures", '-m pip install "matplotlib>=3.8"'),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_packages(versions: dict[str, str], what: str, status: str, says: str, mend: str) -> None:
+def test_packages(versions: dict[str, str], what: str, status: str, says: str, fix: str) -> None:
     each = found(versions)[what]
     assert each.status == status and says in each.says, each
-    assert each.mend is not None and mend in each.mend, each
+    assert each.fix is not None and fix in each.fix, each
 
 
 @pytest.mark.usefixtures("no_probes")
@@ -105,17 +105,17 @@ def test_packages(versions: dict[str, str], what: str, status: str, says: str, m
 def test_torch_fits_the_torchrec_that_is_here(versions: dict[str, str], torch: str, release: str | None) -> None:
     """What the commands install goes together, in whatever order they run."""
     answer = found(versions)
-    mends = [str(answer[what].mend) for what in ("torch", "torchrec", "fbgemm") if answer[what].status != "ok"]
-    assert f'install "torch=={torch}.*"' in mends[0]
-    assert set(re.findall(r'"torch==([\d.]+)\.\*', " ".join(mends))) == {torch}
-    assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(mends))) == ({release} if release else set())
+    fixes = [str(answer[what].fix) for what in ("torch", "torchrec", "fbgemm") if answer[what].status != "ok"]
+    assert f'install "torch=={torch}.*"' in fixes[0]
+    assert set(re.findall(r'"torch==([\d.]+)\.\*', " ".join(fixes))) == {torch}
+    assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(fixes))) == ({release} if release else set())
 
 
 @pytest.mark.usefixtures("no_probes")
 def test_a_torch_without_nccl_is_replaced_by_its_own_release() -> None:
     trio = {"torch": "2.12.1", "torchrec": "1.7.0", "fbgemm-gpu": "1.7.0"}
-    mend = {each.what: each for each in examine(trio, {}, cuda=True).findings}["nccl"].mend
-    assert mend is not None and '--force-reinstall "torch==2.12.*"' in mend
+    fix = {each.what: each for each in examine(trio, {}, cuda=True).findings}["nccl"].fix
+    assert fix is not None and '--force-reinstall "torch==2.12.*"' in fix
 
 
 @pytest.mark.usefixtures("no_probes")
@@ -131,8 +131,8 @@ def test_a_good_mix_needs_nothing_more() -> None:
 def test_a_gpu_asks_for_more() -> None:
     each = {each.what: each for each in examine(GOOD, {}, cuda=True).findings}
     assert each["fbgemm"].status == "wrong" and "no CUDA kernels" in each["fbgemm"].says
-    assert each["fbgemm"].mend is not None
-    assert each["fbgemm"].mend.endswith('pip install "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
+    assert each["fbgemm"].fix is not None
+    assert each["fbgemm"].fix.endswith('pip install "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
     assert each["nccl"].needed and each["triton"].needed and not each["gloo"].needed
     alone = {each.what: each for each in examine({**GOOD, "fbgemm-gpu": "1.8.0"}, {}, cuda=False).findings}
     assert not alone["nccl"].needed and not alone["triton"].needed and alone["gloo"].needed
@@ -142,7 +142,7 @@ def test_a_gpu_asks_for_more() -> None:
 def test_a_driver_whose_gpu_torch_does_not_see(
     build: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To pip a torch for CPUs satisfies the version: it has to go first. No install mends one that is for CUDA."""
+    """To pip a torch for CPUs satisfies the version: it has to go first. No install fixes one that is for CUDA."""
     (tmp_path / "nvidia-smi").write_text("")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -151,10 +151,10 @@ def test_a_driver_whose_gpu_torch_does_not_see(
     cuda = found()["cuda"]
     assert cuda.status == "wrong" and f"for {f'CUDA {build}' if build else 'CPUs'}, sees no GPU" in cuda.says
     if build is None:
-        assert cuda.mend is not None and "uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu && " in cuda.mend
-        assert cuda.mend.endswith('install "torch==2.13.*" --extra-index-url URL "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
+        assert cuda.fix is not None and "uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu && " in cuda.fix
+        assert cuda.fix.endswith('install "torch==2.13.*" --extra-index-url URL "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
     else:
-        assert cuda.mend is None
+        assert cuda.fix is None
 
 
 @pytest.mark.usefixtures("no_probes")
@@ -168,13 +168,13 @@ def test_a_host_name_that_no_name_server_could_know(monkeypatch: pytest.MonkeyPa
 def test_variables() -> None:
     folder = os.path.dirname(sys.executable)
     few = found(PATH="")
-    assert few["torchrun"].status == "missing" and few["torchrun"].mend == f"export PATH={folder}:$PATH"
-    assert (few["PYTHONHASHSEED"].status, few["PYTHONHASHSEED"].mend) == ("missing", "export PYTHONHASHSEED=0")
+    assert few["torchrun"].status == "missing" and few["torchrun"].fix == f"export PATH={folder}:$PATH"
+    assert (few["PYTHONHASHSEED"].status, few["PYTHONHASHSEED"].fix) == ("missing", "export PYTHONHASHSEED=0")
     assert few["PET_ variables"].status == "ok"
     full = found(PATH=folder, PYTHONHASHSEED="0", PET_NNODES="2", PET_STANDALONE="1")
     assert full["torchrun"].status == full["PYTHONHASHSEED"].status == "ok"
     assert full["PET_ variables"].status == "wrong"
-    assert full["PET_ variables"].mend == "unset PET_NNODES PET_STANDALONE"
+    assert full["PET_ variables"].fix == "unset PET_NNODES PET_STANDALONE"
     assert found(PYTHONHASHSEED="random")["PYTHONHASHSEED"].status == "wrong"
 
 
@@ -188,13 +188,23 @@ def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.fails("import time; time.sleep(60)", os.environ) == "did not end within 1 s"
 
 
+@pytest.mark.parametrize("name", ["json", "torch", "sitecustomize"])
+def test_the_current_folder_is_not_imported_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder from a stranger: nothing in it runs, and nothing in it is taken for torch."""
+    (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\nraise ImportError('not the real one')\n")
+    monkeypatch.chdir(tmp_path)
+    found = probes.ask_torch({key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
+    assert found.fault is None and found.version.startswith("2.")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_does_not_load_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with operators that were built for another torch: here a lookup that kills its process."""
     monkeypatch.setattr(doctor, "LOOKUP", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setattr(doctor, "GLOO", "pass")
     lookup = found()["a lookup"]
     assert lookup.status == "wrong" and "SIGSEGV" in lookup.says
-    assert lookup.mend is not None and "--force-reinstall --no-deps" in lookup.mend
+    assert lookup.fix is not None and "--force-reinstall --no-deps" in lookup.fix
 
 
 BROKEN = {
@@ -239,10 +249,10 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
 @pytest.mark.usefixtures("no_probes")
 def test_torchx_goes_beside_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    mend = found()["torchx"].mend
-    assert mend is not None
+    fix = found()["torchx"].fix
+    assert fix is not None
     command = "install --no-deps --target torchx-only -r requirements/torchx.txt"
-    assert mend.endswith(f"-m pip {command}") and command in Path("docs/launching.md").read_text()
+    assert fix.endswith(f"-m pip {command}") and command in Path("docs/launching.md").read_text()
 
 
 def test_only_what_is_needed_decides() -> None:
@@ -253,5 +263,5 @@ def test_only_what_is_needed_decides() -> None:
     assert diagnosis(status="wrong", needed=False).can_train
     assert not diagnosis(status="wrong", needed=True).can_train
     assert not diagnosis(status="missing", needed=True).can_train
-    text = str(diagnosis(status="missing", needed=True, mend="install x --index-url URL"))
+    text = str(diagnosis(status="missing", needed=True, fix="install x --index-url URL"))
     assert "  x: install x --index-url URL" in text and "URL is that of PyTorch's package index" in text

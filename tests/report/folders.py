@@ -1,15 +1,17 @@
-"""How do tests come by the folder of a run? By training for real, or by writing lines as a RunLog would."""
+"""Folders of runs for tests: real ones, and lines written as a RunLog writes them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dist_sparse.report.folder import LINES, RUN
 
-__all__ = ["DRIVING", "HOSTILE", "edit", "write_many"]
+__all__ = ["DRIVING", "HOSTILE", "edit", "full_disk", "write_many"]
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'&$x$"
 
@@ -22,6 +24,17 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> No
     file = folder / LINES
     lines = [json.dumps(change(json.loads(line))) for line in file.read_text().splitlines()]
     file.write_text("".join(line + "\n" for line in lines))
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of this process can grow beyond ``room`` bytes: a write fails as on a full disk (EFBIG for ENOSPC)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def write_many(folder: Path, tables: int, due: int, steps: int, ends: bool = True) -> None:

@@ -76,7 +76,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_can_be_read(browser: Browser, report: Path, width: int, dark: bool) -> None:
     browser.open(report, width, dark=dark)
     found = numbers(read_run(report.parent))
-    assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0 %"
+    assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0%"
     assert float(browser.value("document.getElementById('head-bytes').dataset.value")) == found["bytes_kept"]
     box = browser.value(
         "(({x, width, height}) => [x, width, height])(document.querySelector('.plot').getBoundingClientRect())"
@@ -114,7 +114,7 @@ def test_lines_are_where_their_numbers_are(browser: Browser, report: Path) -> No
 
 def test_without_scripts_all_is_there(browser: Browser, report: Path) -> None:
     browser.open(report, 1280, script=False)
-    assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0 %"
+    assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0%"
     assert browser.value("document.querySelectorAll('th button').length") == 0
     assert browser.value("document.querySelectorAll('table:has([data-key]) tbody tr').length") == 40
 
@@ -147,4 +147,4 @@ def test_a_pointer_shows_numbers(browser: Browser, report: Path) -> None:
     )
     browser.point(box[0] - 5, box[1] + 60)
     [said] = browser.value(tips)
-    assert said.splitlines()[:3] == ["step 299", "all blocks: 50.0 %", "target: 50.0 %"]
+    assert said.splitlines()[:3] == ["step 299", "all blocks: 50.0%", "target: 50.0%"]

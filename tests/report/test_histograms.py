@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dist_sparse import DataNormSparsifier, RunLog
+from dist_sparse.report.charts import ScoreChart, charts
 from dist_sparse.report.folder import LINES, read_lines
 from dist_sparse.report.histograms import Latest, Scored, bucket_of, edge_of
 from dist_sparse.report.run import read_run
-from dist_sparse.report.scores import score_charts
 from tests.report.folders import write_many
 from tests.report.test_run_log import train
 
@@ -65,7 +65,7 @@ def test_a_bucket_and_its_edge(score: float) -> None:
     bucket = bucket_of(score)
     assert bucket_of(edge_of(bucket)) == bucket and edge_of(bucket) <= score <= edge_of(bucket + 1)
     for bad in (0.0, -1.0, math.inf, math.nan, 1e300):
-        with pytest.raises(ValueError, match="is no"):
+        with pytest.raises(ValueError, match="is not"):
             bucket_of(bad)
 
 
@@ -90,7 +90,7 @@ def test_what_is_read_is_what_was_counted(tmp_path: Path) -> None:
         low, high = edge_of(read.first + place), edge_of(read.first + place + 1)
         assert number == int(((scores >= low) & (scores < high)).sum())
     assert int((scores <= read.threshold).sum()) == 200
-    [chart] = score_charts(read_run(tmp_path))
+    [chart] = [one for one in charts(read_run(tmp_path)) if isinstance(one, ScoreChart)]
     assert sum(piece.blocks for piece in chart.bins) == 400 and chart.zeros == 0
 
 
@@ -115,7 +115,7 @@ def test_a_log_that_has_scores_at_every_due_step(tmp_path: Path) -> None:
     }
     assert all(sum(table.counts) == table.blocks - 100 for table in run.scores.values())
     assert all(edge_of(table.first) == 0.5 and len(table.counts) == 9 for table in run.scores.values())
-    assert len(score_charts(run)) == 3
+    assert len([one for one in charts(run) if isinstance(one, ScoreChart)]) == 3
 
 
 def test_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
@@ -169,19 +169,19 @@ def test_an_older_histogram_when_newer_steps_are_done_again(tmp_path: Path) -> N
 def test_what_a_note_says_of_later_due_steps(tmp_path: Path) -> None:
     """A run that is killed loses the histograms since the last writing; one that moves nothing has no more to show."""
     lost, little = (
-        " The histograms of later due steps were not written.",
-        " Later due steps removed less than 1 % more each.",
+        " The histograms of later mask updates were not written.",
+        " Later mask updates pruned less than 1% more each.",
     )
     steps_at(tmp_path / "rising", [0.02 * step for step in range(1, 26)])
-    [chart] = score_charts(read_run(tmp_path / "rising"))
-    assert "at step 24;" in chart.note and chart.note.endswith("it goes.")
+    [chart] = [one for one in charts(read_run(tmp_path / "rising")) if isinstance(one, ScoreChart)]
+    assert "at step 24;" in chart.note and chart.note.endswith("are pruned.")
     lines = (tmp_path / "rising" / LINES).read_text().splitlines(keepends=True)
     last = max(place for place, line in enumerate(lines) if '"scores"' in line)
     (tmp_path / "rising" / LINES).write_text("".join(lines[:last]))
-    [chart] = score_charts(read_run(tmp_path / "rising"))
+    [chart] = [one for one in charts(read_run(tmp_path / "rising")) if isinstance(one, ScoreChart)]
     assert "at step 20;" in chart.note and chart.note.endswith(lost)
     steps_at(tmp_path / "still", [0.5] * 12)
-    [chart] = score_charts(read_run(tmp_path / "still"))
+    [chart] = [one for one in charts(read_run(tmp_path / "still")) if isinstance(one, ScoreChart)]
     assert "at step 0;" in chart.note and chart.note.endswith(little)
 
 
@@ -194,7 +194,7 @@ def test_scores_that_nobody_writes(tmp_path: Path, wrong: dict[str, Any]) -> Non
     said = {"step": 6, "name": "weight", "threshold": 0.5, "blocks": 1000, "removed_blocks": 500} | _COUNTS | wrong
     with (tmp_path / LINES).open("a") as held:
         held.write(json.dumps({"kind": "scores", "step": 6, "tables": [said]}) + "\n")
-    with pytest.raises(ValueError, match=r"line \d+ is none that RunLog writes"):
+    with pytest.raises(ValueError, match=r"line \d+ is not one that RunLog writes"):
         read_run(tmp_path)
 
 

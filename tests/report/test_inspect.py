@@ -9,11 +9,10 @@ from torch import nn
 
 from dist_sparse import ROW, DataNormSparsifier, describe
 from dist_sparse.report.folder import LINES
-from dist_sparse.report.inspect import inspect_json, inspect_text
 from dist_sparse.report.plan import plan
 from dist_sparse.report.run import read_run
 from dist_sparse.report.run_log import RunLog
-from dist_sparse.report.summary import summary
+from dist_sparse.report.summary import inspect_json, inspect_text, summary
 from tests.report.folders import DRIVING, edit
 from tests.report.test_run_log import train
 
@@ -29,10 +28,10 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     text = inspect_text(run)
     assert f"{tmp_path / 'run'}: started {run.started} on 1 rank; python " in text
     assert "The run ended at step 8." in text
-    row = [stats.name, "20", "x", "4", "float32", stats.sharding, "1", "x", "ROW", "20", "0.5000", "0.5000", "10"]
+    row = [stats.name, "20", "x", "4", "float32", stats.sharding, "row", "20", "0.5000", "0.5000", "10"]
     assert cells(text, stats.name) == [*row, "0.000", "0.000", "0.000"]
     assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "10", "0.000", "0.000", "0.000"]
-    assert "due steps: 3" in text and '  block: [1, "ROW"]' in text and "  lr: 0.1" in text
+    assert "mask updates: 3" in text and '  block: [1, "ROW"]' in text and "  lr: 0.1" in text
     said = json.loads(json.dumps(inspect_json(run)))
     assert said["config"] == {"lr": 0.1, "block": [1, "ROW"]} and said["world"] == 1
     [table] = said["tables"]
@@ -87,5 +86,5 @@ def test_a_table_as_it_stood_in_the_end(tmp_path: Path) -> None:
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     RunLog(tmp_path)
     text = inspect_text(read_run(tmp_path))
-    assert "before its first line" in text and "due steps: 0" in text
+    assert "before its first line" in text and "mask updates: 0" in text
     assert "table" not in text and "config:" not in text

@@ -13,15 +13,14 @@ import pytest
 
 from dist_sparse import RunLog
 from dist_sparse.cli.main import main
-from dist_sparse.report.charts import BarChart, LineChart, charts
+from dist_sparse.report.charts import BarChart, LineChart, ScoreChart, charts
 from dist_sparse.report.drawing import log_ticks, ticks
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page, write_report
 from dist_sparse.report.png import figure
 from dist_sparse.report.run import Run, read_run
-from dist_sparse.report.scores import ScoreChart
-from dist_sparse.report.words import amount, duration, number_of, percent, size
-from tests.report.folders import DRIVING, HOSTILE, edit, write_many
+from dist_sparse.text import amount, duration, number_of, percent, size
+from tests.report.folders import DRIVING, HOSTILE, edit, full_disk, write_many
 from tests.report.test_run_log import train
 
 VOID = {"meta", "img", "br", "link", "hr"}
@@ -78,7 +77,7 @@ def test_the_page_says_what_the_run_did(folder: Path) -> None:
     titles = {attrs.get("id") for tag, attrs in shown.tags if tag == "figure"}
     assert titles == {"sparsity", "value_loss", "value_auc", "bytes", "churn", "dead_rows", "scores_1", "time"}
     text = " ".join(shown.words)
-    for said in ("50.0 %", "160 B", "dense", "The run ended at step 8.", '"lr": 0.1', "20 x 4"):
+    for said in ("50.0%", "160 B", "dense", "The run ended at step 8.", '"lr": 0.1', "20 x 4"):
         assert said in text
 
 
@@ -152,7 +151,7 @@ def test_a_run_that_has_not_ended_is_shown_as_far_as_it_went(folder: Path) -> No
         (folder / LINES).write_text("".join(lines[:kept]))
         text = page_of(read_run(folder))
         assert 'class="warn"' in text and Page(text)
-    assert "Blocks kept" in text and "failed, or is still going" in text
+    assert "Blocks kept" in text and "failed or still runs" in text
 
 
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
@@ -216,9 +215,9 @@ def test_without_matplotlib_nothing_is_written(
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--no-png"]) == 0
     said = capsys.readouterr().out
-    assert "50.0 % of 20 blocks" in said and str(folder / "report.html") in said
+    assert "50.0% of 20 blocks" in said and str(folder / "report.html") in said
     assert (
-        len({line.find(text) for line in said.splitlines() for text in ("50.0 % of", str(folder / "rep"))} - {-1}) == 1
+        len({line.find(text) for line in said.splitlines() for text in ("50.0% of", str(folder / "rep"))} - {-1}) == 1
     )
     assert main(["report", str(folder), "--no-png", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
@@ -278,8 +277,16 @@ def test_values_at_the_ends_of_float64(steps: int, tmp_path: Path) -> None:
 
 
 def test_a_page_that_the_disk_has_no_room_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder), "--no-png", "--out", "/dev/full"]) == 1
-    assert "No space left on device: '/dev/full'" in capsys.readouterr().err
+    """The old report and its PNGs stay as they were, whole, also where only the last file does not fit."""
+    write_report(folder)
+    before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir() if file.is_file()}
+    largest = max(len(content) for name, (_, content) in before.items() if name.startswith("report"))
+    with full_disk(largest - 1):
+        status = main(["report", str(folder)])
+    assert status == 1 and re.search(r"File too large: '.*report.*'", capsys.readouterr().err)
+    assert before == {
+        file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir() if file.is_file()
+    }
 
 
 def test_words() -> None:
@@ -289,7 +296,7 @@ def test_words() -> None:
         *("0.6990", "1,385,728", "-1.235e-07", "0", "47.70")
     ]
     assert [percent(v) for v in (0.8, 0, 1, 0.99999, 0.0001, None)] == [
-        *("80.0 %", "0.0 %", "100.0 %", "99.9990 %", "0.01 %", "-")
+        *("80.0%", "0.0%", "100.0%", "99.9990%", "0.01%", "-")
     ]
     assert [size(v) for v in (160, 1_367_552, 6.4e12, 2**30, 1000 * 2**10)] == [
         *("160 B", "1.30 MiB", "5.82 TiB", "1.00 GiB", "0.977 MiB")

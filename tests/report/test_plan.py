@@ -170,7 +170,7 @@ def test_what_is_wrong_is_said() -> None:
 def test_for_people_and_for_programs() -> None:
     answer = plan(Two(), byte_budget=1000, batches=batches())
     text = str(answer)
-    assert text.startswith(f"sparsity level {answer.level!r}, the lowest that keeps at most 0.001 MiB, blocks 1 x ROW")
+    assert text.startswith(f"sparsity level {answer.level!r}, the lowest that keeps at most 0.001 MiB, blocks row")
     assert "40 x 8" in text and "dead rows" in text and "lookups in 4 batches" in text
     assert "dead rows" not in str(plan(Two(), level=0.5))
     said = json.loads(json.dumps(answer.to_json()))

@@ -56,7 +56,7 @@ def test_the_numbers(folder: Path) -> None:
     assert 0 < found["seconds"]["share"] < 1 and found["due_steps"] == 3
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     text = summary(read_run(folder))
-    assert "The run ended at step 8." in text and "50.0 % of 20 blocks, target 50.0 %" in text
+    assert "The run ended at step 8." in text and "50.0% of 20 blocks, target 50.0%" in text
     assert "160 B of 320 B" in text and "(dense 1)" in text
 
 
@@ -67,7 +67,7 @@ def test_a_run_that_has_not_ended(folder: Path) -> None:
     assert not run.finished and run.tables == () and run.spent.enforcement is None
     found = numbers(run)
     assert (found["sparsity"], found["bytes_dense"], found["seconds"]["share"]) == (0.5, None, None)
-    assert "without an end: the run has failed, or is still going" in status(run)
+    assert "without an end: the run failed or still runs" in status(run)
     (folder / LINES).write_text("")
     run = read_run(folder)
     assert run.last_step is None and numbers(run)["sparsity"] is None
@@ -132,13 +132,13 @@ def test_folders_without_a_run(folder: Path, tmp_path: Path) -> None:
         read_run(folder)
     shutil.copy(folder / "dense" / LINES, folder)
     (folder / RUN).write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"run\.json is not JSON"):
         read_run(folder)
     (folder / RUN).write_text('{"format": 2}')
     with pytest.raises(ValueError, match="has format 2; this release reads and writes 1"):
         read_run(folder)
     (folder / RUN).write_text('{"format": 1, "started": 7, "world": 1, "versions": {}, "config": {}}')
-    with pytest.raises(ValueError, match=r"run\.json is none that RunLog writes: .*7 is not a string"):
+    with pytest.raises(ValueError, match=r"run\.json is not one that RunLog writes: .*7 is not a string"):
         read_run(folder)
 
 
@@ -162,7 +162,7 @@ _NO_BLOCK = {"dtype": "float32", "shape": [1, 1], "name": "", "sharding": "", "s
 )
 def test_lines_that_no_run_log_writes(folder: Path, kind: str, change: dict[str, Any], says: str) -> None:
     edit(folder, lambda line: line | change if line["kind"] == kind else line)
-    with pytest.raises(ValueError, match=rf"log\.jsonl, line \d+ is none that RunLog writes: .*{says}"):
+    with pytest.raises(ValueError, match=rf"log\.jsonl, line \d+ is not one that RunLog writes: .*{says}"):
         read_run(folder)
 
 

@@ -1,0 +1,191 @@
+"""Files of a run: private, never written through links, and by one log at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_sparse import RunLog
+from dist_sparse.cli.main import main
+from dist_sparse.report import write_report
+from dist_sparse.report.folder import LINES, RUN, read_lines, replace_files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with RunLog(tmp_path / "run") as log:
+        for step in range(3):
+            log.step(step, loss=1.0 * step)
+    return tmp_path / "run"
+
+
+def mode_of(file: Path) -> int:
+    return stat.S_IMODE(file.lstat().st_mode)
+
+
+def test_a_report_is_not_written_through_links(folder: Path, tmp_path: Path) -> None:
+    """The folder of a stranger, whose links lead to files of the reader's, and to one that should not come to be."""
+    mine = tmp_path / "bashrc"
+    mine.write_text("mine")
+    (folder / "report.html").symlink_to(mine)
+    (folder / "report-value_loss.png").symlink_to(tmp_path / "new")
+    write_report(folder)
+    assert mine.read_text() == "mine" and not (tmp_path / "new").exists()
+    for name in ("report.html", "report-value_loss.png"):
+        assert (folder / name).is_file() and not (folder / name).is_symlink() and (folder / name).stat().st_size > 5_000
+    assert sorted(file.name for file in folder.iterdir()) == [LINES, "report-value_loss.png", "report.html", RUN]
+
+
+@pytest.mark.timeout(60)
+def test_a_report_is_not_written_into_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nobody reads it, that would wait for ever."""
+    os.mkfifo(folder / "report.html")
+    assert main(["report", str(folder), "--no-png"]) == 1
+    assert "report.html is not a regular file: nothing is written to it." in capsys.readouterr().err
+    assert stat.S_ISFIFO((folder / "report.html").stat().st_mode)
+
+
+@pytest.mark.parametrize("name", [LINES, RUN])
+def test_a_log_is_not_written_through_links(name: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(mine)
+    if name == LINES:
+        with pytest.raises(ValueError, match=r"log\.jsonl is not a regular file: nothing is written to it"):
+            RunLog(tmp_path / "run")
+    else:
+        RunLog(tmp_path / "run").close()
+    assert not mine.exists()
+
+
+def test_the_temporary_file_of_run_json_is_not_written_through_links(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.part").symlink_to(mine)
+    RunLog(tmp_path / "run").close()
+    assert mine.read_text() == "mine" and json.loads((tmp_path / "run" / RUN).read_text())["format"] == 1
+
+
+def test_files_are_the_users_alone(folder: Path) -> None:
+    """A config may hold what nobody else should read."""
+    (folder / "report.html").touch(0o644)
+    write_report(folder)
+    files = [file for file in folder.iterdir() if file.is_file()]
+    assert len(files) == 4 and {mode_of(file) for file in files} == {0o600}
+
+
+def test_files_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("old")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="folder is not a regular file"):
+        replace_files({tmp_path / "first": b"new", tmp_path / "folder": b"new"})
+    with pytest.raises(OSError, match=r"No such file or directory: '.*missing/second'"):
+        replace_files({tmp_path / "first": b"new", tmp_path / "missing" / "second": b"new"})
+    assert (tmp_path / "first").read_text() == "old"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "folder"]
+
+
+def test_one_log_at_a_time(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.step(0, loss=1.0)
+        with pytest.raises(ValueError, match=r"log\.jsonl is being written by another RunLog"):
+            RunLog(tmp_path, resume=True)
+        with pytest.raises(ValueError, match="holds the log of a run"):
+            RunLog(tmp_path)
+        log.step(1, loss=1.0)
+    with RunLog(tmp_path, resume=True) as log:
+        log.step(2, loss=1.0)
+    kinds = [line["kind"] for line in read_lines(tmp_path / LINES)]
+    assert kinds == ["values", "values", "end", "resumed", "values", "end"]
+
+
+STARTER = """
+import sys, time
+from dist_sparse import RunLog
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    log = RunLog(sys.argv[1])
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+else:
+    print("writes", flush=True)
+    sys.stdin.readline()
+    log.close()
+"""
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    command, env = [sys.executable, "-c", STARTER, str(folder)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_of_jobs_that_start_together_one_writes(tmp_path: Path) -> None:
+    jobs = [started(tmp_path / "run") for _ in range(2)]
+    for job in jobs:
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("go\n")
+        job.stdin.flush()
+    said = sorted(job.stdout.readline() for job in jobs if job.stdout is not None)
+    for job in jobs:
+        job.communicate("end\n", timeout=60)
+    assert said[1] == "writes\n" and said[0].startswith("ValueError "), said
+    assert [line["kind"] for line in read_lines(tmp_path / "run" / LINES)] == ["end"]
+
+
+def test_a_killed_job_leaves_no_lock(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    assert job.stdin is not None and job.stdout is not None
+    job.stdin.write("go\n")
+    job.stdin.flush()
+    assert [job.stdout.readline() for _ in range(2)] == ["ready\n", "writes\n"]
+    with pytest.raises(ValueError, match="holds the log of a run"):
+        RunLog(tmp_path)
+    with pytest.raises(ValueError, match="another RunLog"):
+        RunLog(tmp_path, resume=True)
+    job.send_signal(signal.SIGKILL)
+    job.communicate(timeout=60)
+    RunLog(tmp_path, resume=True).close()
+
+
+FORKS = """
+import os, signal, sys, time
+from dist_sparse import RunLog
+log = RunLog(sys.argv[1])
+log.step(0, loss=1.0)
+if os.fork() == 0:
+    log.step(1, loss=1.0)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
+    """A DataLoader's worker may outlive its rank for a while, and the job starts again. It writes nothing either."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    worker = int(job.stdout.readline())
+    try:
+        job.send_signal(signal.SIGKILL)
+        job.wait(60)
+        os.kill(worker, 0)  # it is still there
+        RunLog(tmp_path, resume=True).close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        job.stdout.close()
+    assert [line["step"] for line in read_lines(tmp_path / LINES) if line["kind"] == "values"] == [0]
