@@ -1,149 +1,162 @@
-"""With whom does a process of the job die, where does it listen, where does it write, and how does it end?
+"""What runs in a job's processes before torchrun and before the script of each rank.
 
-`agent()` is torchrun's own process: it ends when the launcher dies, keeps its stores on the loopback address where the
-job is on one node, and leaves with the exit code of the ranks. `rank()` goes before a rank: it arranges that the rank
-dies with torchrun, gets the rank's output from the launcher, and becomes the rank, under the same pid.
-
-This file is run by its path, outside the package, so that it works the same in every folder and environment. `rank`
-runs once per rank before anything else, so it imports little.
+This file is run by its path, outside the package: the interpreter of a job need not have `dist_sparse`. Of torch, only
+the public API is used. A rank that fails leaves torchrun's error file, as with torch's `@record`, so that every failure
+has its exception, its line and its time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
+import io
 import json
 import os
+import re
+import runpy
 import signal
-import socket
 import sys
-import types
-from collections.abc import Callable
-from typing import Any
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-__all__ = ["JOB", "SOCKET", "agent", "rank"]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-JOB = "DIST_SPARSE_LAUNCH_JOB"
-"""One job's random mark, behind those of the jobs that it runs in; every process has it in its environment."""
-
-SOCKET = "DIST_SPARSE_LAUNCH_SOCKET"
-"""The path of the launcher's Unix socket."""
+__all__ = ["rank", "torchrun"]
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_MESSAGE = 300
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
-def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Asks the kernel for a signal when the thread that has started this process ends. On Linux; elsewhere nothing."""
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send `number` to this process when its parent dies. Linux only; elsewhere it does nothing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        sys.exit("The launcher is gone.")
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
-def rank() -> None:
-    """Becomes `python -u` with the words of sys.argv, its output where the launcher wants it. Does not return."""
-    die_with_parent(signal.SIGKILL)
-    hello = {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"])}
-    with socket.socket(socket.AF_UNIX) as launcher:
-        # A launcher that is gone, or that sees no torchrun any more, gives no files: nothing is started then. Nor where
-        # it may not open more.
-        launcher.connect(os.environ.pop(SOCKET))
-        launcher.sendall(json.dumps(hello).encode() + b"\n")
-        _, files, _, _ = socket.recv_fds(launcher, 1, 2)
-    if not files:
-        sys.exit("No files from the launcher: the job is over, or too many are open (see `ulimit -n`).")
-    os.dup2(files[0], 1)
-    os.dup2(files[-1], 2)
-    os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])
+def torchrun(parent: int, shown: str, words: list[str]) -> int:
+    """Run torchrun in this process and return the exit code of the job.
 
+    That is the code of the rank that failed first, or 128 + n if signal n killed it or was sent to this process. The
+    last line on standard error names the rank, its exception and the line of the script.
 
-def agent(parent: int, loopback: bool, words: list[str]) -> int:
-    """Runs torchrun with these words in this process; returns the exit code of the job.
-
-    That is the code of the first rank that failed, 128 + n where it died of signal n. A job that was sent signal n has
-    the code that its ranks chose, if they all ended with the same one, and 128 + n otherwise. 0 and 1 are not chosen: 1
-    is what any exception ends with.
+    Args:
+        parent: pid of the launcher. When it dies, this process gets a SIGTERM and ends the ranks.
+        shown: local ranks whose output is shown, as in `0,1`; empty for all. The traceback of any other is printed.
+        words: torchrun's arguments.
     """
-    die_with_parent(signal.SIGTERM, parent)
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("launch: the launcher was killed.")
     try:
-        import torch.distributed
+        from torch.distributed import run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-        if loopback:
-            _replace(torch.distributed, "TCPStore", _loopback_store)
-        from torch.distributed import run
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-        from torch.distributed.launcher import api
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    codes: list[int | None] = []
-    _meet_anew(DynamicRendezvousHandler)
-    _replace(api, "LocalElasticAgent", functools.partial(_noting_agent, codes))
     try:
         run.main(words)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        return _status(error.get_first_failure()[1].exitcode)
+        number, failure = _first(error.failures)
+        text, trace = _describe(failure)
+        if trace and shown and str(failure.local_rank) not in shown.split(","):
+            print(trace, end="", file=sys.stderr)
+        print(f"launch: rank {number} {text}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
-        same = codes[0] if len(set(codes)) == 1 else None
-        return same if same is not None and same > 1 else 128 + error.sigval
+        return 128 + error.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
 
 
-def _status(code: int) -> int:
-    return code if code >= 0 else 128 - code
+def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first. torch's own `get_first_failure` compares whole seconds."""
+
+    def time_of(failure: ProcessFailure) -> float:
+        with contextlib.suppress(OSError):
+            return os.stat(failure.error_file).st_mtime
+        return (
+            failure.timestamp - 1
+        )  # of the second in which torchrun saw it, after others may have failed because of it
+
+    # torchrun ends the other ranks by SIGTERM, and then lists them too.
+    causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
+    return min((causes or failures).items(), key=lambda item: time_of(item[1]))
 
 
-def _replace(module: types.ModuleType, name: str, make: Callable[[Any], type]) -> None:
-    """Puts a subclass into the place of a class of torch, which has no setting for what it does."""
-    vars(module)[name] = make(vars(module)[name])
+def _describe(failure: ProcessFailure) -> tuple[str, str]:
+    """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left no error file."""
+    message = failure.error_file_data.get("message")
+    if not isinstance(message, dict):
+        if failure.exitcode < 0:
+            return f"was killed by {failure.signal_name()} (exit code {128 - failure.exitcode})", ""
+        return f"failed (exit code {failure.exitcode})", ""
+    trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
+    what = str(message.get("message", "")).partition("\n")[0][:_LONGEST_MESSAGE]
+    # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's own.
+    frames = _FRAME.findall(trace.rpartition("Traceback (most recent call last)")[2])
+    lines = [line for file, line in frames if file == frames[0][0]]
+    where = f" at {os.path.relpath(frames[0][0])}:{lines[-1]}" if frames else ""
+    return f"failed{where} with {what} (exit code {failure.exitcode})", trace
 
 
-def _noting_agent(codes: list[int | None], base: Any) -> type:
-    """torchrun's agent, but that it notes how its ranks ended when it has ended them."""
+def rank(words: list[str]) -> None:
+    """Run the script, or `-m` and the module, with its arguments, as `python` would.
 
-    class Agent(base):  # type: ignore[misc]
-        def _shutdown(self, *args: Any, **options: Any) -> None:
-            super()._shutdown(*args, **options)
-            handlers = getattr(getattr(self, "_pcontext", None), "subprocess_handlers", {})
-            codes[:] = [handler.proc.poll() for handler in handlers.values()]
-
-    return Agent
-
-
-def _meet_anew(handler: Any) -> None:
-    """Gives ranks a new store after a restart. Torch 2.13 leaves them the old one, with addresses of dead ranks in it.
-
-    Gloo then connects to those, now and then, and the restart fails.
+    The process dies with torchrun. Lines are written whole: torchrun puts a prefix before whatever one write holds.
     """
-    meet = handler.next_rendezvous
+    die_with_parent(signal.SIGKILL)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            stream.reconfigure(line_buffering=True, write_through=False)
+    module = words[0] == "-m"
+    sys.argv = words[1:] if module else words
+    target = sys.argv[0]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
+    sys.excepthook = lambda kind, error, trace: sys.__excepthook__(kind, error.with_traceback(_of_script(trace)), None)
+    try:
+        if module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except BaseException as error:
+        failed = error.code not in (None, 0) if isinstance(error, SystemExit) else isinstance(error, Exception)
+        if failed:
+            _record(error)
+        raise
 
-    def next_rendezvous(self: Any) -> Any:
-        self._bootstrap_store_info = None
-        return meet(self)
 
-    handler.next_rendezvous = next_rendezvous
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames before the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
+        trace = trace.tb_next
+    return trace
 
 
-def _loopback_store(base: Any) -> type:
-    """TCPStore, but that a server for a loopback address listens there. Torch's own listens on all interfaces."""
+def _record(error: BaseException) -> None:
+    """Write torchrun's error file as `@record` does.
 
-    class LoopbackStore(base):  # type: ignore[misc]
-        def __init__(self, host_name: str, port: int = 0, *args: Any, **options: Any) -> None:
-            if options.get("is_master") and host_name == "127.0.0.1" and "master_listen_fd" not in options:
-                server = socket.create_server((host_name, port), backlog=1024)
-                port = server.getsockname()[1]
-                options["master_listen_fd"] = server.detach()
-            super().__init__(host_name, port, *args, **options)
-
-    return LoopbackStore
+    torch itself is not needed for that: it may be what failed, and it takes seconds to load, in which ranks that fail
+    because of this one would come first.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    with contextlib.suppress(Exception):  # the script's own error matters more
+        trace = "".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__)))
+        more = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+        text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}})
+        if file:
+            Path(f"{file}.part").write_text(text)
+            os.replace(f"{file}.part", file)  # torchrun may kill this process, and must not find half a file
 
 
 if __name__ == "__main__":
-    status = agent(int(sys.argv[1]), sys.argv[2] == "loopback", sys.argv[3:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(status)
+    if sys.argv[1] == "rank":
+        rank(sys.argv[2:])
+    else:
+        sys.exit(torchrun(int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

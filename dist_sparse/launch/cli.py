@@ -1,28 +1,31 @@
-"""What can be asked of the launcher on a command line, and what is refused before anything is started?"""
+"""The launcher's command line: what is wrong in it is refused before anything is started."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shlex
 import signal
+import stat
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from dist_sparse.launch import kubeflow, sbatch
-from dist_sparse.launch.command import additions, argv, plain_variables
-from dist_sparse.launch.run import refuse_closed, run
+from dist_sparse.launch.command import additions, argv
+from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 
 __all__ = ["main"]
 
 _COMMANDS = {
-    "local": "runs a job on this machine (the command when none is given)",
-    "torchrun": "runs this machine's part of a job on several; the same on each of them",
-    "sbatch": "writes a script for Slurm's sbatch",
-    "kubeflow": "writes a TrainJob for Kubeflow Trainer v2",
+    "local": "run a job on this machine (the command when none is given)",
+    "torchrun": "run this machine's part of a job on several; the same command on each of them",
+    "sbatch": "write a script for Slurm's sbatch",
+    "kubeflow": "write a TrainJob for Kubeflow Trainer v2",
 }
 
 _EXAMPLES = """\
@@ -35,16 +38,17 @@ _EXAMPLES = """\
 """
 
 _ENVIRONMENT = """\
-Ranks inherit the environment. Where it does not say otherwise they get PYTHONHASHSEED=0 and, where the number of
-processes is given as one, OMP_NUM_THREADS = the machine's cores / processes, at least 1 (torchrun alone sets 1);
-on one node also GLOO_SOCKET_IFNAME=lo. PET_ variables, which torchrun would take options from, are not passed on.
+Ranks inherit the environment. Variables that are not set get defaults: PYTHONHASHSEED=0; if the number of processes is
+known, OMP_NUM_THREADS = the machine's cores / processes, at least 1 (torchrun alone sets 1); on one node also
+GLOO_SOCKET_IFNAME=lo. PET_ variables, from which torchrun would take options, are not passed on.
 """
 
 
 def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") -> int:
-    """Does what the words (those of the process by default) say; returns the job's exit status, or 2 for bad words.
+    """Run the command line `words` (the process's own by default) and return the exit code of the job.
 
-    It is 1, and one line says why, where a file or an output can't be written, and 141 where nobody reads the output.
+    It is 2 for wrong words, 1 with one line of error where a file or the output can't be written, and 141 where no
+    process reads the output.
     """
     words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
@@ -56,7 +60,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     except (ValueError, ImportError) as error:
         of_command[options.command].error(str(error))
     except BrokenPipeError:
-        return 128 + signal.SIGPIPE  # as other programs end whose reader goes away
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
@@ -66,43 +70,45 @@ def _do(options: argparse.Namespace) -> int:
     spec = _spec(options)
     if options.command in ("local", "torchrun"):
         if not options.print:
-            return run(spec, colour=options.color)
-        variables = plain_variables(spec) | additions(spec, os.environ)
-        assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
-        text = " ".join([*assignments, shlex.join(argv(spec))]) + "\n"
-        _write(text, _as_given(text))
-    elif options.command == "sbatch":
-        text = sbatch.render(spec, port=options.rdzv_port)
-        _write(text, _as_given(text), options.output)
+            return run(spec, ranks=options.ranks)
+        assignments = [f"{key}={shlex.quote(value)}" for key, value in additions(spec, os.environ).items()]
+        _print(" ".join([*assignments, shlex.join(argv(spec))]) + "\n")
+        return 0
+    if options.command == "sbatch":
+        text, encoding = sbatch.render(spec, port=options.rdzv_port), sys.getfilesystemencoding()
+    else:  # YAML is UTF-8 in every locale
+        text, encoding = kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace), "utf-8"
+    if options.output is None:
+        _print(text, encoding)
     else:
-        text = kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace)
-        _write(text, text.encode("utf-8"), options.output)  # YAML is that in every locale
+        _write(text.encode(encoding, "surrogateescape"), options.output)
     return 0
 
 
-def _as_given(text: str) -> bytes:
-    """With words in the bytes in which a shell gave them; UTF-8 for those from Python that the locale has none for."""
+def _print(text: str, encoding: str = sys.getfilesystemencoding()) -> None:
+    """Print words as the bytes in which the shell passed them."""
+    if sys.stdout is None:
+        raise OSError("Standard output is closed: send it to a file, or to /dev/null.")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding=encoding, errors="surrogateescape")
     try:
-        return os.fsencode(text)
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape")
-
-
-def _write(text: str, data: bytes, file: Path | None = None) -> None:
-    if file is not None:
-        file.write_bytes(data)
-        return
-    refuse_closed()
-    try:
-        sys.stdout.flush()  # what was printed before comes before
-        buffer = getattr(sys.stdout, "buffer", None)
-        if buffer is None:  # an io.StringIO, or a notebook
-            sys.stdout.write(text)
-        else:
-            buffer.write(data)
-        sys.stdout.flush()
+        print(text, end="", flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would flush once more when it exits
+        raise
+
+
+def _write(data: bytes, file: Path) -> None:
+    """Replace `file`, readable by its owner alone: it may hold secrets of `--env`. Links are not followed."""
+    if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+        raise OSError(f"Can't write {file}: it exists and is not a regular file.")
+    number, part = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # with mode 0600
+    try:
+        with open(number, "wb") as output:
+            output.write(data)
+        os.replace(part, file)
+    except BaseException:
+        os.unlink(part)
         raise
 
 
@@ -148,55 +154,62 @@ def _env(pairs: Sequence[str]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
+def _ranks(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be local ranks, such as 0 or 0,1") from None
+
+
 def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    raw = argparse.RawDescriptionHelpFormatter
+    epilog = f"{_ENVIRONMENT}\nexamples:\n{_EXAMPLES.format(prog=prog)}"
     parser = argparse.ArgumentParser(
         prog=prog,
-        formatter_class=raw,
-        description="Starts training scripts on several processes, or writes the file that makes a cluster do so.",
-        epilog=f"{_ENVIRONMENT}\nexamples:\n{_EXAMPLES.format(prog=prog)}\nOptions of a command: {prog} COMMAND --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Start a training script on several processes, or write the file with which a cluster runs it.",
+        epilog=f"{epilog}\nOptions of a command: {prog} COMMAND --help",
         usage=f"{prog} [COMMAND] [OPTIONS] SCRIPT [-- ARGS]",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     of_command = {}
     for command, what in _COMMANDS.items():
-        own = commands.add_parser(
+        of_command[command] = commands.add_parser(
             command,
             prog=f"{prog} {command}",
             help=what,
             description=f"{what[0].upper()}{what[1:]}.",
-            epilog=f"{_ENVIRONMENT}\nexamples:\n{_EXAMPLES.format(prog=prog)}",
-            formatter_class=raw,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"{prog} {command} [OPTIONS] SCRIPT [-- ARGS]",
             allow_abbrev=False,
         )
-        _add_options(own, command)
-        of_command[command] = own
+        _add_options(of_command[command], command)
     return parser, of_command
 
 
 def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
     add = parser.add_argument
-    add("script", metavar="SCRIPT", help="what every rank runs; its ARGS follow it, after `--` if you like")
+    add("script", metavar="SCRIPT", help="what every rank runs; its ARGS follow it, optionally after `--`")
     add("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in `python -m`")
     add("--nproc", default="1", metavar="N", help="processes on each node: a number, or gpu, cpu, auto (default: 1)")
-    add("--env", action="append", default=[], metavar="KEY=VALUE", help="variable for the ranks; again for more")
-    add("--max-restarts", type=int, default=0, metavar="N", help="starts after a rank has failed (default: 0)")
+    add("--env", action="append", default=[], metavar="KEY=VALUE", help="variable for the ranks; may be repeated")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restarts after a rank has failed (default: 0)")
     add("--grace", type=int, default=30, metavar="S", help="seconds between a signal and SIGKILL (default: 30)")
-    add("--name", help="of the job, of a-z 0-9 - (default: from SCRIPT)")
+    add("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)")
     add("--python", metavar="PATH", help="the interpreter (default: this one; for kubeflow `python`)")
     if command != "local":
         add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     if command in ("local", "torchrun"):
-        add("--color", choices=("auto", "always", "never"), default="auto", help="of the ranks' labels (default: auto)")
-        add("--print", action="store_true", help="only prints the torchrun command; see docs/launching.md")
+        shown = "local ranks whose output is shown, such as 0 or 0,1 (default: all); a single one is not prefixed"
+        add("--ranks", type=_ranks, default=[], metavar="LIST", help=shown)
+        add("--print", action="store_true", help="only print the torchrun command; see docs/launching.md")
     if command == "torchrun":
         meet = parser.add_mutually_exclusive_group().add_argument
         meet("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet: one of them, and a free port there")
         meet("--rdzv-host-env", metavar="KEY", help="instead: the variable that holds HOST; localhost if it is empty")
-        add("--rdzv-id", metavar="ID", help="of this job, the same on all nodes; long and random is best")
-        add("--local-addr", metavar="ADDRESS", help="under which the others reach this node (default: its host name)")
+        add("--rdzv-id", metavar="ID", help="id of this job, the same on all nodes; long and random is best")
+        add("--local-addr", metavar="ADDRESS", help="address of this node for the others (default: its host name)")
     if command in ("torchrun", "sbatch"):
         where = "where nodes meet" + (", with --rdzv-host-env" if command == "torchrun" else "")
         add("--rdzv-port", type=int, default=29400, metavar="PORT", help=f"{where} (default: 29400)")
@@ -204,12 +217,12 @@ def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
         add("--cpus", dest="cpu", type=int, metavar="N", help="cores of a node")
         add("--gpus", dest="gpu", type=int, metavar="N", help="GPUs of a node")
         add("--memory-gib", type=int, metavar="N", help="memory of a node")
-        add("--time", dest="walltime", metavar="[D-]HH:MM:SS", help="limit on the run")
-        add("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
+        add("--time", dest="walltime", metavar="[D-]HH:MM:SS", help="time limit of the job")
+        add("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
     if command == "sbatch":
-        add("--partition", help="Slurm's")
-        add("--account", help="Slurm's")
+        add("--partition", help="Slurm's partition")
+        add("--account", help="Slurm's account")
     if command == "kubeflow":
         add("--image", help="the container image (default: the runtime's)")
         add("--runtime", default="torch-distributed", help="ClusterTrainingRuntime (default: torch-distributed)")
-        add("--namespace", help="(default: kubectl's)")
+        add("--namespace", help="namespace of the job (default: kubectl's)")

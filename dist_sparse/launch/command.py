@@ -1,6 +1,6 @@
-"""Which argv and environment does torchrun get for a job?
+"""torchrun's argv and environment for a job.
 
-Options that torchrun could else take from `PET_` variables are in the argv. Flags (`PET_STANDALONE`, ...) can't be
+Options that torchrun could otherwise take from `PET_` variables are in the argv. Flags (`PET_STANDALONE`, ...) can't be
 switched off there, so `environment` drops all `PET_` variables. One node means the loopback address and a port of the
 system's choice; never `--standalone`, which overrides both.
 """
@@ -10,59 +10,56 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from string import Template
 
 from dist_sparse.launch.spec import LaunchSpec
 
-__all__ = ["LOOPBACK", "additions", "argv", "environment", "new_id", "plain_variables", "target", "threads"]
+__all__ = ["additions", "argv", "environment", "new_id", "plain_variables", "target", "threads"]
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 
 def new_id(spec: LaunchSpec) -> str:
-    """The rendezvous id of `spec`, or a random one where it has none (which several nodes could not share)."""
+    """Return the rendezvous id of `spec`, or a random one (which several nodes could not share) if it has none."""
     return spec.rendezvous.id or f"{spec.name}-{secrets.token_hex(16)}"
 
 
 def target(spec: LaunchSpec) -> list[str]:
-    """The script or module with its args, as the words after `python`."""
+    """Return the script or module with its args, as the words after `python`."""
     return [spec.script, *spec.args] if spec.script is not None else ["-m", str(spec.module), *spec.args]
 
 
 def argv(
     spec: LaunchSpec,
     *,
-    rendezvous: list[str] | None = None,
-    program: list[str] | None = None,
-    ranks: list[str] | None = None,
+    rendezvous: Sequence[str] = (),
+    program: Sequence[str] = (),
+    output: Sequence[str] = ("--redirects", "0", "--tee", "0"),
+    before: Sequence[str] = (),
 ) -> list[str]:
-    """The words of the command that runs `spec` on one node; no shell, no quotes.
+    """Return the words of the command that runs `spec` on one node; no shell, no quotes.
 
     Args:
-        rendezvous: the words that say how nodes meet, instead of those made from `spec`.
-        program: the words that stand for torchrun, instead of `python -m torch.distributed.run`.
-        ranks: the words that every rank runs, instead of torchrun's `python -u SCRIPT ARGS`.
+        rendezvous: words that say how nodes meet, instead of those made from `spec`.
+        program: words that run torchrun, instead of `python -m torch.distributed.run`.
+        output: torchrun's options for the output of the ranks.
+        before: a script and its first words, which get the job's own script or module with its args.
 
     Raises:
-        ValueError: for several nodes without an endpoint or an id.
+        ValueError: several nodes have no endpoint or no id.
     """
+    words = [_literal(word) for word in (*before, *target(spec))]
+    # Without `--`, torchrun takes words of the script for abbreviations of its own options.
+    ranks = ["-m", "--", *words[1:]] if spec.module is not None and not before else ["--", *words]
     return [
         *(program or [spec.python, "-m", "torch.distributed.run"]),
         *("--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)),
         *(rendezvous or _rendezvous(spec)),
         *("--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1", "--start-method", "spawn"),
-        *("--event-log-handler", "null", "--role", "default", "--redirects", "0", "--tee", "0"),
-        *_of_ranks(spec, ranks),
+        *("--event-log-handler", "null", "--role", "default", *output),
+        *ranks,
     ]
-
-
-def _of_ranks(spec: LaunchSpec, ranks: list[str] | None) -> list[str]:
-    # Without `--`, torchrun takes words of the script for abbreviations of its own options.
-    if ranks is not None:
-        return ["--no-python", "--", ranks[0], *map(_literal, ranks[1:])]
-    words = list(map(_literal, target(spec)))
-    return ["--", *words] if spec.module is None else ["-m", "--", *words[1:]]
 
 
 def _literal(word: str) -> str:
@@ -75,7 +72,7 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     meeting = spec.rendezvous
     endpoint, local_addr = meeting.endpoint, meeting.local_addr
     if spec.max_nodes == 1:
-        endpoint, local_addr = f"{LOOPBACK}:0", LOOPBACK
+        endpoint, local_addr = f"{_LOOPBACK}:0", _LOOPBACK
     else:
         for name, value, how in (
             ("endpoint", endpoint, " and reach the same store from every node"),
@@ -91,17 +88,17 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
 
 
 def threads(spec: LaunchSpec, cores: int) -> int | None:
-    """OpenMP threads of a rank on a node with so many cores, at least 1; None if the number of ranks is not known."""
+    """Return the OpenMP threads of a rank on a node with `cores`, at least 1; None for an unknown number of ranks."""
     return max(1, cores // spec.nproc_per_node) if isinstance(spec.nproc_per_node, int) else None
 
 
 def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ranks get besides what they inherit: `spec.env`, and defaults for what neither sets.
+    """Return the variables that ranks get besides what they inherit: defaults for what is not set, and `spec.env`.
 
     `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`. `OMP_NUM_THREADS`: this machine's cores
     over its ranks. `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where the host name resolves to, otherwise.
     """
-    added = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    added = plain_variables(spec)
     if not re.fullmatch("[0-9]+", inherited.get("PYTHONHASHSEED", "")):
         added["PYTHONHASHSEED"] = "0"
     if "OMP_NUM_THREADS" not in inherited:
@@ -114,17 +111,18 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def plain_variables(spec: LaunchSpec) -> dict[str, str]:
-    """The variables that torchrun needs where it runs by itself, without this launcher around it.
+    """Return the variables of torchrun itself.
 
-    After a restart, torch 2.13's ranks get the store of the ranks before them, with the addresses of those in it, and
-    gloo now and then connects to dead ranks. With the variable, rank 0 makes a new store each time.
+    After a restart, torch 2.13 gives the ranks the store of the ranks before them, with the addresses of those in it,
+    and gloo now and then connects to dead ranks. With the variable, rank 0 makes a new store each time.
     """
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
-    return variables | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if spec.max_restarts else {})
+    restarts = spec.max_restarts > 0 or ":" in spec.nnodes
+    return variables | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
 
 
 def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The whole environment of the job, and the names of the `PET_` variables that were left out of it."""
+    """Return the whole environment of the job, and the names of the `PET_` variables that were left out of it."""
     dropped = sorted(key for key in inherited if key.startswith("PET_"))
     kept = {key: value for key, value in inherited.items() if key not in dropped}
     return kept | additions(spec, inherited), dropped

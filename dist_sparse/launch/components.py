@@ -1,13 +1,13 @@
-"""How does torchx run a job?
+"""A component for torchx.
 
 `torchx run -s local_cwd launch/components.py:train --script train.py --nproc 2 -- ARGS`, in the folder of the scripts.
-Each node runs this launcher, found by the interpreter and not by PATH: torchx's own `dist.ddp` fails without a word
-where PATH has no torchrun. torchx executes this file outside of any package, so nothing of the launcher is imported
-here; what it refuses, it refuses on the node.
+Each node runs this launcher, found by the interpreter and not by PATH: torchx's own `dist.ddp` fails silently where
+PATH has no torchrun. torchx parses this file and executes it outside of any package, so it imports nothing of the
+launcher, which checks the arguments on the node, and `launch/components.py` of a clone is a link to it.
 """
 
 import sys
-from typing import Dict, Optional  # noqa: UP035  # torchx 0.7.0 reads annotations itself, and knows these alone
+from typing import Dict, Optional  # noqa: UP035  # the only annotations that torchx 0.7.0 can parse
 
 from torchx import specs
 
@@ -30,20 +30,20 @@ def train(
     memMB: int = 4096,
     rdzv_port: int = 29400,
 ) -> specs.AppDef:
-    """A training script under torchrun, on one node or several.
+    """Run a training script under torchrun, on one node or several.
 
     Args:
-        args: the script's own words
-        script: what every rank runs; or else
+        args: the script's own arguments
+        script: what every rank runs, or
         module: the module that every rank runs
         nnodes: nodes
         nproc: processes on each node: a number, or gpu, cpu, auto
         name: of the job: a-z, 0-9 and -
-        image: container image, or what the scheduler takes for one
-        python: the interpreter on the nodes; the one that runs torchx if left out
+        image: container image, or what the scheduler uses for one
+        python: the interpreter on the nodes (default: the one that runs torchx)
         launcher: the launcher's module there: launch in a clone, dist_sparse.launch where the package is installed
         env: variables for the ranks
-        max_restarts: starts after a rank has failed
+        max_restarts: restarts after a rank has failed
         grace: seconds between a signal and SIGKILL
         cpu: cores of a node
         gpu: GPUs of a node
@@ -58,7 +58,7 @@ def train(
         words += ["--rdzv-host-env", specs.macros.rank0_env, "--rdzv-port", str(rdzv_port)]
         words += ["--rdzv-id", specs.macros.app_id]
     words += [*(["--module"] if module is not None else []), str(script if module is None else module), "--"]
-    # torchx fills in ${...} in all words and values; a doubled $ is one.
+    # torchx fills in ${...} in all words and values, and makes one $ of two.
     words += [word.replace("$", "$$") for word in args]
     role = specs.Role(
         name=name,

@@ -1,8 +1,8 @@
-"""Which manifest makes Kubeflow run a job?
+"""A manifest with which Kubeflow runs a job.
 
 A TrainJob of Kubeflow Trainer v2 (`trainer.kubeflow.org/v1alpha1`), on a runtime with its torch policy, such as
-`torch-distributed`. That policy sets `PET_` variables in each pod; what the nodes differ in is taken from those by
-Kubernetes itself, as `$(NAME)` in the command. In all that is the user's `$` is doubled, which Kubernetes undoes.
+`torch-distributed`. That policy sets `PET_` variables in each pod. Kubernetes fills in those that differ between nodes,
+as `$(NAME)` in the command; in all words of the user `$` is doubled, which Kubernetes undoes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["manifest", "render"]
 _DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MOST_WORDS = 128  # the API's limit on the lists `command` and `args`
-# What may do without quotes. kubectl takes 1e-3, 08 and y for no text, and PyYAML does not quote them by itself.
+# Words that need no quotes. kubectl reads 1e-3, 08 and y as numbers and booleans, and PyYAML does not quote them.
 _PLAIN = re.compile(r"-{0,2}[A-Za-z].+", re.DOTALL)
 
 _COMMENTS = """\
@@ -28,7 +28,7 @@ _COMMENTS = """\
 
 
 def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None) -> str:
-    """The manifest as YAML, with comments. Arguments and errors are those of `manifest`.
+    """Return the manifest as YAML, with comments. Arguments and errors are those of `manifest`.
 
     Raises:
         ImportError: PyYAML is not installed.
@@ -39,7 +39,7 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: s
         raise ImportError("`launch kubeflow` writes YAML: it needs PyYAML (pip install pyyaml).") from error
     job = manifest(spec, runtime=runtime, namespace=namespace)
     what = " ".join(target(spec)[: 1 if spec.script else 2])
-    # Some characters end a line, and with it the comment, or are none in YAML.
+    # Some characters end a line, and with it the comment, or are not allowed in YAML.
     comments = _COMMENTS.format(name=spec.name, what=what if what.isprintable() else ascii(what))
     if spec.resources.walltime is not None:
         comments += (
@@ -59,16 +59,16 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: s
 
 
 def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None) -> dict[str, Any]:
-    """The TrainJob as a dictionary of plain values.
+    """Return the TrainJob as a dictionary of plain values.
 
     Args:
-        spec: its rendezvous is not used but for the id: Kubeflow says where the nodes meet.
+        spec: of its rendezvous only the id is used: Kubeflow knows where the nodes meet.
         runtime: name of a ClusterTrainingRuntime with the torch policy.
         namespace: of the job; None leaves it to kubectl.
 
     Raises:
-        ValueError: `spec` is not for a TrainJob: a range of nodes, a name that no pod can have, too many words, or one
-            that is no text.
+        ValueError: a TrainJob can't hold `spec`: a range of nodes, a name that no pod can have, too many words, or a
+            word that is not valid text.
     """
     if ":" in spec.nnodes:
         raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
@@ -82,19 +82,22 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
         if value is not None and not _OBJECT_NAME.fullmatch(value):
             raise ValueError(f"Invalid {name}={value!r}: must be the name of an object in Kubernetes.")
     _refuse_bytes(spec)
-    words = argv(spec, rendezvous=_meeting(spec) if spec.max_nodes > 1 else None)
     args = len(spec.args)
-    command, args_of_script = words[: len(words) - args], words[len(words) - args :]
     if args > _MOST_WORDS:
         raise ValueError(f"Invalid args: {args} words, a TrainJob takes {_MOST_WORDS}.")
-    own = {f"$({key})" for key in ("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK")}
+    meeting = _meeting(spec) if spec.max_nodes > 1 else []
+    words = argv(spec, rendezvous=meeting)
+    # The words of the meeting are Kubernetes' to fill in. They are found by place, as in `sbatch`.
+    begin = words.index("--rdzv-backend")
+    escaped = [_escaped(word) for word in words]
+    escaped[begin : begin + len(meeting)] = meeting
     trainer: dict[str, Any] = {
         "image": spec.resources.image,
         "numNodes": spec.max_nodes,
-        # Trainers from v2.2 on take numbers alone here; the command says it anyway.
+        # Trainers from v2.2 on accept only numbers here; the command has it anyway.
         "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
-        "command": [word if word in own and spec.max_nodes > 1 else _escaped(word) for word in command],
-        "args": [_escaped(word) for word in args_of_script],
+        "command": escaped[: len(words) - args],
+        "args": escaped[len(words) - args :],
         "env": [{"name": key, "value": _escaped(value)} for key, value in _variables(spec).items()],
         "resourcesPerNode": _resources(spec),
     }
@@ -110,7 +113,7 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
 
 
 def _refuse_bytes(spec: LaunchSpec) -> None:
-    """Words of a command line that are no text in its locale have lone surrogates, which no UTF-8 can hold."""
+    """Words of a command line that are not valid in its locale have lone surrogates, which UTF-8 can't hold."""
     rule = "is no text, and a TrainJob holds text only"
     for name, words in (("script", [spec.script or ""]), ("args", spec.args), ("python", [spec.python])):
         for word in words:
@@ -122,15 +125,11 @@ def _refuse_bytes(spec: LaunchSpec) -> None:
 
 
 def _is_text(word: str) -> bool:
-    try:
-        word.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 def _meeting(spec: LaunchSpec) -> list[str]:
-    # Not c10d: the first node would have to find out by its own name in the DNS, in time, that it is the first.
+    # Not c10d: the first node would have to find out through the DNS, in time, that it is the first.
     words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", new_id(spec), "--rdzv-conf", "timeout=600"]
     words += ["--master-addr", "$(PET_MASTER_ADDR)", "--master-port", "$(PET_MASTER_PORT)"]
     return [*words, "--node-rank", "$(PET_NODE_RANK)"]

@@ -1,11 +1,9 @@
-"""How does a job run on this machine until nothing of it is left?
+"""Run a job on this machine until nothing of it is left.
 
-torchrun runs in a session of its own, so that signals reach it through the launcher alone: once, and not beside it. It
-passes them to the ranks, waits for the grace period and kills what is left. Whatever happens, the launcher leaves no
-process of the job behind: those are the ones with the job's random mark in their environment (Linux). If the launcher
-itself is killed, torchrun gets a SIGTERM from the kernel and ends the job as above; if torchrun is, so are the ranks.
-A reader of the output that goes away ends the job; a disk that is full does not. What can't be written is waited for,
-and once a signal has come, lost.
+The launcher starts torchrun in a session of its own, so that a signal reaches it once, through the launcher. torchrun
+passes it on to the ranks, waits for the grace period and kills what is left. In the end the launcher kills every
+process that has the job's random mark in its environment (Linux). If the launcher itself is killed, the kernel sends a
+SIGTERM to torchrun; if torchrun is killed, the kernel kills the ranks.
 """
 
 from __future__ import annotations
@@ -13,292 +11,148 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
+import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
-from dist_sparse.launch.channels import Channels
-from dist_sparse.launch.child import JOB, SOCKET
-from dist_sparse.launch.command import argv, environment, target
-from dist_sparse.launch.output import Display, Source, wants_colour
+from dist_sparse.launch.command import argv, environment
 from dist_sparse.launch.spec import LaunchSpec
 
-__all__ = ["refuse_closed", "run"]
+__all__ = ["run"]
 
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
+_JOB = "DIST_SPARSE_LAUNCH_JOB"  # the job's mark, behind the marks of the jobs that it runs in
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_MARGIN = 10.0
-"""Seconds that torchrun has, beyond the ranks' grace, to kill them and go."""
-
-_LAST_WORDS = 5.0
-"""Seconds for output to come in after the last process has gone, and to be written after a signal."""
+_MARGIN = 10.0  # seconds that torchrun has, beyond the ranks' grace, to kill them and exit
+_POLL = 0.5  # seconds
 
 
-def run(spec: LaunchSpec, *, colour: str = "auto") -> int:
-    """Runs this machine's part of the job; returns its exit code, 128 + n where signal n ended it.
+def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
+    """Run this machine's part of the job and return its exit code, 128 + n if signal n ended it.
 
-    To be called in the main thread: it takes over the signals until it returns. Ranks have no standard input.
+    Handles the signals SIGINT, SIGTERM, SIGHUP and SIGQUIT until it returns. A single process, or a single shown rank,
+    writes to this process's standard output and error directly. Otherwise torchrun prints each line behind its rank.
 
     Args:
-        colour: "auto", "always" or "never": whether the ranks' labels are coloured.
+        ranks: local ranks whose output is shown; empty for all.
 
     Raises:
-        ValueError: `spec` says not where several nodes meet; there is no such script or interpreter here; this is not
-            the main thread.
-        OSError: standard output or standard error is closed.
+        ValueError: the script or the interpreter does not exist, several nodes have no endpoint or id, a rank is not in
+            `spec`, or this is not the main thread.
+        OSError: standard output or error is closed.
     """
+    if sys.stdout is None or sys.stderr is None:
+        raise OSError("Standard output or error is closed: send it to a file, or to /dev/null.")
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError("run() must be called in the main thread: it takes over the signals.")
-    refuse_closed()
+        raise ValueError("run() must be called in the main thread: it handles signals.")
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
     if shutil.which(spec.python) is None:
         raise ValueError(f"Invalid python={spec.python!r}: there is no such program.")
-    words, dropped = _words(spec), environment(spec, os.environ)[1]
+    for rank in ranks:
+        if rank < 0 or (isinstance(spec.nproc_per_node, int) and rank >= spec.nproc_per_node):
+            raise ValueError(f"Invalid {rank=}: must be a local rank, from 0 to nproc_per_node - 1.")
+    variables, dropped = environment(spec, os.environ)
     if dropped:
-        print(f"launch: not passed on, torchrun would take options from: {', '.join(dropped)}", file=sys.stderr)
-    sys.stdout.flush()
-    return _Job(spec, words, colour).run()
-
-
-def refuse_closed() -> None:
-    """Files that are opened later would get the number of a closed output, and with it what is written there.
-
-    Raises:
-        OSError: standard output or standard error is closed.
-    """
-    for number, name in ((1, "output"), (2, "error")):
-        try:
-            os.fstat(number)
-        except OSError as error:
-            raise OSError(f"Standard {name} is closed: send it to a file, or to /dev/null.") from error
-
-
-def _words(spec: LaunchSpec) -> list[str]:
-    # torchrun's summary of a failure calls the job by the first word after the interpreter that is no option. With the
-    # file that comes before a rank inside an option, that is the script, as without the launcher.
-    before = f"-cimport runpy; runpy.run_path({_CHILD!r})['rank']()"
-    place = "loopback" if spec.max_nodes == 1 else "network"
-    return argv(
-        spec,
-        program=[spec.python, "-P", _CHILD, str(os.getpid()), place],
-        ranks=[spec.python, "-I", "-S", before, *target(spec)],
-    )
+        print(f"launch: torchrun would take options from {', '.join(dropped)}: not passed on", file=sys.stderr)
+    single, direct = spec.nproc_per_node == 1, spec.nproc_per_node == 1 or len(ranks) == 1
+    shown = ",".join(map(str, ranks))
+    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as logs:
+        output = ["--log-dir", logs, "--redirects", "0", "--tee", "0" if direct else "3"]
+        output += ["--local-ranks-filter", shown] if shown else []
+        program = [spec.python, "-u", "-P", _CHILD, "torchrun", str(os.getpid()), shown]
+        words = argv(spec, program=program, output=output, before=[_CHILD, "rank"])
+        mark = secrets.token_hex(16)
+        variables[_JOB] = " ".join([*filter(None, [os.environ.get(_JOB)]), mark])
+        # A torchrun or torchx around this job may have said where it looks for the error.
+        variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
+        variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+        sys.stdout.flush()
+        stdin = None if single else subprocess.DEVNULL
+        process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
+        return _Job(process, mark, spec.grace).wait()
 
 
 class _Job:
-    def __init__(self, spec: LaunchSpec, words: list[str], colour: str) -> None:
-        self._spec, self._words, self._colour = spec, words, colour
-        self._mark = secrets.token_hex(16)
-        self._selector = selectors.DefaultSelector()
-        self._signals: list[int] = []
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, grace: int) -> None:
+        self._process, self._mark, self._grace = process, mark, grace
         self._stopped_by: int | None = None
         self._deadline = float("inf")
-        self._torchrun: subprocess.Popen[bytes] | None = None
-        self._displays: tuple[Display, ...] = ()
-        self._told = False
-        self._cut_by: int | None = None
 
-    def run(self) -> int:
-        with _caught(self._signals, self._selector) as wake:
-            out, err = (_display(number, self._colour, wake) for number in (1, 2))
-            self._displays = (out, out if _same_file(1, 2) else err)
-            channels = Channels(self._selector, *self._displays, alive=self._alive)
-            try:
-                self._start(channels)
-                self._watch(channels)
-            finally:
-                try:
-                    self._kill_all()
-                    self._hear_out(channels)
-                finally:
-                    channels.close()
-                    self._finish_writing(channels)
-                    self._selector.close()
-        return self._status()
-
-    def _start(self, channels: Channels) -> None:
-        variables, _ = environment(self._spec, os.environ)
-        # A launcher inside a job of another: what it starts is part of that one too.
-        marks = [*filter(None, [os.environ.get(JOB)]), self._mark]
-        variables |= {JOB: " ".join(marks), SOCKET: channels.path}
-        files = channels.open(Source())
+    def wait(self) -> int:
+        """Pass signals on to torchrun until it exits, kill what is left, and return the exit code."""
+        before = {number: signal.getsignal(number) for number in _FORWARDED}
         try:
-            self._torchrun = subprocess.Popen(
-                self._words,
-                stdin=subprocess.DEVNULL,
-                stdout=files[0],
-                stderr=files[-1],
-                env=variables,
-                start_new_session=True,
-            )
+            for number, handler in before.items():
+                if handler is not signal.SIG_IGN:  # as nohup sets it
+                    signal.signal(number, self._stop)
+            while self._process.poll() is None and time.monotonic() < self._deadline:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_POLL)
+                if self._stopped_by is None and _reader_is_gone():
+                    self._stop(signal.SIGPIPE)
         finally:
-            for file in files:
-                os.close(file)
+            self._kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        code = self._process.returncode
+        if self._stopped_by == signal.SIGPIPE or (self._stopped_by is not None and code < 0):
+            return 128 + self._stopped_by
+        if code < 0:
+            _say(f"torchrun was killed by {signal.Signals(-code).name}")
+        return code if code >= 0 else 128 - code
 
-    def _watch(self, channels: Channels) -> None:
-        while self._alive() and time.monotonic() < self._deadline:
-            self._turn(channels, min(1.0, max(0.0, self._deadline - time.monotonic())))
-            while self._signals:
-                number = self._signals.pop(0)
-                if number == signal.SIGWINCH:
-                    channels.resize()
-                else:
-                    self._stop(number)
-            self._look_at_faults()
-
-    def _turn(self, channels: Channels, timeout: float) -> None:
-        for key, _ in self._selector.select(timeout):
-            key.data()
-        channels.balance()
-
-    def _look_at_faults(self) -> None:
-        broken = any(isinstance(display.writer.fault, BrokenPipeError) for display in self._displays)
-        if broken and self._stopped_by is None:
-            self._stop(signal.SIGPIPE)
-        self._tell_faults()
-
-    def _tell_faults(self) -> None:
-        for display, name, other in zip(self._displays, ("output", "error"), reversed(self._displays), strict=True):
-            fault = display.writer.fault
-            if fault is not None and not isinstance(fault, BrokenPipeError) and not self._told:
-                self._told = True  # where the other one is broken too, nobody can be told
-                self._say(f"standard {name} can't be written ({fault.strerror}): the job goes on without it", other)
-
-    def _hear_out(self, channels: Channels) -> None:
-        """Takes in what is left in the files of processes that have ended; waits while the outputs are full."""
-        until = time.monotonic() + _LAST_WORDS
-        while not channels.idle and self._stays(until):
-            if any(display.writer.full for display in self._displays):
-                until = time.monotonic() + _LAST_WORDS
-            self._turn(channels, 0.1)
-
-    def _finish_writing(self, channels: Channels) -> None:
-        until = time.monotonic() + _LAST_WORDS if self._stopped_by is not None else float("inf")
-        while True:
-            self._tell_faults()
-            if not any(display.writer.busy for display in self._displays) or not self._stays(until):
-                break
-            self._turn(channels, 0.1)
-        for display in self._displays:
-            display.writer.close()
-
-    def _stays(self, until: float) -> bool:
-        """After the job: whether to go on. A first signal means no."""
-        for number in self._signals:
-            if self._stopped_by is None and number != signal.SIGWINCH:
-                self._cut_by = number
-        return self._cut_by is None and time.monotonic() < until
-
-    def _alive(self) -> bool:
-        return self._torchrun is not None and self._torchrun.poll() is None
-
-    def _stop(self, number: int) -> None:
-        """The first signal goes to torchrun, once: a second one would break off its way of ending the ranks."""
+    def _stop(self, number: int, _: FrameType | None = None) -> None:
+        """Pass the first signal on; a second one would break off torchrun's shutdown. A second Ctrl-C kills all."""
         if self._stopped_by is None:
             self._stopped_by = number
-            for display in self._displays:
-                display.writer.lose()
-            self._deadline = time.monotonic() + self._spec.grace + _MARGIN
-            assert self._torchrun is not None
-            self._torchrun.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
-            if number != signal.SIGPIPE:
-                again = " Ctrl-C again kills them." if number == signal.SIGINT else ""
-                self._say(f"{signal.Signals(number).name}: the ranks have {self._spec.grace} s to end.{again}")
+            self._deadline = time.monotonic() + self._grace + _MARGIN
+            self._process.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
+            again = "; Ctrl-C again kills them now" if number == signal.SIGINT else ""
+            _say(f"{signal.Signals(number).name}: the ranks have {self._grace} s to exit{again}")
         elif number == self._stopped_by == signal.SIGINT:
             self._deadline = 0.0
 
-    def _say(self, text: str, display: Display | None = None) -> None:
-        (display or self._displays[1]).feed(Source(0, 1), f"launch: {text}\n".encode(), final=True)
-
-    def _kill_all(self) -> None:
-        if self._alive():
-            assert self._torchrun is not None
+    def _kill(self) -> None:
+        """Kill torchrun, and then every process of the job."""
+        if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._torchrun.pid, signal.SIGKILL)
-            self._torchrun.wait()
-        until = time.monotonic() + _LAST_WORDS
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        until = time.monotonic() + _MARGIN
         while (left := list(_marked(self._mark))) and time.monotonic() < until:
-            for process in left:
+            for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def _status(self) -> int:
-        assert self._torchrun is not None
-        if self._stopped_by == signal.SIGPIPE:
-            return 128 + signal.SIGPIPE
-        status = self._torchrun.returncode
-        if self._stopped_by is not None and status in (0, -signal.SIGKILL):
-            # torchrun has not seen the signal, or had to be killed: the job ended by what stopped it.
-            return 0 if status == 0 else 128 + self._stopped_by
-        if self._cut_by is not None and status == 0:
-            return 128 + self._cut_by
-        return status if status >= 0 else 128 - status
+
+def _say(text: str) -> None:
+    """Print a line on standard error, unless it is full or closed: a launcher that waits there could not end a job."""
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            print(f"launch: {text}", file=sys.stderr, flush=True)
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that no process reads any more, as after `| head`."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """The processes of this user with `mark` among the jobs in the environment they were started with."""
-    begin, wanted = f"{JOB}=".encode(), mark.encode()
+    """Processes of this user that were started with `mark` in their environment, whatever session they are in."""
     for entry in os.scandir("/proc") if sys.platform == "linux" else ():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                variables = Path(entry.path, "environ").read_bytes().split(b"\0")
-                if any(each.startswith(begin) and wanted in each for each in variables):
+                if mark.encode() in Path(entry.path, "environ").read_bytes():
                     yield int(entry.name)
-
-
-def _display(number: int, colour: str, wake: Callable[[], None]) -> Display:
-    terminal = os.isatty(number) and os.environ.get("TERM") != "dumb"  # which can't draw over a line
-    return Display(number, terminal=terminal, colour=wants_colour(colour, terminal, dict(os.environ)), wake=wake)
-
-
-def _same_file(*numbers: int) -> bool:
-    found = [os.fstat(number) for number in numbers]
-    return len({(stat.st_dev, stat.st_ino, stat.st_rdev) for stat in found}) == 1
-
-
-@contextlib.contextmanager
-def _caught(signals: list[int], selector: selectors.BaseSelector) -> Iterator[Callable[[], None]]:
-    """Puts signals into a list and wakes the selector for each; ignored ones (nohup) stay ignored.
-
-    Yields a function that wakes the selector, from any thread.
-    """
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-
-    def drain() -> None:
-        with contextlib.suppress(BlockingIOError):
-            reader.recv(1 << 12)
-
-    def wake() -> None:
-        with contextlib.suppress(OSError):  # it is awake already, or the job is over
-            writer.send(b"\0")
-
-    def caught(number: int, _: object) -> None:
-        if number != signal.SIGCHLD:
-            signals.append(number)
-
-    selector.register(reader, selectors.EVENT_READ, drain)
-    woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    numbers = [*_FORWARDED, signal.SIGCHLD, signal.SIGWINCH]
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in numbers:
-            if before[number] is not signal.SIG_IGN:
-                signal.signal(number, caught)
-        yield wake
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(woken)
-        reader.close()
-        writer.close()

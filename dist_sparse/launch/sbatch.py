@@ -1,7 +1,6 @@
-"""Which script makes Slurm run a job?
+"""A bash script with which Slurm runs a job: one torchrun on each node, started by `srun`.
 
-A bash script for `sbatch`: one torchrun on each node, started by `srun`. Every value in it either matches a pattern of
-`LaunchSpec` or is quoted by shlex; what is not quoted is the script's own.
+Every value in it matches a pattern of `LaunchSpec` or is quoted by shlex; what is not quoted is the script's own.
 """
 
 from __future__ import annotations
@@ -29,32 +28,37 @@ _MEETING = """
 read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
+# bash refuses to assign to some of these, computes others itself, and reads IFS; so do all whose names begin with BASH.
+_BASH = {"UID", "EUID", "PPID", "SHELLOPTS", "GROUPS", "DIRSTACK", "FUNCNAME", "PIPESTATUS", "LINENO", "SECONDS"}
+_BASH |= {"RANDOM", "SHLVL", "SRANDOM", "HISTCMD", "EPOCHSECONDS", "EPOCHREALTIME", "IFS", "_"}
+
 
 def render(spec: LaunchSpec, *, port: int = 29400) -> str:
-    """The text of the script.
+    """Return the text of the script.
 
     Args:
-        spec: its rendezvous.endpoint and local_addr are not used: Slurm says which nodes there are.
+        spec: its rendezvous.endpoint and local_addr are not used: Slurm knows the nodes.
         port: on the first node; free there when the job starts.
 
     Raises:
-        ValueError: the port is none.
+        ValueError: the port is out of range, or bash sets a variable of `spec.env` itself.
     """
     if not 1 <= port <= 65535:
         raise ValueError(f"Invalid {port=}: must be in [1, 65535].")
-    meeting = None
+    for key in spec.env:
+        if key in _BASH or key.startswith("BASH"):
+            raise ValueError(f"Invalid env={key!r}: bash sets this variable itself. Set it in the training script.")
+    meeting: list[str] = []
     if spec.max_nodes > 1:
         own_id = shlex.quote(new_id(spec))
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head_node:{port}"']
         meeting += ["--rdzv-id", f'{own_id}-"$SLURM_JOB_ID"', "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
     words = argv(spec, rendezvous=meeting)
-    shell = meeting or []
-    own = len(words) - len(spec.args)
-    quoted = [word if at < own and word in shell else shlex.quote(word) for at, word in enumerate(words)]
-    exports = {
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": _threads(spec),
-    }
+    # The words of the meeting are shell already. They are found by place: the script may be called like one of them.
+    begin = words.index("--rdzv-backend")
+    quoted = [shlex.quote(word) for word in words]
+    quoted[begin : begin + len(meeting)] = meeting
+    exports = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": _threads(spec)}
     exports |= {key: shlex.quote(value) for key, value in (plain_variables(spec) | dict(spec.env)).items()}
     if spec.resources.cpu is not None:
         exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)  # srun does not take it over from sbatch
@@ -95,7 +99,7 @@ def _threads(spec: LaunchSpec) -> str:
 
 
 def _lines(words: list[str]) -> list[str]:
-    """One option with its value on each line, for people; the script and its args on the last."""
+    """One option with its value on each line, for readers; the script and its args on the last."""
     lines = [" ".join(words[:3])]
     rest = words[3:]
     while rest[0] not in ("-m", "--"):

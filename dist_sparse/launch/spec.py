@@ -1,8 +1,8 @@
-"""What is a job?
+"""The description of a job: what runs, where, and with which environment.
 
-`LaunchSpec` is all that is known of one before it runs. It is frozen and checked when made: a spec that exists can be
-turned into an argv, a script or a manifest. Values that reach a shell script, YAML or a scheduler's directive match the
-patterns below, or are quoted where they are written.
+A `LaunchSpec` is frozen and checked when it is made, so it can always be turned into an argv, a script or a manifest.
+Values that reach a shell script, YAML or a scheduler's directive match the patterns below, or are quoted where they are
+written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one node of the job needs. None is: the scheduler's default.
+    """Resources of one node. None means the scheduler's default.
 
     Args:
         cpu: cores. gpu: GPUs. memory_gib: memory in GiB.
@@ -66,13 +66,13 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and under which name the nodes of a job find each other. A job on one node needs none of it.
+    """Where and under which name the nodes of a job meet. A job on one node needs none of it.
 
     Args:
-        endpoint: `HOST:PORT`, which reaches the same store from every node; HOST is the node that keeps it.
-        id: the same on all nodes, and no other job's: letters, digits and `_ . -`, 128 at most, not
-            beginning with `-`.
-        local_addr: the address under which other nodes reach this one; None is what its host name resolves to.
+        endpoint: `HOST:PORT` of the store, the same from every node; HOST is the node that holds it.
+        id: the same on all nodes and different for every job: 1 to 128 letters, digits and `_ . -`, not beginning
+            with `-`.
+        local_addr: the address under which other nodes reach this one; None for what its host name resolves to.
 
     Raises:
         ValueError: names the field, its value and its rule.
@@ -98,16 +98,16 @@ class LaunchSpec:
     """One job: what runs, on how many nodes and processes, with which environment.
 
     Args:
-        script: path of the Python file that every rank runs; or else
+        script: path of the Python file that every rank runs, or
         module: dotted name of the module that every rank runs, as in `python -m`.
-        args: words for it. Passed as they are, never through a shell; anything but NUL.
-        name: 1 to 53 of `a-z 0-9 -`, not beginning with `-`, so that it does for Slurm and for Kubernetes' pods.
-        nnodes: `"N"`, or `"MIN:MAX"` for a job that goes on with fewer nodes.
+        args: its arguments. Passed as they are, never through a shell; no NUL.
+        name: 1 to 53 of `a-z 0-9 -`, not beginning with `-`, so that it is valid for Slurm and for Kubernetes' pods.
+        nnodes: `"N"`, or `"MIN:MAX"` for a job that continues with fewer nodes.
         nproc_per_node: processes on each node, or torchrun's `"gpu"`, `"cpu"`, `"auto"`: one for each device.
         rendezvous: for several nodes.
-        env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`; values hold neither NUL nor newline.
-        max_restarts: how often torchrun starts all ranks again after one of them has failed.
-        grace: seconds that ranks have to end by themselves after a signal, before they are killed.
+        env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`; values have no NUL and no newline.
+        max_restarts: how often torchrun restarts all ranks after one of them has failed.
+        grace: seconds that ranks have to exit after a signal before they are killed.
         resources: for schedulers.
         python: the interpreter.
 
@@ -172,7 +172,7 @@ class LaunchSpec:
 
     @property
     def max_nodes(self) -> int:
-        """The number of nodes, or the greatest one of a range."""
+        """The number of nodes, or the maximum of a range."""
         return int(self.nnodes.rpartition(":")[2])
 
 

@@ -1,1 +1,1 @@
-"""Do the launchers start, watch and end real jobs, and write files that do?"""
+"""Real jobs under the launcher, and the files that it writes."""

@@ -1,4 +1,4 @@
-"""How do tests start the launcher, and how do they find what it leaves behind?
+"""Start the launcher in a test, and find what it leaves behind.
 
 Every process of a test's job has the test's own mark in its environment, so that survivors are found through /proc,
 whatever session or parent they have. Jobs end by themselves in five minutes at most, also if the launcher is broken.

@@ -1,4 +1,4 @@
-"""Does the command line become the right spec, and is a wrong one refused before anything runs?"""
+"""The launcher's command line: specs, refusals, help and the files that it writes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from dist_sparse.launch.cli import main
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec
 
-from .jobs import ROOT
+from .jobs import LAUNCH, ROOT
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, str], list[str]]:
@@ -80,6 +81,9 @@ def test_the_endpoint_may_come_from_a_variable(
         (["--nproc", "0", "a.py"], "Invalid nproc_per_node=0"),
         (["--nproc", "-1", "a.py"], "launch local: error: Invalid nproc_per_node='-1'"),
         (["--env", "A", "a.py"], "must be KEY=VALUE"),
+        (["--ranks", "0,x", "a.py"], "'0,x' must be local ranks"),
+        (["--nproc", "2", "--ranks", "0,2", "pyproject.toml"], "Invalid rank=2"),
+        (["sbatch", "--env", "UID=0", "a.py"], "Invalid env='UID': bash sets this variable itself"),
         (["--env", "a=1", "a.py"], "Invalid env='a'"),
         (["--name", "A", "a.py"], "Invalid name='A'"),
         (["--nnodes", "2", "a.py"], "--nnodes"),
@@ -131,6 +135,54 @@ def test_files_are_written_where_they_should(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "job.sh").read_text().startswith("#!/usr/bin/env bash\n")
 
 
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    """They hold the values of --env. A file that is there already is replaced."""
+    path = tmp_path / "job.sh"
+    path.write_text("old")
+    path.chmod(0o644)
+    assert main(["sbatch", "--env", "KEY=secret", "--output", str(path), "a.py"]) == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "secret" in path.read_text()
+    assert os.listdir(tmp_path) == ["job.sh"]
+
+
+def test_files_are_not_written_through_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "link.sh").symlink_to(victim)
+    os.link(victim, tmp_path / "hard.sh")
+    os.mkfifo(tmp_path / "pipe.sh")
+    for name in ("link.sh", "pipe.sh"):
+        assert main(["sbatch", "--output", str(tmp_path / name), "a.py"]) == 1
+        assert "exists and is not a regular file" in capsys.readouterr().err
+    assert main(["sbatch", "--output", str(tmp_path / "hard.sh"), "a.py"]) == 0
+    assert victim.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["hard.sh", "link.sh", "pipe.sh", "victim"]
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+
+
+@needs_full
+@pytest.mark.parametrize(
+    ("words", "outputs", "message"),
+    [
+        ("--print a.py", "> /dev/full", "No space left on device"),
+        ("sbatch a.py", "> /dev/full", "No space left on device"),
+        ("sbatch --output /dev/null a.py", "", "exists and is not a regular file"),
+        ("sbatch --output /no/such/job.sh a.py", "", "No such file or directory"),
+        ("sbatch a.py", ">&-", "Standard output is closed"),
+        ("-m this", ">&-", "Standard output or error is closed"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line_and_1(words: str, outputs: str, message: str) -> None:
+    command = f"{' '.join(LAUNCH)} {words} {outputs}"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("python -m launch: ") and message in line
+
+
 def test_files_hold_the_bytes_of_the_words_in_every_locale(tmp_path: Path) -> None:
     words = [sys.executable, "-X", "utf8=0", "-m", "launch", "sbatch", "a.py", b"\xff", "é"]
     environ = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
@@ -167,15 +219,6 @@ def test_files_hold_the_bytes_of_the_words_in_a_locale_of_8_bits(latin_1: dict[s
     assert job["spec"]["trainer"]["args"] == ["é", "Ã©"]
 
 
-def test_a_word_that_the_locale_has_no_bytes_for_is_utf_8(
-    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
-) -> None:
-    """Such a word comes from Python, not from a shell."""
-    monkeypatch.setattr(os, "fsencode", lambda text: text.encode("ascii", "surrogateescape"))
-    assert main(["sbatch", "--output", str(tmp_path / "job.sh"), "a.py", "→ \udcff"]) == 0
-    assert (tmp_path / "job.sh").read_bytes().endswith("-- a.py '→ ".encode() + b"\xff'\n")
-
-
 def test_an_output_of_python_s_own() -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -183,13 +226,6 @@ def test_an_output_of_python_s_own() -> None:
         assert main(["sbatch", "a.py", "é"]) == 0
     assert output.getvalue().startswith("before\n#!/usr/bin/env bash\n")
     assert output.getvalue().endswith("-- a.py 'é'\n")
-
-
-def test_what_was_printed_before_comes_before() -> None:
-    code = "import sys; from dist_sparse.launch.cli import main; print('before'); sys.exit(main(['sbatch', 'a.py']))"
-    environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, check=True)
-    assert done.stdout.startswith(b"before\n#!/usr/bin/env bash\n")
 
 
 def test_only_the_main_thread_can_run_a_job() -> None:

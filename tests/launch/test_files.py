@@ -1,7 +1,8 @@
-"""Are the files for Slurm and Kubeflow what a user would submit, and do they start the right torchrun?"""
+"""The files for Slurm and Kubeflow: golden ones, and what torchrun gets from them."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -136,6 +137,42 @@ def test_sbatch_scripts_run_torchrun_word_for_word(name: str, tmp_path: Path) ->
     assert inherited["PYTHONHASHSEED"] == "0"
     assert not [key for key in inherited if key.startswith("PET_")]
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("name", ["c10d", '"$head_node:31000"', "0", "$(touch pwned)"])
+def test_a_script_called_like_a_word_of_the_meeting_is_quoted(name: str, tmp_path: Path) -> None:
+    """Such words are found by their place in the command: only torchrun's own are left to bash and Kubernetes."""
+    environ = {**os.environ, **cluster(tmp_path / "bin")}
+    executable(tmp_path / "bin" / "python", f'exec {shlex.quote(sys.executable)} -c "import sys; print(sys.argv)" "$@"')
+    (tmp_path / "job.sh").write_text(sbatch.render(LaunchSpec(script=name, nnodes="2", python="python"), port=31000))
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout)[-1] == name
+    own = "$(PET_NODE_RANK)"
+    command = kubeflow.manifest(LaunchSpec(script=own, nnodes="2"))["spec"]["trainer"]["command"]
+    assert command.count(own) == 1 and command[-1] == f"${own}"
+
+
+def test_variables_reach_the_job_or_are_refused(tmp_path: Path) -> None:
+    """Of all that bash has by itself."""
+    known = subprocess.run(["bash", "-c", "compgen -v"], capture_output=True, text=True, check=True).stdout.split()
+    refused = []
+    environ = {**os.environ, **cluster(tmp_path / "bin")}
+    executable(tmp_path / "bin" / "python", "exec env -0")
+    kept = {}
+    for key in (key for key in known if re.fullmatch("[A-Z_][A-Z0-9_]*", key)):
+        if key.startswith("PET_") or key in ("PATH", "PWD", "OPTIND"):  # the stand-ins here, in sh, need or set these
+            continue
+        try:
+            sbatch.render(LaunchSpec(script="a.py", env={key: "7"}))
+        except ValueError:
+            refused.append(key)
+        else:
+            kept[key] = "7"
+    (tmp_path / "job.sh").write_text(sbatch.render(LaunchSpec(script="a.py", env=kept, python="python")))
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert {f"{key}=7" for key in kept} <= set(done.stdout.split("\0"))
+    assert {"UID", "PPID", "IFS", "RANDOM", "BASHOPTS", "SECONDS"} <= set(refused)
+    assert not {"HOME", "TERM", "LANG"} & set(refused)
 
 
 def test_an_sbatch_script_runs_a_real_job(tmp_path: Path) -> None:

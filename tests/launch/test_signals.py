@@ -1,19 +1,23 @@
-"""Does every end of a job end all of it: signals, ranks that ignore them, a killed launcher, a killed torchrun?"""
+"""Every end of a job ends all of it: signals, ranks that ignore them, a killed launcher, a killed torchrun."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from .jobs import Job, alive, finish, job, script, wait_for
 
-# Ranks that handle SIGTERM; ranks that ignore it, each with a child in a session of its own that ignores it too.
+# Ranks that save on SIGTERM, and say so on an output; ranks that ignore all signals, each with a child in a session of
+# its own that ignores them too.
 POLITE = """
 def stop(number, frame):
-    say(f"stopped{rank}")
+    print("saving")
+    say(f"saved{rank}")
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 say(f"ready{rank}")
@@ -28,7 +32,8 @@ say(f"ready{rank}")
 time.sleep(300)
 """
 LIMIT = 120.0  # seconds; ranks of these tests end by themselves only after twice as many
-PLAIN = "say(f'ready{rank}')\ntime.sleep(300)\n"
+PLAIN = "print('up')\nsay(f'ready{rank}')\ntime.sleep(300)\n"
+TALKATIVE = "say(f'ready{rank}')\nwhile True:\n    print('x' * 1000)\n    time.sleep(PAUSE)\n"
 
 
 def words(folder: Path, text: str, grace: str = "1") -> list[str]:
@@ -42,28 +47,28 @@ def torchrun_of(running: Job) -> int:
     return int(child)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(75, 75), (1, 143)])
-def test_sigterm_reaches_the_ranks_and_the_code_they_choose_comes_back(
-    tmp_path: Path, code: int, expected: int
-) -> None:
-    """1 is not chosen: it is what any exception ends with."""
-    with job(tmp_path, words(tmp_path, POLITE.replace("75", str(code)), grace="30")) as running:
+def test_sigterm_reaches_the_ranks(tmp_path: Path) -> None:
+    with job(tmp_path, words(tmp_path, POLITE, grace="30")) as running:
         running.wait_until("ready0", "ready1")
         running.process.send_signal(signal.SIGTERM)
-        status, _, err = finish(running)
-    assert status == expected
-    assert running.said("stopped0") and running.said("stopped1")
-    assert "launch: SIGTERM: the ranks have 30 s to end." in err
+        status, out, err = finish(running)
+    assert status == 143
+    assert running.said("saved0") and running.said("saved1")
+    assert sorted(out.splitlines()) == ["[0] saving", "[1] saving"]
+    assert "launch: SIGTERM: the ranks have 30 s to exit" in err.splitlines()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_signals_end_ranks_as_they_are_sent(tmp_path: Path, number: signal.Signals) -> None:
     with job(tmp_path, words(tmp_path, PLAIN, grace="30")) as running:
-        running.wait_until("ready0", "ready1")
+        out = running.process.stdout
+        assert out is not None
+        assert sorted([out.readline(), out.readline()]) == ["[0] up\n", "[1] up\n"]
         running.process.send_signal(number)
         status, _, err = finish(running)
     assert status == 128 + number
     assert ("[0] KeyboardInterrupt" in err) == (number == signal.SIGINT)
+    assert "child.py" not in err
 
 
 def test_ranks_that_ignore_signals_are_killed_with_their_children(tmp_path: Path) -> None:
@@ -74,22 +79,15 @@ def test_ranks_that_ignore_signals_are_killed_with_their_children(tmp_path: Path
         assert finish(running, seconds=LIMIT)[0] == 143
 
 
-def test_a_job_inside_a_job_ends_with_it(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_does_not_wait_and_a_job_inside_ends_too(tmp_path: Path) -> None:
     """The outer launcher kills the inner one, and with it what the inner one would have waited for."""
     inner = f"""
 import subprocess
-words = [sys.executable, "-m", "launch", "--nproc", "2", "--grace", "60", {str(tmp_path / "inner.py")!r}]
+words = [sys.executable, "-m", "launch", "--nproc", "2", "--grace", "600", {str(tmp_path / "inner.py")!r}]
 subprocess.run(words)
 """
     Path(script(tmp_path, STUBBORN)).rename(tmp_path / "inner.py")
-    with job(tmp_path, ["--grace", "1", script(tmp_path, inner)]) as running:
-        running.wait_until("ready0", "ready1")
-        running.process.send_signal(signal.SIGTERM)
-        assert finish(running, seconds=LIMIT)[0] == 143
-
-
-def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
-    with job(tmp_path, words(tmp_path, STUBBORN, grace="600")) as running:
+    with job(tmp_path, ["--grace", "600", script(tmp_path, inner)]) as running:
         running.wait_until("ready0", "ready1")
         running.process.send_signal(signal.SIGINT)
         stderr = running.process.stderr
@@ -99,8 +97,17 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         assert finish(running, seconds=LIMIT)[0] == 130
 
 
+def test_ranks_have_their_grace_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    """And can print in it: their outputs don't end with the launcher."""
+    with job(tmp_path, words(tmp_path, POLITE, grace="30")) as running:
+        running.wait_until("ready0", "ready1")
+        running.process.kill()
+        wait_for(lambda: not alive(running.mark), seconds=LIMIT)
+        assert running.said("saved0") and running.said("saved1")
+
+
 def test_nothing_survives_a_killed_launcher(tmp_path: Path) -> None:
-    """torchrun gets SIGTERM from the kernel, gives the ranks their grace and kills them."""
+    """The kernel sends torchrun a SIGTERM; torchrun gives the ranks their grace and kills them."""
     with job(tmp_path, words(tmp_path, STUBBORN.replace("start_new_session=True", ""))) as running:
         running.wait_until("ready0", "ready1")
         running.process.kill()
@@ -108,7 +115,6 @@ def test_nothing_survives_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_survive_launcher_and_torchrun(tmp_path: Path) -> None:
-    """With nobody left to kill them, the kernel does."""
     with job(tmp_path, words(tmp_path, PLAIN)) as running:
         running.wait_until("ready0", "ready1")
         torchrun = torchrun_of(running)
@@ -121,15 +127,28 @@ def test_nothing_survives_a_killed_torchrun(tmp_path: Path) -> None:
     with job(tmp_path, words(tmp_path, STUBBORN)) as running:
         running.wait_until("ready0", "ready1")
         os.kill(torchrun_of(running), signal.SIGKILL)
-        assert finish(running)[0] == 137
+        status, _, err = finish(running)
+    assert (status, err.splitlines()[-1]) == (137, "launch: torchrun was killed by SIGKILL")
 
 
 def test_a_reader_that_goes_away_ends_the_job(tmp_path: Path) -> None:
-    text = "say(f'ready{rank}')\nwhile True:\n    print('x' * 1000)\n    time.sleep(0.01)\n"
-    with job(tmp_path, words(tmp_path, text)) as running:
+    with job(tmp_path, words(tmp_path, TALKATIVE.replace("PAUSE", "0.01"))) as running:
         running.wait_until("ready0", "ready1")
         assert running.process.stdout is not None
         running.process.stdout.close()
         wait_for(lambda: running.process.poll() is not None)
         assert running.process.returncode == 128 + signal.SIGPIPE
+        assert alive(running.mark) == []
+
+
+def test_a_signal_ends_a_job_whose_output_is_not_read(tmp_path: Path) -> None:
+    script(tmp_path, TALKATIVE.replace("PAUSE", "0"))
+    with job(
+        tmp_path, [f"exec {sys.executable} -m launch --nproc 2 --grace 1 job.py 2>&1"], command=("sh", "-c")
+    ) as running:
+        running.wait_until("ready0", "ready1")
+        time.sleep(1)  # the pipe is full by then
+        running.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: running.process.poll() is not None, seconds=LIMIT)
+        assert running.process.returncode == 143
         assert alive(running.mark) == []

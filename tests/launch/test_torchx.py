@@ -1,4 +1,4 @@
-"""Does torchx run our component for real on this machine, and what would it give to Slurm and Kubernetes?
+"""The component: run by torchx on this machine, and what torchx would give to Slurm and Kubernetes.
 
 torchx is in no development set, because it pins old versions of common packages: it is installed beside, once, from a
 package index. Without an index these tests are skipped, and say so.
