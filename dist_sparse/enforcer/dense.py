@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -158,12 +158,8 @@ class DenseWeights:
         """Attach the hooks; ``before_read`` is called before a module that holds a target reads it."""
         for leaf in self._optimizers:
             self._pairs(leaf)
-        # One hook of the whole process meets optimizers made later. It must not keep this object alive; the hooks on
-        # the optimizers do.
-        meet = weakref.WeakMethod(self._meet)
-        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: (call := meet()) and call(optimizer))
-        weakref.finalize(self, handle.remove)
-        self._handles.append(handle)
+        _meet_new_optimizers()
+        _hooked.add(self)
         for target in self.targets:
             if target.owner is None:
                 continue
@@ -183,6 +179,7 @@ class DenseWeights:
 
     def unhook(self) -> None:
         """Remove all hooks."""
+        _hooked.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -232,9 +229,9 @@ class DenseWeights:
         self._stepped[optimizer] = count, pairs
         return pairs
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
-        if steps_itself(optimizer):
-            self._pairs(optimizer)
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the steps of an optimizer that is about to make one, if it steps a target."""
+        self._pairs(optimizer)
 
     @timed
     def _clean(self, target: Target) -> None:
@@ -257,6 +254,23 @@ class DenseWeights:
             for target, parameter in self._pairs(optimizer):
                 if target.dirty or parameter.grad is not None:
                     target.clean(step_rows(optimizer, parameter))
+
+
+_hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
+"""All whose hooks are attached. The hooks on optimizers and modules keep them alive, this set does not."""
+
+
+@cache
+def _meet_new_optimizers() -> RemovableHandle:
+    """Attach, once for the process, the hook that meets optimizers made later. It stays: torch may be iterating over
+    its hooks whenever the last of those above is freed."""
+
+    def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if steps_itself(optimizer):
+            for weights in list(_hooked):
+                weights.meet(optimizer)
+
+    return register_optimizer_step_pre_hook(meet)
 
 
 def packed_targets(

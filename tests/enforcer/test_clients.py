@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer
 from tests.enforcer.test_enforce_errors import IDS, Net, hooks, sgd, sparse_net, train
@@ -284,3 +285,20 @@ class TestASecondEnforcer:
             MaskEnforcer(sparsifier).attach(optimizer)
         train(model, optimizer)
         assert int((model.first.weight == 0).sum()) == int((model.second.weight == 0).sum()) == 20
+
+
+def test_enforcers_may_be_freed_in_the_middle_of_a_step() -> None:
+    """By the garbage collector, while torch iterates over the hooks of all optimizers."""
+    model, sparsifier = sparse_net()
+    optimizer = sgd(model)
+    handle = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
+    try:
+        for _ in range(3):
+            other, of_other = sparse_net()
+            MaskEnforcer(of_other).attach(sgd(other))
+            other.cycle = other
+            del other, of_other
+            with MaskEnforcer(sparsifier).attach(optimizer):
+                train(model, optimizer)
+    finally:
+        handle.remove()
