@@ -249,7 +249,7 @@ class ConstantDataScheduler(_CurveDataScheduler):
         ...     sparsifier.step()
         ...     scheduler.step()
         >>> levels
-        [0, 0, 0.5, 0.5, 0.5]
+        [0.0, 0.0, 0.5, 0.5, 0.5]
     """
 
     _curve = staticmethod(curves.constant)
@@ -286,7 +286,7 @@ class OneShotDataScheduler(_CurveDataScheduler):
         ...     sparsifier.step()
         ...     scheduler.step()
         >>> levels
-        [0, 0, 0.5, 0.5, 0.5]
+        [0.0, 0.0, 0.5, 0.5, 0.5]
     """
 
     _curve = staticmethod(curves.one_shot)
