@@ -43,18 +43,18 @@ BLOCKS: tuple[tuple[int, Any], ...] = ((1, ROW), (1, 4), (2, 3))
 STEPS, EVERY = 50, 5
 
 
-def fused_training(worlds: tuple[int, ...] = (1, 2, 4)) -> list[tuple[int, str, int]]:
-    """Every cell in every world with each of the fused optimizers that it can have, and another block each time."""
+def trainings() -> list[tuple[int, str, int]]:
+    """World, cell and a number that draws optimizer, block and norm: in a world of 2 each optimizer of every cell."""
     return [
         (world, name, i + world + part)
-        for world in worlds
+        for world in (1, 2, 4)
         for i, (name, cell) in enumerate(trained_cells(world).items())
-        for part in (range(3) if world > 1 and cell.fused and cell.data_type is DataType.FP32 else [0])
+        for part in (range(3) if world == 2 and cell.fused and cell.data_type is DataType.FP32 else [0])
     ]
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name", "turn"), fused_training())
+@pytest.mark.parametrize(("world", "name", "turn"), trainings())
 def test_training(world: int, name: str, turn: int) -> None:
     """Ten mask updates; in the second half weights are read from outside after every step, before it never."""
     cell = trained_cells(world)[name]
