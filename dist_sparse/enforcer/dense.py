@@ -133,8 +133,7 @@ class DenseWeights:
             if target.parameter is not None and target.parameter.requires_grad:
                 raise ValueError(
                     f"No optimizer given steps {target.name!r}, which requires a gradient: its removed weights would "
-                    "come back unseen. Attach all optimizers, attach(first, second), or freeze it by "
-                    "requires_grad_(False)."
+                    "come back unseen. Pass all optimizers, or freeze it by requires_grad_(False)."
                 )
             # A tensor of plain data that no optimizer steps is a constant.
             if not isinstance(target.parameter, nn.Parameter) and isinstance(target.mask(), BlockMask):

@@ -10,21 +10,17 @@ from __future__ import annotations
 import importlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.enforcer.optimizers import leaves
-from dist_sparse.schedulers.curves import Window
-from dist_sparse.schedulers.ready import CubicDataScheduler, ReadyDataScheduler
-from dist_sparse.sparsifiers.norm import DataNormSparsifier
 from dist_sparse.tables.shards import ROW
-from dist_sparse.training.sparsify import SparseTraining, sparsify
+from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule
+from dist_sparse.training.sparsify import SparseTraining, combines, sparsify, steppers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -89,27 +85,35 @@ class SparsifyCallback(Callback):
     def __init__(
         self,
         *,
-        level: float | Mapping[str, float],
+        level: Levels,
         end: int,
         begin: int = 0,
         every: int = 100,
-        block: tuple[int, int | str] = (1, ROW),
-        norm: str = "L2",
+        block: BlockShape = (1, ROW),
+        norm: Norm = "L2",
         include: str | list[str] | None = None,
         exclude: str | list[str] | None = None,
         dense: bool | str | list[str] | None = None,
-        schedule: Callable[..., ReadyDataScheduler] = CubicDataScheduler,
-        optimizer_state: str = "keep",
+        schedule: Schedule = "cubic",
+        optimizer_state: OptimizerState = "keep",
+        min_rows: int = 16,
         log: bool = True,
     ) -> None:
         super().__init__()
-        Window(begin=begin, end=end, every=every)
-        # Made to be refused here, before anything is loaded or trained.
-        MaskEnforcer(DataNormSparsifier(sparse_block_shape=block, norm=norm), optimizer_state)
+        self._plan: dict[str, Any] = {
+            "level": level,
+            "end": end,
+            "begin": begin,
+            "every": every,
+            "block": block,
+            "norm": norm,
+            "schedule": schedule,
+            "optimizer_state": optimizer_state,
+            "min_rows": min_rows,
+        }
+        Plan(**self._plan)  # invalid arguments are refused here, before anything is loaded or trained
         self.training: SparseTraining | None = None
         self._tables: dict[str, Any] = {"include": include, "exclude": exclude, "dense": dense}
-        self._plan: dict[str, Any] = {"level": level, "end": end, "begin": begin, "every": every, "block": block}
-        self._plan |= {"norm": norm, "schedule": schedule, "optimizer_state": optimizer_state}
         self._logs = log
         self._rounds = OptimizerRounds([])
         self._saved_hook: RemovableHandle | None = None
@@ -150,7 +154,7 @@ class SparsifyCallback(Callback):
             rounds.stop()
             training.detach()
             raise
-        if trainer.is_global_zero and (sharded := _sharded(training)):
+        if trainer.is_global_zero and (sharded := training.partial_tables):
             _log.warning(
                 "The tables %s are sharded: Lightning's checkpoints hold the weights and masks of one rank, so that "
                 "training can't be resumed from them. Save every rank's, or use torch.distributed.checkpoint.",
@@ -254,12 +258,6 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
         )
 
 
-def _sharded(training: SparseTraining) -> list[str]:
-    """The tables of which other ranks hold what this one does not."""
-    located = training.sparsifier._tables.locate()
-    return [name for name, data in located.items() if {shard.rect for shard in data.shards} != set(data.rects)]
-
-
 def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str, Any]) -> None:
     before = rounds.counts
     rounds.load(state.get("optimizer_steps", ()))
@@ -281,7 +279,7 @@ class OptimizerRounds:
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        counted = {id(each): each for optimizer in optimizers for each in _that_step(optimizer)}
+        counted = {id(each): each for optimizer in optimizers for each in steppers(optimizer)}
         self._counts = [0] * len(counted)
         self._handles: list[RemovableHandle] = [
             each.register_step_post_hook(Hook(partial(self._stepped, number)))
@@ -317,21 +315,7 @@ class OptimizerRounds:
         self._handles = []
 
     def _stepped(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # The gradients of fused tables are gone: their optimizers' steps always count.
+        # Fused tables have no gradient after the backward: steps of their optimizers always count.
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        if _holds_others(optimizer) or any(gradient is not None for gradient in gradients):
+        if combines(optimizer) or any(gradient is not None for gradient in gradients):
             self._counts[number] += 1
-
-
-def _that_step(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The innermost optimizers, and one that is made of fused ones or of several: torch's hooks run on both."""
-    yield from leaves(optimizer)
-    while not _holds_others(optimizer) and hasattr(optimizer, "_optimizer"):  # as LightningOptimizer does
-        optimizer = optimizer._optimizer
-    if _holds_others(optimizer):
-        yield optimizer
-
-
-def _holds_others(optimizer: Any) -> bool:
-    """Whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
-    return any(kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__)

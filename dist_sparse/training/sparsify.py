@@ -1,145 +1,437 @@
-"""How does one call sparsify a model that trains?
-
-A sparsifier, a schedule and an enforcer with the choices that most models want; whoever wants others makes the three.
-"""
+"""One call that prunes a model during training: a sparsifier, a schedule and an enforcer."""
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable, Mapping
+import atexit
+import glob
+import html
+import importlib
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.schedulers.ready import CubicDataScheduler, ReadyDataScheduler
+from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.enforcer.optimizers import leaves, same_storage
+from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
-from dist_sparse.tables.shards import ROW
+from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.shards import ROW, Source
+from dist_sparse.text import shape_text, table_lines
+from dist_sparse.training.plan import (
+    BlockShape,
+    Levels,
+    Norm,
+    OptimizerState,
+    Plan,
+    Schedule,
+    final_levels,
+    left_dense,
+)
 
-__all__ = ["SparseTraining", "sparsify"]
+__all__ = ["SparseTraining", "combines", "sparsify", "steppers"]
+
+_FORGOTTEN = 100  # optimizer steps without a step() before it is called forgotten
 
 
 class SparseTraining:
-    """A sparsifier, its schedule and its enforcer, attached; made by :func:`sparsify`.
+    """A sparsifier, its schedule and its enforcer, attached to a model and its optimizers; made by :func:`sparsify`.
+
+    As a context manager it detaches at the end of the block.
 
     Attributes:
         sparsifier: the :class:`~dist_sparse.DataNormSparsifier`.
         scheduler: of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
+        left_dense: tables that are not pruned, with the reason.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import sparsify
+        >>> model = torch.nn.EmbeddingBag(100, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with sparsify(model, optimizer, level=0.75, end=2, every=1) as sparse:
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         model(torch.arange(10).view(2, 5)).sum().backward()
+        ...         optimizer.step()
+        ...         sparse.step()
+        >>> sparse
+        SparseTraining(step 3 of 2, level 0.75, 1 table, detached)
+        >>> sparse.sparsity
+        0.75
+        >>> print(sparse.summary())
+        SparseTraining(step 3 of 2, level 0.75, 1 table, detached)
+        table   shape    sharding    block  level  sparsity  removed blocks
+        ------  -------  ----------  -----  -----  --------  --------------
+        weight  100 x 8  replicated  row     0.75    0.7500              75
     """
 
-    def __init__(self, sparsifier: DataNormSparsifier, scheduler: ReadyDataScheduler, enforcer: MaskEnforcer) -> None:
+    def __init__(
+        self,
+        sparsifier: DataNormSparsifier,
+        scheduler: ReadyDataScheduler,
+        enforcer: MaskEnforcer,
+        *,
+        source: Source,
+        left_dense: Mapping[str, str],
+    ) -> None:
         self.sparsifier, self.scheduler, self.enforcer = sparsifier, scheduler, enforcer
+        self.left_dense = dict(left_dense)
+        self._source = source
+        self._auto_step = False
+        self._handles: list[RemovableHandle] = []
+        self._unseen: dict[str, nn.Module] = {}
+        self._optimizer_steps: int | None = 0  # None once step() has been called
+        self._warns = rank_in(world_ranks()) == 0
 
     def step(self) -> None:
-        """After each optimizer step: moves the masks when the schedule says so. Collective then, otherwise local."""
-        self.sparsifier.step()
-        self.scheduler.step()
+        """Call after each optimizer step: update the masks when the schedule has an update. Collective then, otherwise
+        local.
+
+        Raises:
+            RuntimeError: ``auto_step=True`` calls it already, or no forward has used the tables (the model was wrapped
+                or copied after :func:`sparsify`).
+        """
+        if self._auto_step:
+            raise RuntimeError("auto_step=True calls step() after each optimizer step: do not call it as well.")
+        self._step()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last mask update of the schedule has happened."""
+        return self.scheduler.end is not None and self.scheduler.last_epoch > self.scheduler.end
+
+    @property
+    def sparsity(self) -> float:
+        """The achieved fraction of removed blocks, over all tables and ranks. Collective if tables are sharded."""
+        stats = self.sparsifier.table_stats()
+        return sum(table.removed_blocks for table in stats) / max(sum(table.blocks for table in stats), 1)
+
+    @property
+    def partial_tables(self) -> list[str]:
+        """The tables of which this rank does not hold all rows and columns. Local."""
+        located = [data for data in self._source.locate() if data.name in self.sparsifier.data_groups]
+        return [data.name for data in located if {shard.rect for shard in data.shards} != set(data.rects)]
+
+    def summary(self) -> str:
+        """Return a text table of what is pruned and what is left dense. Collective if tables are sharded."""
+        head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
+        rows = [
+            (
+                table.name,
+                shape_text(table.shape),
+                table.sharding,
+                "x".join(map(str, table.sparse_block_shape or ())).lower().removeprefix("1xrow") or "row",
+                f"{table.target:.4g}",
+                f"{table.sparsity:.4f}",
+                f"{table.removed_blocks:,}",
+            )
+            for table in self.sparsifier.table_stats()
+        ]
+        dense = [f"{name} is left dense: {reason}" for name, reason in self.left_dense.items()]
+        return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense])
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks (this rank's bits), configurations and the schedule's step."""
+        """Return masks (this rank's bits), configurations and the schedule's step."""
         return {"sparsifier": self.sparsifier.state_dict(), "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`: masks, configurations and the whole schedule, also where other ones were asked
-        for; what the masks remove is zeroed at once. Collective.
+        """Restore :meth:`state_dict`: masks, configurations and the whole schedule, which replaces the arguments of
+        :func:`sparsify`. Removed weights are zeroed at once. Collective.
+
+        To go back to earlier weights (early stopping), load the model's state too, before the next forward::
+
+            sparse.load_state_dict(best["sparse"])
+            model.load_state_dict(best["model"])
 
         Raises:
-            ValueError: a part is missing, or does not fit what is registered; on every rank.
+            ValueError: a part is missing or invalid, does not fit what is registered, differs between ranks, or masks
+                and schedule are of different steps. On every rank, and nothing has changed.
         """
-        error: Exception | None = None
-        wanted = {"scheduler": set(self.scheduler.state_dict()), "sparsifier": {"state", "data_groups", "_container"}}
-        try:
-            for part, keys in wanted.items():
-                missing = sorted(keys - set(state_dict.get(part, ())))
+        together = group_over(world_ranks())
+        with together.agreeing("load_state_dict()"):
+            scheduler = set(self.scheduler.state_dict())
+            for part, keys in (("scheduler", scheduler), ("sparsifier", {"state", "data_groups", "_container"})):
+                found = state_dict.get(part)
+                missing = sorted(keys - set(found if isinstance(found, Mapping) else ()))
                 if missing:
-                    raise ValueError(f"The state lacks {missing} of the {part}; it has {sorted(state_dict)}.")
-        except Exception as fault:
-            error = fault if isinstance(fault, ValueError) else ValueError(f"Invalid state: {fault}.")
-        group_over(world_ranks()).agree("load_state_dict()", {}, error)
+                    raise ValueError(f"The state lacks {missing} of the {part}; it has {sorted(map(str, state_dict))}.")
+        levels, commit = self.scheduler.prepare_load(state_dict["scheduler"])
+        with together.agreeing("load_state_dict()"):
+            # The functions of a LambdaDataScheduler are not part of the state: they may be others now.
+            if not isinstance(self.scheduler, LambdaDataScheduler):
+                _check_levels(levels, state_dict)
         self.sparsifier.load_state_dict(state_dict["sparsifier"])
-        self.scheduler.load_state_dict(state_dict["scheduler"])
+        commit()
 
     def detach(self) -> None:
-        """Ends enforcement: the model goes on training as if it had never been sparsified. Zeros stay as they are until
-        an optimizer moves them."""
+        """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
+        changes them. Warns if the last mask update of the schedule has not happened."""
+        if self._detached() and not self.finished:
+            self._warn_of_early_end()
+
+    def __enter__(self) -> SparseTraining:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.detach()
+        else:
+            self._detached()
+
+    def __repr__(self) -> str:
+        final = getattr(self.scheduler, "final", {})
+        finals = sorted(set(final.values() if isinstance(final, dict) else [final]))
+        level = " to ".join(f"{each:.4g}" for each in dict.fromkeys(finals[:1] + finals[-1:]))
+        tables, end = len(self.sparsifier.data_groups), self.scheduler.end
+        parts = [
+            f"step {self.scheduler.last_epoch}" + ("" if end is None else f" of {end}"),
+            *([f"level {level}"] if level else []),
+            f"{tables} table{'' if tables == 1 else 's'}",
+            *([f"{len(self.left_dense)} left dense"] if self.left_dense else []),
+            "attached" if self.enforcer.attached else "detached",
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """Shown by notebooks. Local: the summary in one process, otherwise one line."""
+        return f"<pre>{html.escape(self.summary() if world_ranks() is None else repr(self))}</pre>"
+
+    def _attached_to(self, model: nn.Module, optimizers: Sequence[Any], auto_step: bool) -> None:
+        """Follow the optimizers' steps, and the forwards of unsharded collections."""
+        _attached.add(self)
+        self._auto_step = auto_step
+        last = [each for optimizer in optimizers for each in steppers(optimizer)][-1:]
+        if auto_step and not last:
+            raise ValueError("Invalid auto_step=True: there is no optimizer whose steps could be followed.")
+        for optimizer in last:
+            # Holds this object, so that it lives as long as the optimizer even if the caller drops it.
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_optimizer)))
+        self._unseen = dict(_unsharded_collections(model, self.sparsifier.data_groups))
+        for module in self._unseen.values():
+            self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
+
+    def _after_optimizer(self, *_: Any) -> None:
+        if self._auto_step:
+            self._step()
+        elif self._optimizer_steps is not None:
+            self._optimizer_steps += 1
+            if self._optimizer_steps == _FORGOTTEN and self._warns:
+                warnings.warn(
+                    f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was never called: masks "
+                    "are not updated. Call it after each optimizer step, or pass auto_step=True to sparsify().",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+    def _seen(self, *_: Any) -> None:
+        self._unseen = {}
+
+    def _step(self) -> None:
+        if self._unseen:
+            raise RuntimeError(
+                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the model was wrapped "
+                "or copied afterwards, so that other tables train. Call sparsify() on the DistributedModelParallel."
+            )
+        self._optimizer_steps = None
+        self.sparsifier.step()
+        self.scheduler.step()
+
+    def _detached(self) -> bool:
+        """Detach; whether it was attached."""
+        if self not in _attached:
+            return False
+        _attached.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._unseen = [], {}
         self.enforcer.detach()
+        return True
+
+    def _warn_of_early_end(self) -> None:
+        if self._warns and self.scheduler.end is not None:
+            warnings.warn(
+                f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule, before end="
+                f"{self.scheduler.end}: the final level has not been reached.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _overlap(self, held: Mapping[str, list[Tensor]]) -> list[str]:
+        """Those of ``held`` that share memory with tables of this training."""
+        own = [tensor for tensors in self._source.held().values() for tensor in tensors]
+        find = same_storage(own)
+        return [name for name, tensors in held.items() if any(find(tensor) for tensor in tensors)]
+
+
+_attached: weakref.WeakSet[SparseTraining] = weakref.WeakSet()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for training in [each for each in _attached if not each.finished][:1]:
+        training._warn_of_early_end()
 
 
 def sparsify(
     model: nn.Module,
     optimizer: Any,
     *,
-    level: float | Mapping[str, float],
+    level: Levels,
     end: int,
     begin: int = 0,
     every: int = 100,
-    block: tuple[int, int | str] = (1, ROW),
-    norm: str = "L2",
+    block: BlockShape = (1, ROW),
+    norm: Norm = "L2",
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
     dense: bool | str | list[str] | None = None,
-    schedule: Callable[..., ReadyDataScheduler] = CubicDataScheduler,
-    optimizer_state: str = "keep",
+    schedule: Schedule = "cubic",
+    optimizer_state: OptimizerState = "keep",
+    min_rows: int = 16,
+    auto_step: bool = False,
 ) -> SparseTraining:
-    """Sparsifies the embedding tables of a model while it trains. Collective: every rank of the world must call it.
+    """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
+
+    Left dense, and listed in ``left_dense``, are tables with fewer than ``min_rows`` rows, and frozen ones
+    (``requires_grad`` False). The last block of a table is removed at ``level`` 1 only. The row of ``padding_idx`` is
+    zero already: it is among the first to be pruned, which changes nothing. Other rows that must stay, such as those of
+    [MASK] tokens, belong in a table of their own, named in ``exclude``.
 
     Args:
-        model: a DistributedModelParallel, a DDP module or any module.
-        optimizer: what steps it, or a sequence of all optimizers that do.
-        level: the fraction of blocks to remove in the end, for all tables, or by name or glob.
-        begin, end, every: the first and the last step at which masks move, and how many steps lie between two moves;
-            ``every`` is cut to ``end - begin`` if that is less. Steps count from 0, so ``level`` is reached by the
-            ``end + 1``-th call of ``step()``.
-        block: (rows, columns) that are removed together; ``(1, ROW)`` is whole rows.
-        norm: ``"L1"`` or ``"L2"``, by which blocks are compared.
+        model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it first.
+        optimizer: the optimizer that steps it, or a sequence of all of them.
+        level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table names and fully
+            qualified names; of several that match, the last counts. Tables that none matches stay at 0.
+        end, begin, every: last and first step of mask updates, and the steps between them; ``every`` is cut to
+            ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``.
+        block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or ``(1, ROW)`` for whole
+            rows, or text such as ``"1x4"``.
+        norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are compared.
         include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.
-        schedule: a ready scheduler's class that takes ``final``, ``begin``, ``end`` and ``every``.
-        optimizer_state: as in :class:`~dist_sparse.MaskEnforcer`.
+        schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``, ``"one_shot"`` (at
+            ``begin``), or a ready scheduler's class that takes ``final``, ``begin``, ``end`` and ``every``.
+        optimizer_state: ``"keep"`` or ``"reset"``, as in :class:`~dist_sparse.MaskEnforcer`.
+        min_rows: tables with fewer rows stay dense.
+        auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that can't be edited.
+            With gradient accumulation, steps are optimizer steps.
 
     Returns:
-        An object with ``step()``, to be called after every optimizer step, ``state_dict()``, ``load_state_dict()`` and
-        ``detach()``.
+        An object with ``step()``, to be called after each optimizer step, ``summary()``, ``state_dict()``,
+        ``load_state_dict()`` and ``detach()``.
 
     Raises:
-        ValueError, AssertionError: as the three parts do; nothing is left attached. What one rank alone is told wrong
-            is an error on every rank.
+        ValueError, AssertionError: an argument is invalid, or tables are sparsified already; on every rank, even if one
+            alone is wrong. Nothing is left attached.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import sparsify
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8), torch.nn.Linear(8, 1))
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> sparse = sparsify(model, optimizer, level=0.8, block="row", end=4, every=2)
+        >>> for _ in range(5):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randint(100, (4, 10))).sum().backward()
+        ...     optimizer.step()
+        ...     sparse.step()
+        >>> int((model[0].weight == 0).all(dim=1).sum())
+        80
+        >>> sparse.detach()
     """
-    error: Exception | None = None
-    try:
-        _check(level, schedule)
-        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm=norm)
-        enforcer = MaskEnforcer(sparsifier, optimizer_state)
-    except Exception as fault:
-        error = fault
     together = group_over(world_ranks())
-    together.agree("sparsify()", {}, error)
-    sparsifier.add_model(model, include=include, exclude=exclude, dense=dense)
-    if all(isinstance(number, numbers.Integral) for number in (begin, end, every)):
-        every = min(every, max(end - begin, 1))
+    with together.agreeing("sparsify()"):
+        plan = Plan(
+            level=level,
+            end=end,
+            begin=begin,
+            every=every,
+            block=block,
+            norm=norm,
+            schedule=schedule,
+            optimizer_state=optimizer_state,
+            min_rows=min_rows,
+        )
+        source = model_source(model, include=include, exclude=exclude, dense=dense)
+        located = source.locate()
+        _check_not_sparsified(source)
+        unpruned = left_dense(model, located, plan.min_rows)
+        final = final_levels(plan, located, unpruned)
+        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm)
+        enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
+    left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
+    sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
+    window = {"begin": plan.begin, "end": plan.end, "every": plan.every}
     try:
-        scheduler = schedule(sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=every)
-    except TypeError as fault:  # it takes other arguments: no scheduler has told the other ranks
+        scheduler = plan.schedule(sparsifier, "sparsity_level", final=final, **window)
+    except TypeError as fault:  # of the call itself: no scheduler has told the other ranks
         together.agree("sparsify()", {}, fault)
+    training = SparseTraining(sparsifier, scheduler, enforcer, source=source, left_dense=unpruned)
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
-        enforcer.attach(optimizer)
-    except Exception as fault:
-        error = fault
-    try:
-        together.agree("sparsify()", {}, error)
+        with together.agreeing("sparsify()"):
+            enforcer.attach(*optimizers)
+            training._attached_to(model, optimizers, auto_step)
     except BaseException:
+        training._detached()
         enforcer.detach()
         raise
-    return SparseTraining(sparsifier, scheduler, enforcer)
+    return training
 
 
-def _check(level: object, schedule: object) -> None:
-    """Refuses what the schedule would refuse under another name, or not at all."""
-    if isinstance(level, Mapping) and not level:
-        raise ValueError(f"Invalid {level=}: must be a number in [0, 1], or such numbers by name or glob.")
-    for name, each in level.items() if isinstance(level, Mapping) else ((None, level),):
-        checks.level("level" if name is None else f"level[{name!r}]", each)
-    if not callable(schedule):
-        raise ValueError(f"Invalid {schedule=}: must be the class of a ready scheduler.")
+def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield the innermost optimizers, then one that is made of fused ones or of several: torch's hooks run on both."""
+    yield from leaves(optimizer)
+    while not combines(optimizer) and hasattr(optimizer, "_optimizer"):  # as LightningOptimizer does
+        optimizer = optimizer._optimizer
+    if combines(optimizer):
+        yield optimizer
+
+
+def combines(optimizer: Any) -> bool:
+    """Return whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
+    return any(kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__)
+
+
+def _check_not_sparsified(source: Source) -> None:
+    held = source.held()
+    for training in list(_attached):
+        if again := training._overlap(held):
+            raise ValueError(f"The tables {again} are already sparsified: call detach() on the first SparseTraining.")
+
+
+def _unsharded_collections(model: nn.Module, names: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """TorchRec's unsharded collections of registered tables, by path, which DistributedModelParallel would replace."""
+    if "torchrec" in sys.modules:
+        torchrec = importlib.import_module("dist_sparse.tables.torchrec")
+        for path, module in model.named_modules():
+            found = torchrec.collection_tables(module)
+            if found is not None and any(name.rpartition("/")[2] in found[2] for name in names):
+                yield path or type(module).__name__, module
+
+
+def _check_levels(levels: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration of the masks."""
+    groups = state_dict["sparsifier"]["data_groups"]
+    for name, level in levels.items():
+        found = groups.get(name, {}).get("sparsity_level", level)
+        if not isinstance(found, (int, float)) or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
+            raise ValueError(
+                f"Masks and schedule of the state are of different steps: the level of {name!r} is {found} with the "
+                f"masks and {level} at step {state_dict['scheduler']['last_epoch']} of the schedule."
+            )
