@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.enforcer.optimizers import leaves, same_storage
+from dist_sparse.enforcer.optimizers import leaves
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.norm import DataNormSparsifier
@@ -168,6 +168,9 @@ class SparseTraining:
                 missing = sorted(keys - set(found if isinstance(found, Mapping) else ()))
                 if missing:
                     raise ValueError(f"The state lacks {missing} of the {part}; it has {sorted(map(str, state_dict))}.")
+            param = state_dict["scheduler"]["schedule_param"]
+            if param != self.scheduler.schedule_param:
+                raise ValueError(f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.")
         levels, commit = self.scheduler.prepare_load(state_dict["scheduler"])
         with together.agreeing("load_state_dict()"):
             # The functions of a LambdaDataScheduler are not part of the state: they may be others now.
@@ -271,12 +274,6 @@ class SparseTraining:
                 stacklevel=3,
             )
 
-    def _overlap(self, held: Mapping[str, list[Tensor]]) -> list[str]:
-        """Those of ``held`` that share memory with tables of this training."""
-        own = [tensor for tensors in self._source.held().values() for tensor in tensors]
-        find = same_storage(own)
-        return [name for name, tensors in held.items() if any(find(tensor) for tensor in tensors)]
-
 
 _attached: weakref.WeakSet[SparseTraining] = weakref.WeakSet()
 
@@ -369,7 +366,6 @@ def sparsify(
         )
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
-        _check_not_sparsified(source)
         unpruned = left_dense(model, located, plan.min_rows)
         final = final_levels(plan, located, unpruned)
         sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm)
@@ -406,13 +402,6 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def combines(optimizer: Any) -> bool:
     """Return whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
     return any(kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__)
-
-
-def _check_not_sparsified(source: Source) -> None:
-    held = source.held()
-    for training in list(_attached):
-        if again := training._overlap(held):
-            raise ValueError(f"The tables {again} are already sparsified: call detach() on the first SparseTraining.")
 
 
 def _unsharded_collections(model: nn.Module, names: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:

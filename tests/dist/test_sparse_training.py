@@ -1,0 +1,109 @@
+"""sparsify() on real ranks: loads are atomic over all of them, and a model that is sharded afterwards is noticed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+
+from dist_sparse import SparseTraining, sparsify
+from tests.dist.cells import build, cells, gathered
+from tests.dist.plugin import on_ranks
+
+PLAN: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4), "min_rows": 0}
+
+
+def sharded() -> tuple[nn.Module, SparseTraining]:
+    model = build(cells(2)["row_wise"])
+    return model, sparsify(model, model.fused_optimizer, **PLAN)
+
+
+def everything(model: nn.Module, sparse: SparseTraining) -> list[Any]:
+    weights = {name: table.clone() for name, table in gathered(model).items()}
+    masks = [sparse.sparsifier.audit(), copy.deepcopy(sparse.sparsifier.data_groups)]
+    return [weights, *masks, sparse.scheduler.state_dict()]
+
+
+@on_ranks(2)
+def test_states_of_different_steps_change_nothing() -> None:
+    """The newest file of one rank is older than that of the other."""
+    model, sparse = sharded()
+    for _ in range(5):
+        sparse.step()
+    state = copy.deepcopy(sparse.state_dict())
+    for _ in range(5):
+        sparse.step()
+    before = everything(model, sparse)
+    state["scheduler"]["last_epoch"] += dist.get_rank()
+    with pytest.raises(ValueError, match="nothing was changed"):
+        sparse.load_state_dict(state)
+    after = everything(model, sparse)
+    assert all(torch.equal(before[0][name], table) for name, table in after[0].items())
+    assert after[1:] == before[1:]
+    state["scheduler"]["last_epoch"] -= dist.get_rank()
+    sparse.load_state_dict(state)
+    assert sparse.scheduler.last_epoch == 5
+
+
+@on_ranks(2)
+def test_masks_of_another_step_on_all_ranks_change_nothing() -> None:
+    model, sparse = sharded()
+    for _ in range(4):
+        sparse.step()
+    early = copy.deepcopy(sparse.state_dict())
+    for _ in range(4):
+        sparse.step()
+    before = everything(model, sparse)
+    with pytest.raises(ValueError, match="different steps"):
+        sparse.load_state_dict({"sparsifier": early["sparsifier"], "scheduler": sparse.scheduler.state_dict()})
+    assert everything(model, sparse)[1:] == before[1:]
+
+
+class Unsharded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"])
+        self.tables = EmbeddingBagCollection(tables=[config])
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        result: torch.Tensor = self.tables(features).values()
+        return result
+
+
+@on_ranks(1, 2)
+def test_a_model_that_is_sharded_afterwards_is_noticed() -> None:
+    model = Unsharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level=0.8, end=4, every=1)
+    wrapped = DistributedModelParallel(model, device=torch.device("cpu"))
+    features = KeyedJaggedTensor.from_lengths_sync(["f"], torch.randint(50, (12,)), torch.full((4,), 3))
+    wrapped(features).sum().backward()
+    with pytest.raises(RuntimeError, match=r"No forward has used the collections \['tables'\]"):
+        sparse.step()
+    sparse.detach()
+
+
+@on_ranks(2)
+def test_a_replicated_collection_is_none_that_is_sharded_afterwards() -> None:
+    model = nn.parallel.DistributedDataParallel(Unsharded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level=0.8, end=0)
+    features = KeyedJaggedTensor.from_lengths_sync(["f"], torch.randint(50, (12,)), torch.full((4,), 3))
+    model(features).sum().backward()
+    optimizer.step()
+    sparse.step()
+    assert sparse.sparsity == 0.8 and sparse.partial_tables == []
+
+
+@on_ranks(2)
+def test_shown_on_a_sharded_model() -> None:
+    _, sparse = sharded()
+    assert "<pre>SparseTraining(step 0 of 9" in sparse._repr_html_()  # local: one rank may show it alone
+    assert sparse.partial_tables == list(sparse.sparsifier.data_groups)
+    assert sparse.sparsity == 0 and "row_wise" in sparse.summary()

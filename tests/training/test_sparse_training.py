@@ -1,0 +1,339 @@
+"""SparseTraining around a loop: atomic loads, what is left dense, forgotten and automatic steps, early ends."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import dist_sparse
+from dist_sparse import ROW, SparseTraining, sparsify
+
+ROOT = Path(__file__).parents[2]
+
+
+class Two(nn.Module):
+    def __init__(self, rows: int = 40, others: int = 30) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.user, self.item = nn.EmbeddingBag(rows, 4, mode="sum"), nn.EmbeddingBag(others, 4, mode="sum")
+        self.over = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.over(self.user(ids % len(self.user.weight)) * self.item(ids % len(self.item.weight)))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse training stopped", UserWarning)
+        yield
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, sparse: SparseTraining | None, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(12).view(4, 3) * (step + 1)).sum().backward()
+        optimizer.step()
+        if sparse is not None:
+            sparse.step()
+
+
+def pair(**plan: Any) -> tuple[Two, optim.Optimizer, SparseTraining]:
+    model = Two()
+    optimizer = optim.SGD(model.parameters(), lr=0.05)
+    return model, optimizer, sparsify(model, optimizer, **({"level": 0.6, "end": 6, "every": 2} | plan))
+
+
+def everything(model: nn.Module, sparse: SparseTraining) -> Any:
+    return copy.deepcopy([model.state_dict(), sparse.state_dict(), sparse.sparsifier.data_groups])
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def zero_rows(table: nn.Module) -> int:
+    return int((table.weight == 0).all(dim=1).sum())  # type: ignore[arg-type, union-attr]
+
+
+class TestAtomicLoads:
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("final", math.nan),
+            ("begin", -5),
+            ("last_epoch", "4"),
+            ("last_epoch", -7),
+            ("last_epoch", 1),  # a step with another level than that of the masks
+            ("every", 0),
+            ("step", 3),
+            ("schedule_param", "nothing"),
+        ],
+    )
+    def test_a_refused_schedule_leaves_the_masks_alone(self, key: str, value: Any) -> None:
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 5)
+        state = copy.deepcopy(sparse.state_dict())
+        train(model, optimizer, sparse, 3)
+        before = everything(model, sparse)
+        state["scheduler"][key] = value
+        with pytest.raises(ValueError):
+            sparse.load_state_dict(state)
+        assert same(everything(model, sparse), before)
+
+    def test_refused_masks_leave_the_schedule_alone(self) -> None:
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 5)
+        state = copy.deepcopy(sparse.state_dict())
+        del state["sparsifier"]["sharded"]["user"]
+        train(model, optimizer, sparse, 3)
+        before = everything(model, sparse)
+        with pytest.raises(ValueError, match="user"):
+            sparse.load_state_dict(state)
+        assert same(everything(model, sparse), before)
+
+    @pytest.mark.parametrize("sparse_first", [True, False])
+    def test_back_to_the_best_weights(self, sparse_first: bool) -> None:
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 3)
+        best = copy.deepcopy({"sparse": sparse.state_dict(), "model": model.state_dict()})
+        train(model, optimizer, sparse, 5)
+        loads = [lambda: sparse.load_state_dict(best["sparse"]), lambda: model.load_state_dict(best["model"])]
+        for load in loads if sparse_first else reversed(loads):
+            load()
+        model(torch.arange(6).view(2, 3))
+        assert same(model.state_dict(), best["model"]) and zero_rows(model.user) < 24
+
+
+class TestLeftDense:
+    def test_tiny_tables(self) -> None:
+        model = Two(others=15)
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.9, end=0)
+        assert sparse.left_dense == {"item": "15 rows, fewer than min_rows=16"}
+        assert list(sparse.sparsifier.data_groups) == ["user"]
+        assert "1 table, 1 left dense" in repr(sparse) and "item is left dense: 15 rows" in sparse.summary()
+        sparse.step()
+        assert zero_rows(model.item) == 0 and zero_rows(model.user) == 36
+
+    def test_min_rows(self) -> None:
+        model = Two(others=2)
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0, min_rows=0)
+        sparse.step()
+        assert not sparse.left_dense and (zero_rows(model.user), zero_rows(model.item)) == (20, 1)
+
+    @pytest.mark.parametrize(("level", "kept"), [(0.999, 1), (1.0, 0)])
+    def test_the_last_block_goes_at_level_1_only(self, level: float, kept: int) -> None:
+        model = Two()
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=level, end=0)
+        sparse.step()
+        assert (zero_rows(model.user), zero_rows(model.item)) == (40 - kept, 30 - kept)
+
+    def test_frozen_tables(self) -> None:
+        model = Two()
+        model.item.weight.requires_grad_(False)
+        before = model.item.weight.clone()
+        sparse = sparsify(model, optim.SGD(model.user.parameters(), lr=0.1), level=0.5, end=0)
+        sparse.step()
+        assert sparse.left_dense == {"item": "frozen (requires_grad=False)"}
+        assert torch.equal(model.item.weight, before)
+
+    def test_dense_parameters_are_no_tables(self) -> None:
+        model = Two()
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0, block=(1, 1), dense="over.w*")
+        sparse.step()
+        assert not sparse.left_dense and int((model.over.weight == 0).sum()) == 2
+
+
+class TestNames:
+    def test_levels_by_qualified_name(self) -> None:
+        model = nn.Sequential(Two())
+        level = {"*": 0.5, "0.us*.weight": 0.25}
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=level, end=0)
+        sparse.step()
+        assert (zero_rows(model[0].user), zero_rows(model[0].item)) == (10, 15)  # type: ignore[union-attr, arg-type]
+
+    @pytest.mark.parametrize(
+        ("block", "shape"),
+        [("row", (1, ROW)), ("ROW", (1, ROW)), ("1x4", (1, 4)), ("2xrow", (2, ROW)), ([2, 2], (2, 2)), ((1, ROW),) * 2],
+    )
+    def test_blocks(self, block: Any, shape: Any) -> None:
+        sparse = pair(block=block)[2]
+        assert tuple(sparse.sparsifier.data_groups["user"]["sparse_block_shape"]) == shape
+
+    @pytest.mark.parametrize("schedule", ["constant", "Cosine", "cubic", "EXPONENTIAL", "linear", "one_shot"])
+    @pytest.mark.parametrize("norm", ["l1", "L2"])
+    def test_schedules_and_norms(self, schedule: Any, norm: Any) -> None:
+        model, optimizer, sparse = pair(schedule=schedule, norm=norm)
+        train(model, optimizer, sparse, 7)
+        assert sparse.sparsifier.norm == norm.upper() and (zero_rows(model.user), zero_rows(model.item)) == (24, 18)
+
+
+class TestSteps:
+    def test_auto_step_counts_optimizer_steps(self) -> None:
+        model, optimizer, sparse = pair(auto_step=True)
+        for micro_batch in range(14):
+            model(torch.arange(12).view(4, 3) + micro_batch).sum().backward()
+            if micro_batch % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert sparse.scheduler.last_epoch == 7 and zero_rows(model.user) == 24
+        with pytest.raises(RuntimeError, match="auto_step"):
+            sparse.step()
+        sparse.detach()
+        train(model, optimizer, None, 2)
+        assert sparse.scheduler.last_epoch == 7
+
+    def test_auto_step_is_the_same_as_step(self) -> None:
+        (model, optimizer, sparse), (other, second, _) = pair(), pair(auto_step=True)
+        train(model, optimizer, sparse, 9)
+        train(other, second, None, 9)
+        assert same(model.state_dict(), other.state_dict())
+
+    def test_auto_step_survives_without_the_result(self) -> None:
+        model = Two()
+        optimizer = optim.SGD(model.parameters(), lr=0.05)
+        sparsify(model, optimizer, level=0.6, end=6, every=2, auto_step=True)
+        train(model, optimizer, None, 7)
+        assert zero_rows(model.user) == 24
+
+    def test_a_forgotten_step_warns_once(self) -> None:
+        model, optimizer, sparse = pair()
+        with pytest.warns(UserWarning, match="100 steps.*never called") as caught:
+            train(model, optimizer, None, 250)
+        assert len(caught) == 1
+        other, second, _ = pair()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(other, second, _, 120)
+        assert sparse.scheduler.last_epoch == 0
+
+
+class TestEnds:
+    def test_detach_before_the_end_warns_once(self) -> None:
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 4)
+        with pytest.warns(UserWarning, match="stopped at step 4 .* before end=6") as caught:
+            sparse.detach()
+            sparse.detach()
+        assert len(caught) == 1 and not sparse.enforcer.attached
+
+    def test_detach_after_the_end_is_silent(self) -> None:
+        model, optimizer, sparse = pair()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with sparse:
+                train(model, optimizer, sparse, 7)
+        assert not sparse.enforcer.attached and sparse.finished
+
+    def test_a_block_that_raises_detaches_and_keeps_its_error(self) -> None:
+        sparse = pair()[2]
+        with pytest.raises(KeyError), sparse:
+            raise KeyError("lost")
+        assert not sparse.enforcer.attached
+
+    @pytest.mark.parametrize(("steps", "warned"), [(2, 1), (7, 0)])
+    def test_the_end_of_the_process(self, steps: int, warned: int) -> None:
+        code = f"""
+            import torch
+            from dist_sparse import sparsify
+            model = torch.nn.EmbeddingBag(40, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sparse = sparsify(model, optimizer, level=0.5, end=6)
+            for _ in range({steps}):
+                sparse.step()
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0 and done.stderr.count("before end=6") == warned, done.stderr
+
+    def test_sparsified_again(self) -> None:
+        model, optimizer, sparse = pair()
+        with pytest.raises(ValueError, match=r"already sparsified: call detach\(\) first"):
+            sparsify(model, optimizer, level=0.2, end=6)
+        assert sparse.enforcer.attached
+        sparse.detach()
+        sparsify(model, optimizer, level=0.2, end=6)
+
+
+class TestShown:
+    def test_repr_summary_and_html(self) -> None:
+        model, optimizer, sparse = pair(level={"user": 0.5, "item": 0.25})
+        train(model, optimizer, sparse, 7)
+        assert repr(sparse) == "SparseTraining(step 7 of 6, level 0.25 to 0.5, 2 tables, attached)"
+        assert sparse.sparsity == pytest.approx((20 + 8) / 70)
+        assert sparse._repr_html_().startswith("<pre>SparseTraining(") and "user" in sparse._repr_html_()
+        assert sparse.partial_tables == []
+
+    def test_a_thousand_tables(self) -> None:
+        model = nn.ModuleList(nn.Embedding(16, 1) for _ in range(1000))
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0)
+        assert len(repr(sparse)) < 100
+
+
+def test_help_begins_with_what_one_starts_with() -> None:
+    words = str(dist_sparse.__doc__).split()
+    firsts = [words.index(name) for name in ("sparsify", "SparseTraining", "DataNormSparsifier", "MaskEnforcer")]
+    assert max(firsts) < words.index("Noamlr,")
+
+
+torchrec = pytest.importorskip("torchrec")
+
+
+class TestUnsharded:
+    """Unsharded collections of TorchRec, which DistributedModelParallel replaces."""
+
+    class Model(nn.Module):
+        def __init__(self, device: str = "cpu") -> None:
+            super().__init__()
+            config = torchrec.EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"])
+            self.ebc = torchrec.EmbeddingBagCollection(tables=[config], device=torch.device(device))
+            self.over = nn.Linear(8, 1)
+
+        def forward(self, features: Any) -> Any:
+            return self.over(self.ebc(features).values())
+
+    def features(self) -> Any:
+        lengths = torch.full((4,), 3)
+        return torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.randint(50, (12,)), lengths)
+
+    def test_one_process(self) -> None:
+        model = self.Model()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        sparse = sparsify(model, optimizer, level=0.8, end=2, every=1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(self.features()).sum().backward()
+            optimizer.step()
+            sparse.step()
+        assert zero_rows(model.ebc.embedding_bags["t"]) == 40
+
+    def test_another_model_trains(self) -> None:
+        model = self.Model()
+        other = copy.deepcopy(model)
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.8, end=2, every=1)
+        other(self.features()).sum().backward()
+        with pytest.raises(RuntimeError, match=r"No forward has used the collections \['ebc'\]"):
+            sparse.step()
+
+    def test_weights_that_are_not_there_yet(self) -> None:
+        model = self.Model("meta")
+        with pytest.raises(ValueError, match="meta device"):
+            sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.8, end=2)
