@@ -147,7 +147,7 @@ class Drifting(pl.Callback):
 
 
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "a level of one rank": ([], {"level": 1.5}, r"rank 1: ValueError: Invalid level=1\.5"),
+    "a level of one rank": ([], {"level": {"no": 0.5}}, "rank 1: ValueError: Invalid level: 'no' matches no table"),
     "a plan of one rank": ([], {"end": 11}, "The ranks disagree"),
     "a table of one rank": ([], {"include": "nothing"}, "rank 1: .*matches none of the tables"),
     "replicas that drift": ([Drifting()], {}, r"rank.*1"),

@@ -277,15 +277,15 @@ class TestPackages:
             "import torch, pytorch_lightning as pl\n"
             "from dist_sparse.training.lightning import SparsifyCallback\n"
             "class M(pl.LightningModule):\n"
-            "    def __init__(self):\n        super().__init__(); self.bag = torch.nn.EmbeddingBag(10, 4)\n"
+            "    def __init__(self):\n        super().__init__(); self.bag = torch.nn.EmbeddingBag(20, 4)\n"
             "    def training_step(self, batch, i):\n        return self.bag(batch).square().sum()\n"
             "    def configure_optimizers(self):\n        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
             "options = dict(enable_progress_bar=False, enable_model_summary=False, logger=False, max_epochs=1)\n"
             "callback = SparsifyCallback(level=0.5, end=2)\n"
             "trainer = pl.Trainer(**options, enable_checkpointing=False, accelerator='cpu', callbacks=[callback])\n"
             "model = M()\n"
-            "trainer.fit(model, torch.utils.data.DataLoader(torch.randint(10, (8, 2)), batch_size=2))\n"
-            "assert int((model.bag.weight == 0).all(1).sum()) == 5\n"
+            "trainer.fit(model, torch.utils.data.DataLoader(torch.randint(20, (8, 2)), batch_size=2))\n"
+            "assert int((model.bag.weight == 0).all(1).sum()) == 10\n"
         )
         done = imported(["lightning"], code)
         assert done.returncode == 0, done.stderr

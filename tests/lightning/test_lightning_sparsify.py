@@ -39,11 +39,11 @@ def fitted(module: Net, folder: Path, **options: Any) -> tuple[SparsifyCallback,
 
 
 def test_takes_what_sparsify_takes() -> None:
-    """The same keywords and defaults."""
+    """The same keywords and defaults, but for ``auto_step``: the callback steps by itself."""
     theirs = dict(inspect.signature(sparsify).parameters)
     ours = dict(inspect.signature(SparsifyCallback).parameters)
     assert ours.pop("log").default is True
-    del theirs["model"], theirs["optimizer"]
+    del theirs["model"], theirs["optimizer"], theirs["auto_step"]
     assert ours == theirs
 
 
@@ -258,7 +258,9 @@ class TestRefusals:
         [
             ({"end": 0, "begin": 1}, r"Invalid end=0"),
             ({"every": 0}, r"Invalid every=0"),
-            ({"norm": "L3"}, "L1 and L2"),
+            ({"norm": "L3"}, "must be one of 'L1', 'L2'"),
+            ({"level": 1.5}, r"Invalid level=1\.5"),
+            ({"block": (0, 4)}, r"Invalid block=\(0, 4\)"),
             ({"optimizer_state": "drop"}, "Invalid optimizer_state='drop'"),
         ],
         ids=str,
@@ -270,8 +272,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"level": 1.5}, r"Invalid level=1\.5"),
-            ({"block": (0, 4)}, "sparse_block_shape"),
+            ({"level": {"nothing": 0.5}}, "Invalid level: 'nothing' matches no table"),
             ({"include": "nothing"}, "matches none of the tables"),
         ],
         ids=str,
