@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from dist_sparse import ROW, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import build, cells, set_weights, weights
 from tests.dist.plugin import on_ranks
 
@@ -40,11 +41,12 @@ def test_traffic(world: int) -> None:
     """A bit a row and column shard, in one message beside the sums."""
     cell = cells(world)["column_wise"]
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
-    sparsifier.add_model(build(cell))
+    model = build(cell)
+    sparsifier.add_model(model)
     sparsifier.step()
     reset_traffic()
     sparsifier.dead_rows()
-    located = sparsifier._tables.locate()
-    mine = [rect for data in located.values() for rect in data.owned(dist.get_rank())]
+    located = model_source(model).locate()
+    mine = [rect for data in located for rect in data.owned(dist.get_rank())]
     assert traffic().collectives == 2
     assert traffic().bytes <= sum(rect.rows / 8 + world for rect in mine) + 8 * len(located)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse import ROW, DataNormSparsifier, describe, groups
+from dist_sparse import ROW, DataNormSparsifier, describe
+from dist_sparse.tables.tensors import TensorSource
+from tests.dist.harness import run_ranks
 from tests.dist.pieces import Piece, sharded
 from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
@@ -96,23 +99,18 @@ def test_changes_that_cancel() -> None:
     drift(nudge)
 
 
-@on_ranks(3)
-def test_one_rank_describes() -> None:
+def describing() -> None:
+    """Rank 0 alone, in processes that have no process groups yet: one made now would wait for the others."""
     sparsifier = DataNormSparsifier()
     sparsifier.add_data("t", sharded(torch.randn(6, 4), [[(2 * r, 0, 2, 4)] for r in range(3)]))
-    if dist.get_rank() == 0:  # alone, so a process group made now would wait for the others
-        known, make = dict(groups._groups), dist.new_group
-        groups._groups.clear()  # as it is before any collective
-
-        def refused(*args: object, **kwargs: object) -> None:
-            raise AssertionError("describe() makes a process group")
-
-        dist.new_group = refused
-        try:
+    if dist.get_rank() == 0:
+        with mock.patch.object(dist, "new_group", side_effect=AssertionError("describe() makes a process group")):
             assert "over 3 ranks" in describe(sparsifier)
-        finally:
-            dist.new_group = make
-            groups._groups.update(known)
+
+
+@pytest.mark.dist
+def test_one_rank_describes() -> None:
+    run_ranks(3, describing)
 
 
 @on_ranks(3)
@@ -145,6 +143,7 @@ def test_what_sharded_data_refuses() -> None:
 @on_ranks(3)
 def test_empty_rectangles_are_no_replicas() -> None:
     sparsifier = DataNormSparsifier(None, 0.5, (1, 4))
-    sparsifier.add_data("t", sharded(torch.randn(2, 4), [[(0, 0, 2, 4)], [(2, 0, 0, 4)], [(2, 0, 0, 4)]]))
-    assert not sparsifier._tables.locate()["t"].replicated
+    tensor = sharded(torch.randn(2, 4), [[(0, 0, 2, 4)], [(2, 0, 0, 4)], [(2, 0, 0, 4)]])
+    sparsifier.add_data("t", tensor)
+    assert not TensorSource("t", tensor).locate()[0].replicated
     sparsifier.step()

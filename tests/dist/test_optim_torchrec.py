@@ -171,7 +171,9 @@ def check_dense_not_finite(name: str) -> None:
     model, log = build(cell), Log()
     scheduler = Steady("SGD", {"lr": LR}, model, distributed=True, scale=128.0)
     assert scheduler.scaler is not None
-    piece = next((p for p in scheduler._owned.parameters if id(p) in scheduler._owned.pieces and p.numel()), None)
+    stepped = {id(p) for p in scheduler.optimizer.param_groups[0]["params"]}
+    tables = [p for key, p in model.named_parameters() if ".embedding_bags." in key and id(p) in stepped]
+    piece = next((p for p in tables if p.numel()), None)
     before = held(model)
 
     def spoil(clock: str) -> None:
@@ -302,7 +304,8 @@ def sparse(model: nn.Module, **conf: Any) -> tuple[OptimScheduler, MaskEnforcer]
     sparsifier.add_model(model, include=["user", "item", "word"])
     curve = CubicDataScheduler(sparsifier, "sparsity_level", final=0.5, begin=1, end=4, every=1)
     scheduler = noam(model, data_sparsifier=sparsifier, data_scheduler=curve, **conf)
-    optimizers = [scheduler.optimizer, model.fused_optimizer] if scheduler._owned.fused else [scheduler.optimizer]
+    fused = bool(model.fused_optimizer.params)
+    optimizers = [scheduler.optimizer, model.fused_optimizer] if fused else [scheduler.optimizer]
     return scheduler, MaskEnforcer(sparsifier).attach(*optimizers)
 
 

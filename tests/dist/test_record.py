@@ -11,6 +11,7 @@ from torch import Tensor
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.sparsifiers.recorder import MaskChange, Recorder
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import build, cells, set_weights, weights
 from tests.dist.pieces import by_rows, sharded, write
 from tests.dist.plugin import on_ranks
@@ -68,7 +69,7 @@ def test_records(world: int, name: str, block: str) -> None:
         sparsifier.step()
         records += recorder.take()
         after = {name: sparsifier.full_mask(name) for name in names}
-        located = sparsifier._tables.locate()
+        located = {data.name: data for data in model_source(model).locate()}
         wanted.append({})
         for name in names:
             shape = located[name].shape

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -78,9 +78,9 @@ def made(kind: str) -> BaseDataSparsifier:
     return DataNormSparsifier(sparse_block_shape=block, zeros_per_block=zeros, norm="L2")
 
 
-def check_pieces(sparsifier: BaseDataSparsifier, full: Mapping[str, Tensor]) -> None:
+def check_pieces(sparsifier: BaseDataSparsifier, model: nn.Module, full: Mapping[str, Tensor]) -> None:
     """This rank's masks are those of what it holds now."""
-    for data in model_source_of(sparsifier):
+    for data in model_source(model).locate():
         name = data.name
         want = [((s.rect.row, s.rect.col), cut(full[name], s.rect)) for s in data.shards]
         got = sparsifier.local_masks(name)
@@ -91,10 +91,6 @@ def check_pieces(sparsifier: BaseDataSparsifier, full: Mapping[str, Tensor]) -> 
         else:
             with pytest.raises(ValueError, match="local_masks"):
                 sparsifier.get_mask(name)
-
-
-def model_source_of(sparsifier: BaseDataSparsifier) -> list[Any]:
-    return list(sparsifier._tables.locate().values())
 
 
 def cut(full: Tensor, rect: Any) -> Tensor:
@@ -162,7 +158,7 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
         for name in names:
             assert torch.equal(sparsifier.full_mask(name), before[name]), name
         with watched() as sent:
-            check_pieces(sparsifier, before)
+            check_pieces(sparsifier, model, before)
         assert not sent.calls
         assert sparsifier.audit() == prints
 
@@ -175,7 +171,7 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
     for name, weight in gathered(model).items():
         assert torch.equal(sparsifier.full_mask(name), after[name]), name
         assert torch.equal(weight, full[name] * after[name]), name
-    check_pieces(sparsifier, after)
+    check_pieces(sparsifier, model, after)
     sparsifier.audit()
     model(features).sum().backward()
 
