@@ -1,1 +1,7 @@
-"""OptimScheduler: one optimizer step with accumulation, AMP, clipping, learning rates and sparsity."""
+"""OptimScheduler: optimizer, accumulation, AMP, clipping, learning rates and sparsity in one step."""
+
+from dist_sparse.optim.config import OptimConfig
+from dist_sparse.optim.scheduler import OptimScheduler
+from dist_sparse.optim.schedules import ExponentDecayLr, Noamlr
+
+__all__ = ["ExponentDecayLr", "Noamlr", "OptimConfig", "OptimScheduler"]

@@ -1,22 +1,21 @@
-"""How do the losses of one forward reach the gradients of the optimizers that are in charge of parts of a model?
+"""Backward passes from one forward to the optimizers of parts of a model.
 
-Optimizers that share a forward cannot take turns at backward and step: the first step would write weights that the
-second backward still needs. So the first one that is stepped takes the gradients of all that are due; each of the
-others finds its own when its turn comes. In the model, a loss never leaves gradients on parameters of anybody else.
+Optimizers that share a forward can't alternate backward and step: the first step would overwrite weights that the
+second backward still needs. So the gradients of all of them are taken at once. A loss leaves no gradients on parameters
+of the model that its optimizer does not own.
 
-1. All want the same loss: one backward. Under DDP, or with fused tables, through the whole model, since DDP waits for
-   all gradients; else to the parameters in charge alone.
-2. They want different losses (or different scales of one): a backward each; under DDP, gradients are then averaged
-   here, since DDP can follow one backward per forward only.
+1. All of them want the same loss: one backward. It runs through the whole graph where hooks need that (DDP, FSDP,
+   TorchRec), else to the owned parameters only.
+2. They want different losses, or scale one differently: one backward each. DDP follows one backward per forward, so the
+   gradients are averaged here.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,228 +23,292 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.groups import group_over
-from dist_sparse.optim.ownership import unwrapped
+from dist_sparse.tables.tensors import is_sharded
 
-__all__ = ["Backward", "Claim", "Peers"]
+__all__ = ["Backward", "Claim", "Gradients", "Owned", "Wiring", "owned_by", "wiring_of"]
+
+Gradients = list[Tensor | None]
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "DistributedModelParallel", "FullyShardedDataParallel"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """How gradients reach the parameters of a model.
+
+    Args:
+        inner: the user's own module, inside DDP, DistributedModelParallel, FSDP and torch.compile.
+        fused: whether it has tables whose optimizer runs inside the backward.
+        hooked: whether the forward reads other tensors than the parameters, so that gradients reach these only by hooks
+            in a backward through the whole graph: FSDP puts whole parameters in the place of shards, and a TorchRec
+            kernel holds several tables in one tensor.
+        replicating: the modules that average gradients over ranks, each with ``no_sync()``.
+    """
+
+    inner: nn.Module
+    fused: bool
+    hooked: bool
+    replicating: list[Any]
+
+    @property
+    def ddp(self) -> list[DistributedDataParallel]:
+        """The DDP modules among ``replicating``."""
+        return [module for module in self.replicating if isinstance(module, DistributedDataParallel)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """The parameters that one optimizer updates.
+
+    Args:
+        parameters: each once, frozen ones included, those of fused tables excluded.
+        pieces: those of them that are this rank's part of a larger tensor: shards of tables with a dense kernel, and
+            DTensors.
+        fused: the sharded collections with a fused optimizer, which takes nothing but a learning rate.
+    """
+
+    parameters: list[nn.Parameter]
+    pieces: frozenset[nn.Parameter]
+    fused: list[Any]
+
+    def set_fused_lr(self, lr: float) -> None:
+        """Set the learning rate of fused tables, from the next forward on: the kernels read it there."""
+        for module in self.fused:
+            for group in module.fused_optimizer.param_groups:
+                group["lr"] = lr
+            module.fused_optimizer.step()  # hands it to the kernels; they have updated the weights already
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one optimizer wants of a backward.
+    """The gradients that one optimizer wants from a backward.
 
     Args:
-        owner: whose it is.
-        parameters: to which gradients go.
-        whole: whether that is the whole model, so that a plain ``backward()`` does it.
-        loss: what to take the gradients of, as the user gave it.
-        parts: the number of micro-steps over which they are averaged.
-        scaled: the gradients of which multiple of it, for a loss divided by ``parts``.
-        scale: tells apart different ``scaled``; None is no scale.
-        reduced: whether ranks average their gradients now: the last of several micro-steps.
+        owned: the parameters that receive them.
+        loss: the loss, as the user passed it. It is not changed.
+        parts: number of micro-steps whose mean is taken: the loss is divided by it.
+        scaler: scales the loss; None does not.
+        reduced: whether ranks average their gradients now, at the last micro-step.
     """
 
-    owner: Any
-    parameters: list[nn.Parameter]
-    whole: bool
+    owned: Owned
     loss: Tensor
     parts: int
-    scaled: Callable[[Tensor], Tensor]
-    scale: int | None
+    scaler: torch.amp.GradScaler | None
     reduced: bool
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        """Those of its parameters that take a gradient."""
-        return [p for p in self.parameters if p.requires_grad]
+        """The parameters that take a gradient."""
+        return [p for p in self.owned.parameters if p.requires_grad]
 
     def root(self) -> Tensor:
-        """What ``backward()`` is called on. The user's own tensor is never changed."""
-        return self.scaled(self.loss if self.parts == 1 else self.loss / self.parts)
-
-
-class Peers:
-    """The optimizers in charge of one model, in the order in which they were made; it does not keep them alive."""
-
-    _of: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
-    _new: ClassVar[list[weakref.ref[Any]]] = []
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def join(self, owner: Any) -> None:
-        """One more. Whose peer it is, is found out when somebody next looks: ``owner.model`` may be a copy that is not
-        finished yet."""
-        self._new.append(weakref.ref(owner, self._new.remove))
-
-    def __iter__(self) -> Iterator[Any]:
-        for new in list(self._new):
-            if (owner := new()) is not None:
-                try:
-                    known = self._of.setdefault(unwrapped(owner.model), [])
-                except AttributeError:  # a wrapper without its module: a copy that has failed half-way
-                    continue
-                known.append(weakref.ref(owner, known.remove))
-                self._new.remove(new)
-        known = self._of.get(unwrapped(self._model), [])
-        return iter([owner for ref in list(known) if (owner := ref()) is not None])
+        """Return the scalar to differentiate."""
+        loss = self.loss if self.parts == 1 else self.loss / self.parts
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
 
 class Backward:
-    """One backward for several claims: checks first, then runs.
+    """The backward passes for several claims on one forward. The constructor checks, :meth:`run` computes.
 
     Args:
-        model: as the user has it, wrapped or not.
-        claims: the first is of whoever is stepped now.
-        fused: whether some weights of the model move inside every backward.
-        gathered: whether hooks in a backward through everything make some of its gradients (see
-            :func:`~dist_sparse.optim.ownership.gathers`).
-        replicating: what averages the model's gradients over ranks, if anything does.
+        wiring: of the model.
+        claims: at least one.
 
     Raises:
-        ValueError: these claims can't be met from one forward; nothing was changed.
+        ValueError: the claims can't be met from one forward; nothing was changed.
     """
 
-    def __init__(
-        self, model: nn.Module, claims: Sequence[Claim], *, fused: bool, gathered: bool, replicating: Sequence[Any]
-    ) -> None:
-        self._model, self._claims = unwrapped(model), claims
-        self._ddp = [module for module in replicating if isinstance(module, DistributedDataParallel)]
-        self._through = fused or gathered or bool(replicating) or any(claim.whole for claim in claims)
-        first = claims[0]
-        self._one = all((c.loss is first.loss, c.parts, c.scale) == (True, first.parts, first.scale) for c in claims)
-        seen: set[int] = set()
-        for claim in claims:
-            mine = {id(p) for p in claim.trainable}
-            if seen & mine and any(c.parts > 1 for c in claims):
-                raise ValueError(
-                    "Two OptimSchedulers with a parameter in common can't accumulate gradients: accum_grad=1, or "
-                    "delete the one that is no longer stepped."
-                )
-            seen |= mine
-        if self._one:
-            return
-        rule = (
-            "so their losses must be one and the same tensor, with the same accum_grad and no GradScaler (delete those "
-            "that are no longer stepped)."
+    def __init__(self, wiring: Wiring, claims: Sequence[Claim]) -> None:
+        self._wiring, self._claims = wiring, claims
+        first, accumulated = claims[0], any(claim.parts > 1 for claim in claims)
+        claimed = [p for claim in claims for p in claim.trainable]
+        if accumulated and len(claimed) > len(set(claimed)):
+            raise ValueError(
+                "Two OptimSchedulers with a parameter in common can't accumulate gradients. Use accum_grad=1, or "
+                "delete the one that is no longer stepped."
+            )
+        self._one = all(
+            claim.loss is first.loss and claim.parts == first.parts and claim.scaler is first.scaler for claim in claims
         )
-        if fused:
+        if not self._one:
+            self._check_separate()
+        owned = {p for claim in claims for p in claim.owned.parameters}
+        self._foreign = [p for p in wiring.inner.parameters() if p.requires_grad and p not in owned]
+        if accumulated and self._foreign and any(module.find_unused_parameters for module in wiring.ddp):
             raise ValueError(
-                f"Several OptimSchedulers share a model whose fused tables move inside every backward, {rule}"
+                "A DDP module with find_unused_parameters=True can't accumulate the gradients of a part of its "
+                "parameters: it wants gradients of all that any micro-step used. Use accum_grad=1, or own all of them."
             )
-        if gathered:
-            raise ValueError(
-                "Several OptimSchedulers share a model with FSDP modules or sharded tables, whose gradients come of a "
-                f"backward through everything, {rule}"
-            )
-        if any(module.static_graph for module in self._ddp):
-            raise ValueError(f"Several OptimSchedulers share a DDP module with static_graph=True, {rule}")
 
-    def run(self) -> dict[Any, list[Tensor | None]]:
-        """Takes the gradients: those of the first claim's owner are where optimizers look for them, ``.grad``.
+    def _check_separate(self) -> None:
+        """Raise if the model does not allow one backward per claim."""
+        for reason, holds in (
+            ("whose fused tables are updated inside every backward", self._wiring.fused),
+            ("with FSDP modules or sharded tables, which need a backward through the whole graph", self._wiring.hooked),
+            ("with a DDP module of static_graph=True", any(module.static_graph for module in self._wiring.ddp)),
+        ):
+            if holds:
+                raise ValueError(
+                    f"Several OptimSchedulers share a model {reason}. So their losses must be one and the same tensor, "
+                    "with the same accum_grad and no GradScaler. Delete those that are no longer stepped."
+                )
+
+    def run(self) -> list[Gradients]:
+        """Compute the gradients. Collective under DDP.
 
         Returns:
-            Those of the other owners, parameter by parameter, accumulated ones included; ``.grad`` is as it was.
+            For each claim the gradients of its parameters, added to those that they have in ``.grad``; these attributes
+            may have changed and are the caller's to set.
         """
         try:
-            return self._at_once() if self._one else self._one_by_one()
+            return self._run_one() if self._one else self._run_each()
         except RuntimeError as error:
-            if "second time" not in str(error):
-                raise
-            raise RuntimeError(
-                "The graph of this loss is gone: somebody has called backward() on it. OptimSchedulers that share a "
-                "forward must be made for one and the same model (with updated_modules), be given the very same loss "
-                "tensor, not copies of it, and be stepped once for each step_num."
-            ) from error
+            if "second time" in str(error):
+                error.add_note(
+                    "OptimSchedulers that share a forward must be constructed for the same model (with updated_modules), "
+                    "be passed the very same loss tensor and be stepped once for each step_num."
+                )
+            raise
 
-    def _at_once(self) -> dict[Any, list[Tensor | None]]:
+    def _run_one(self) -> list[Gradients]:
         first, others = self._claims[0], self._claims[1:]
-        taken: dict[Any, list[Tensor | None]] = {}
-        if first.whole and not others:
-            first.root().backward()  # type: ignore[no-untyped-call]
-            return taken
-        mine = {id(p) for p in first.parameters}
-        # What the others have accumulated so far: the backward adds to it, in place.
-        before = {id(p): None if p.grad is None else p.grad.clone() for c in others for p in c.parameters}
+        # The backward adds to these in place.
+        before = {p: None if p.grad is None else p.grad.clone() for claim in others for p in claim.owned.parameters}
         root = first.root()
-        if self._through:
-            with self._set_aside({id(p) for claim in self._claims for p in claim.parameters}):
+        if not self._foreign or self._wiring.fused or self._wiring.hooked or self._wiring.replicating:
+            with self._foreign_kept():
                 root.backward()  # type: ignore[no-untyped-call]
-        else:
-            inputs = list({id(p): p for claim in self._claims for p in claim.trainable}.values())
-            if leaves := [*inputs, *self._outside(root)]:
-                root.backward(inputs=leaves)  # type: ignore[no-untyped-call]
-        for claim in others:
-            # Of a parameter in common each has a gradient of its own, to be clipped by itself.
-            taken[claim.owner] = [
-                p.grad.clone() if p.grad is not None and id(p) in mine else p.grad for p in claim.parameters
-            ]
-            for parameter in claim.parameters:
-                if id(parameter) not in mine:
-                    parameter.grad = before[id(parameter)]
+        elif leaves := [*{p: None for claim in self._claims for p in claim.trainable}, *self._outside(root)]:
+            root.backward(inputs=leaves)  # type: ignore[no-untyped-call]
+        taken: list[Gradients] = []
+        seen: set[nn.Parameter] = set()
+        for claim in self._claims:  # of a parameter in common, each clips a gradient of its own
+            parameters = claim.owned.parameters
+            taken.append([p.grad.clone() if p.grad is not None and p in seen else p.grad for p in parameters])
+            seen.update(parameters)
+        for parameter, grad in before.items():
+            parameter.grad = grad
         return taken
 
-    def _one_by_one(self) -> dict[Any, list[Tensor | None]]:
-        taken: dict[Any, list[Tensor | None]] = {}
+    def _run_each(self) -> list[Gradients]:
+        taken: list[Gradients] = []
         for i, claim in enumerate(self._claims):
             root = claim.root()
             outside = self._outside(root)
             inputs = [*claim.trainable, *outside]
-            fresh = (
-                torch.autograd.grad(root, inputs, retain_graph=i + 1 < len(self._claims), allow_unused=True)
-                if inputs
-                else ()
-            )
-            new = dict(zip((id(p) for p in inputs), fresh, strict=True))
-            taken[claim.owner] = [_sum(p.grad, new.get(id(p))) for p in claim.parameters]
+            keep = i + 1 < len(self._claims)
+            found = torch.autograd.grad(root, inputs, retain_graph=keep, allow_unused=True) if inputs else ()
+            new = dict(zip(inputs, found, strict=True))
+            taken.append([_sum(p.grad, new.get(p)) for p in claim.owned.parameters])
             for leaf in outside:
-                leaf.grad = _sum(leaf.grad, new[id(leaf)])
-        for claim in self._claims:
-            for module in self._ddp if claim.reduced else ():
-                taken[claim.owner] = _averaged(taken[claim.owner], claim.parameters, module)
-        first = self._claims[0]
-        for parameter, grad in zip(first.parameters, taken.pop(first.owner), strict=True):
-            parameter.grad = grad
+                leaf.grad = _sum(leaf.grad, new[leaf])
+        for i, claim in enumerate(self._claims):
+            for module in self._wiring.ddp if claim.reduced else ():
+                taken[i] = _averaged(taken[i], claim.owned.parameters, module)
         return taken
 
     @contextmanager
-    def _set_aside(self, claimed: set[int]) -> Iterator[None]:
-        """The gradients of parameters that nobody claims, while a backward runs through all of the model."""
-        foreign = [(p, p.grad) for p in self._model.parameters() if id(p) not in claimed and p.requires_grad]
-        if any(module.gradient_as_bucket_view for module in self._ddp):  # the backward writes into those views
-            foreign = [(p, None if grad is None else grad.clone()) for p, grad in foreign]
-        # Where DDP looks for unused parameters, it remembers over micro-steps that one was used, and wants a gradient.
-        zeros = any(module.find_unused_parameters for module in self._ddp)
-        sparse = {id(m.weight) for m in self._model.modules() if zeros and getattr(m, "sparse", False)}
-        for parameter, _ in foreign:
-            parameter.grad = _zeros(parameter, id(parameter) in sparse) if zeros else None
+    def _foreign_kept(self) -> Iterator[None]:
+        """Keep the gradients of parameters that no claim owns, during a backward through the whole graph."""
+        # With gradient_as_bucket_view, DDP writes into the very tensors.
+        copies = any(module.gradient_as_bucket_view for module in self._wiring.ddp)
+        kept = [None if p.grad is None else p.grad.clone() if copies else p.grad for p in self._foreign]
+        for parameter in self._foreign:
+            parameter.grad = None
         try:
             yield
         finally:
-            for parameter, grad in foreign:
+            for parameter, grad in zip(self._foreign, kept, strict=True):
                 parameter.grad = grad
 
     def _outside(self, root: Tensor) -> list[Tensor]:
-        """The leaves beside the model on which a loss depends, such as a criterion's weights: like a plain
-        ``backward()``, ours leaves gradients there, for whoever owns them."""
-        inside = {id(p) for p in self._model.parameters()}
-        found: dict[int, Tensor] = {}
+        """The leaves beside the model on which a loss depends, such as the weights of a criterion. As in a plain
+        ``backward()`` they receive gradients, for their own optimizer."""
+        inside = set(self._wiring.inner.parameters())
+        found: dict[Tensor, None] = {}
         nodes, seen = [root.grad_fn], set()
         while nodes:
             node = nodes.pop()
             if node is not None and node not in seen:
                 seen.add(node)
                 leaf = getattr(node, "variable", None)
-                if leaf is not None and id(leaf) not in inside:
-                    found[id(leaf)] = leaf
+                if leaf is not None and leaf not in inside:
+                    found[leaf] = None
                 nodes += [each for each, _ in node.next_functions]
-        return list(found.values())
+        return list(found)
 
 
-def _zeros(parameter: nn.Parameter, sparse: bool) -> Tensor:
-    if not sparse:
-        return torch.zeros_like(parameter)
-    none = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(none, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+def wiring_of(model: nn.Module) -> Wiring:
+    """Return how gradients reach the parameters of ``model``, wrapped or not."""
+    inner = model
+    while True:
+        if isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile has no public name
+            inner = compiled
+        elif _WRAPPERS & {kind.__name__ for kind in type(inner).__mro__}:
+            inner = inner.module  # type: ignore[assignment]
+        else:
+            break
+    if hasattr(model, "no_sync"):
+        replicating: list[Any] = [model]
+    else:  # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree
+        parts = (part for module in model.modules() for part in (module, *getattr(module, "_lookups", ())))
+        replicating = list({part: None for part in parts if isinstance(part, DistributedDataParallel)})
+    marks = ("set_requires_gradient_sync", "_fsdp_wrapped_module", "module_sharding_plan")
+    return Wiring(
+        inner=inner,
+        fused=bool(_fused(inner)),
+        hooked=any(getattr(module, mark, None) for module in model.modules() for mark in marks),
+        replicating=replicating,
+    )
+
+
+def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
+    """Return what is in the modules of these names, or in the whole model for None.
+
+    Args:
+        wiring: of the model.
+        names: paths from the user's own module.
+
+    Raises:
+        ValueError: there is no such module, it is a part of a sharded collection, it has no parameters, or torch
+            itself updates some of them inside the backward.
+    """
+    inner = wiring.inner
+    roots = [inner]
+    if names is not None:
+        known = dict(inner.named_modules())
+        unknown = [name for name in names if not name or name not in known]
+        if unknown or not names:
+            children = [name for name, _ in inner.named_children()]
+            raise ValueError(f"Invalid updated_modules={list(names)}: {unknown} are not modules; there are {children}.")
+        collections = [path for path, module in known.items() if getattr(module, "module_sharding_plan", None)]
+        inside = [name for name in names if any(name.startswith(f"{path}." if path else "") for path in collections)]
+        if inside:
+            raise ValueError(
+                f"Invalid updated_modules={list(names)}: {inside} are parts of sharded collections, whose tables share "
+                f"kernels and a learning rate: name the collections, {collections}."
+            )
+        roots = [known[name] for name in names]
+    parameters = list({p: None for root in roots for p in root.parameters()})
+    if not parameters:
+        raise ValueError(f"The modules {list(names or [type(inner).__name__])} have no parameters.")
+    fused = list({module: None for root in roots for module in _fused(root)})
+    in_fused = {p for module in fused for p in module.parameters()}
+    moving = {p for p in parameters if hasattr(p, "_in_backward_optimizers")}
+    if moving - in_fused:
+        raise ValueError(
+            f"{len(moving - in_fused)} parameters of {list(names or [type(inner).__name__])} are updated inside the "
+            "backward by apply_optimizer_in_backward() and belong to no sharded collection. An OptimScheduler can't "
+            "step them: leave that call out, or shard their tables with DistributedModelParallel first."
+        )
+    kept = [p for p in parameters if p not in moving]
+    shards = {p for root in roots for p in _shards(root)}
+    return Owned(
+        parameters=kept,
+        pieces=frozenset(p for p in kept if p in shards or is_sharded(p)),
+        fused=fused,
+    )
 
 
 def _sum(known: Tensor | None, new: Tensor | None) -> Tensor | None:
@@ -254,21 +317,19 @@ def _sum(known: Tensor | None, new: Tensor | None) -> Tensor | None:
     return known + new
 
 
-def _averaged(
-    grads: list[Tensor | None], parameters: Sequence[nn.Parameter], module: DistributedDataParallel
-) -> list[Tensor | None]:
-    """The mean over ranks of those that ``module`` replicates; a gradient that only some ranks have counts as zero on
+def _averaged(grads: Gradients, parameters: Sequence[nn.Parameter], module: DistributedDataParallel) -> Gradients:
+    """The mean over ranks of the gradients that ``module`` replicates. One that only some ranks have counts as zero on
     the others, as in DDP. Collective."""
     group = group_over(tuple(dist.get_process_group_ranks(module.process_group)))
-    replicated = {id(p) for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore}
+    replicated = {p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore}
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, parameter in enumerate(parameters):
-        if parameter.requires_grad and id(parameter) in replicated:
+        if parameter.requires_grad and parameter in replicated:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(i)
     means = list(grads)
     for (dtype, device), places in kinds.items():
         had = [grads[i] is not None for i in places]
-        # Told to all ranks: on another one, the same parameter may have no gradient.
+        # All ranks must see it: on another one, the same parameter may have no gradient.
         sparse = any(grad is not None and grad.layout != torch.strided for grad in (grads[i] for i in places))
         flat = [torch.zeros_like(parameters[i]) if sparse or (g := grads[i]) is None else g for i in places]
         flags = torch.tensor([*had, sparse], dtype=dtype, device=device)
@@ -277,8 +338,24 @@ def _averaged(
         *holders, refused = counts.tolist()
         if refused:
             raise ValueError(
-                "Several OptimSchedulers with different losses share a DDP module: no sparse gradients then."
+                "Several OptimSchedulers with different losses share a DDP module: gradients must not be sparse."
             )
         for i, mean, count in zip(places, parts, holders, strict=True):
             means[i] = mean.view_as(parameters[i]) / group.size if count else None
     return means
+
+
+def _fused(root: nn.Module) -> list[Any]:
+    """The sharded collections that have a table with a fused optimizer on any rank: the plan is the same on all."""
+    plans = ((module, getattr(module, "module_sharding_plan", {})) for module in root.modules())
+    return [module for module, plan in plans if any(table.compute_kernel != "dense" for table in plan.values())]
+
+
+def _shards(root: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of sharded collections that are not whole on every rank."""
+    for module in root.modules():
+        plan = getattr(module, "module_sharding_plan", {})
+        for name, parameter in module.named_parameters() if plan else ():
+            table = name.split(".")[-2]
+            if table in plan and plan[table].sharding_type != "data_parallel":
+                yield parameter

@@ -1,37 +1,37 @@
-"""How do optimizer, gradient accumulation, mixed precision, clipping and learning rate go together in one step?
+"""Optimizer, gradient accumulation, mixed precision, clipping, learning rate and sparsity in one step.
 
-An :class:`OptimScheduler` is all of them, after SpeeChain's class of that name, and sparsity as well where that is
-wanted. It knows DDP (micro-steps that are only accumulated are not sent), TorchRec (fused tables take their learning
-rate from it), and others of its kind over other parts of the same model.
+:class:`OptimScheduler` keeps the interface of SpeeChain's class of that name. One ``step`` has three phases:
+
+1. Gradients. The first of several OptimSchedulers of a model to be stepped takes the gradients of all of them, before
+   any weight changes; each of the others finds its own when its turn comes.
+2. Update, at the end of a real step: unscale, clip, step; or nothing, if the norm is not finite.
+3. Sparsity, after an update: the data sparsifier steps, then its scheduler.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import copy
+import inspect
+import itertools
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from dist_sparse.checks import integer, number
 from dist_sparse.enforcer.optimizers import optimizer_class
-from dist_sparse.optim.backward import Peers
-from dist_sparse.optim.checks import (
-    check_alone,
-    check_arguments,
-    check_averaging,
-    check_fused,
-    check_sparsity,
-    count,
-    learning_rate,
-    lr_arguments,
-)
-from dist_sparse.optim.ownership import gathers, owned_by, replicating
-from dist_sparse.optim.peers import take_gradients, takes_over
-from dist_sparse.optim.state import load_states, states
-from dist_sparse.optim.update import update
+from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.optim.backward import Backward, Claim, Gradients, owned_by, wiring_of
+from dist_sparse.optim.config import OptimConfig, check_optimizer, check_sparsity
+from dist_sparse.optim.update import update_weights
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
@@ -39,46 +39,72 @@ __all__ = ["OptimScheduler"]
 
 Clock = Callable[[list[str]], AbstractContextManager[Any]]
 
+_peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
+"""The OptimSchedulers of each model, in the order in which they were constructed, the same on every rank."""
+
+_numbers = itertools.count()
+
+
+def _argument(name: str) -> Any:
+    return property(lambda self: getattr(self.config, name), doc=f"``config.{name}``, under its name in SpeeChain.")
+
 
 class OptimScheduler(abc.ABC):
     """Optimizer, gradient accumulation, AMP, clipping and learning rate of a model, or of some of its modules.
 
-    Subclasses define :meth:`sche_init` and :meth:`update_lr`. A training loop with it::
-
-        for step_num, batch in enumerate(batches, start=1):
-            with scheduler.forward_context(step_num, epoch_num):
-                losses = {"loss": criterion(model(batch))}
-            scheduler.step(losses, None, "main", step_num, epoch_num)
+    Subclasses define :meth:`sche_init` and :meth:`update_lr`. Construct it on every rank, in the same order.
 
     Args:
         optim_type: a name in ``torch.optim``, a dotted path, or a class.
         optim_conf: its keyword arguments.
         model: plain, DDP or DistributedModelParallel.
-        distributed: gradients are averaged over ranks by the model (DDP), which is to happen once per real step only.
-        optim_loss: which of the losses; None is the one named ``"loss"``.
-        updated_modules: a module or several, by path from the user's own module; None is the whole model.
-        step_per_update: an update at every so many real steps only; at others the loss is not even differentiated.
-        use_amp: mixed precision: with float16 the loss is scaled by a :class:`torch.amp.GradScaler`.
-        accum_grad: how many steps make a real step; their gradients are averaged.
-        ft_factor: scales all learning rates.
-        grad_clip: the longest that the gradient of this object's parameters may be; None does not clip. The norm is
-            taken over all ranks, each piece counted once.
+        distributed: the model averages gradients over ranks (DDP); do so once per real step.
+        optim_loss: name of the loss to differentiate; None is ``"loss"``.
+        updated_modules: one or several modules, by path from the user's own module; None is the whole model.
+        step_per_update: update at every so many real steps; the losses of others are not differentiated.
+        use_amp: mixed precision. With float16 the loss is scaled by a :class:`torch.amp.GradScaler`.
+        accum_grad: number of steps in a real step; their gradients are averaged.
+        ft_factor: factor of all learning rates, for fine-tuning.
+        grad_clip: largest norm of the gradients of this object's parameters, over all ranks; None does not clip.
         grad_norm_type: p of the norm, > 0.
         data_sparsifier, data_scheduler: stepped after every update of the weights, in this order. Attach a
-            :class:`~dist_sparse.MaskEnforcer` to ``.optimizer`` to keep removed weights at zero.
+            :class:`~dist_sparse.MaskEnforcer` to ``.optimizer`` to keep pruned weights at zero.
         amp_dtype: ``torch.float16``, or ``torch.bfloat16``, which needs no scaler.
-        **sche_conf: for :meth:`sche_init`.
+        **sche_conf: arguments of :meth:`sche_init`.
 
     Attributes:
-        optimizer: the ``torch.optim.Optimizer``. Weights that move inside the backward (TorchRec's fused tables) are
-            not in it: they only take the learning rate. Their kernels note it in the forward, so it is set at the end
-            of the step before, for that step's epoch, and anew in :meth:`forward_context` if that is told the epoch.
+        config: the arguments, as an immutable :class:`~dist_sparse.optim.OptimConfig`.
+        optimizer: the ``torch.optim.Optimizer``. Fused tables, which TorchRec updates inside the backward, are not in
+            it: they take the learning rate only, set at the end of the step before and in :meth:`forward_context`.
         scaler: the ``GradScaler``, or None.
 
     Raises:
-        AssertionError: an interval is not an integer >= 1, or ``optim_loss`` not a string.
-        ValueError: another argument is wrong, or does not go with fused tables.
+        AssertionError: an interval is not an integer >= 1, or ``optim_loss`` is not a string.
+        ValueError: another argument is invalid, or does not fit fused tables or the model's other OptimSchedulers.
+
+    Example::
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from dist_sparse import OptimScheduler
+        >>> class Steady(OptimScheduler):
+        ...     def sche_init(self):
+        ...         self.base = self.get_lr()
+        ...     def update_lr(self, real_step, epoch_num):
+        ...         return self.base
+        >>> model = nn.Linear(4, 1)
+        >>> scheduler = Steady("SGD", {"lr": 0.1}, model, use_amp=False, accum_grad=2)
+        >>> for step_num in range(1, 5):
+        ...     with scheduler.forward_context(step_num, epoch_num=1):
+        ...         losses = {"loss": model(torch.ones(8, 4)).square().mean()}
+        ...     scheduler.step(losses, None, "main", step_num, epoch_num=1)
+        >>> scheduler
+        Steady(optimizer=SGD, optim_loss=None, updated_modules=None)
     """
+
+    distributed, optim_loss, updated_modules = map(_argument, ("distributed", "optim_loss", "updated_modules"))
+    step_per_update, use_amp, accum_grad = map(_argument, ("step_per_update", "use_amp", "accum_grad"))
+    ft_factor, grad_clip, grad_norm_type = map(_argument, ("ft_factor", "grad_clip", "grad_norm_type"))
 
     def __init__(
         self,
@@ -100,96 +126,89 @@ class OptimScheduler(abc.ABC):
         amp_dtype: torch.dtype = torch.float16,
         **sche_conf: Any,
     ) -> None:
-        check_arguments(
-            optim_conf=optim_conf,
-            model=model,
-            updated_modules=updated_modules,
-            accum_grad=accum_grad,
-            step_per_update=step_per_update,
+        self.config = OptimConfig(
+            distributed=distributed,
             optim_loss=optim_loss,
+            updated_modules=updated_modules,
+            step_per_update=step_per_update,
+            use_amp=use_amp,
+            accum_grad=accum_grad,
+            ft_factor=ft_factor,
             grad_clip=grad_clip,
             grad_norm_type=grad_norm_type,
-            ft_factor=ft_factor,
             amp_dtype=amp_dtype,
-            use_amp=use_amp,
-            distributed=distributed,
         )
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
+        if optim_conf is not None and not isinstance(optim_conf, Mapping):
+            raise ValueError(f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name.")
         check_sparsity(data_sparsifier, data_scheduler)
-        if distributed:
-            check_averaging(model, accum_grad)
-        self.model = model
-        self.distributed = distributed
-        self.optim_loss = optim_loss
-        self.updated_modules = [updated_modules] if isinstance(updated_modules, str) else updated_modules
-        if self.updated_modules is not None:
-            self.updated_modules = list(self.updated_modules)
-        self.step_per_update, self.accum_grad = int(step_per_update), int(accum_grad)
-        self.ft_factor, self.grad_norm_type = float(ft_factor), float(grad_norm_type)
-        self.grad_clip = None if grad_clip is None else float(grad_clip)
-        self.use_amp, self.amp_dtype = use_amp, amp_dtype
-        self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
-        scaled = use_amp and amp_dtype == torch.float16
-        self._owned = owned_by(model, self.updated_modules)
-        self._fused = owned_by(model, None).moves_in_backward
-        check_fused(
-            model_moves=self._fused, owned=self._owned, scaled=scaled, accum_grad=accum_grad, grad_clip=grad_clip
-        )
-        self._replicating, self._gathered = replicating(model), gathers(model)
-        kept = self._owned.parameters
-        # A group without parameters still has a learning rate: that of fused tables alone.
-        self.optimizer = optimizer_class(optim_type)(kept or [{"params": []}], **dict(optim_conf or {}))
+        self.model, self.data_sparsifier, self.data_scheduler = model, data_sparsifier, data_scheduler
+        self._wiring = wiring_of(model)
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if distributed and (several or self.config.accum_grad > 1) and not self._wiring.replicating:
+            raise ValueError(
+                f"Invalid distributed=True: {type(model).__name__} does not average gradients over ranks; wrap the "
+                "model in DistributedDataParallel or DistributedModelParallel first."
+            )
+        self._owned = owned_by(self._wiring, self.config.updated_modules)
+        if self._wiring.fused:
+            self.config.check_fused(owns_them=bool(self._owned.fused))
+        # A group without parameters still has a learning rate: that of fused tables.
+        parameters: Any = self._owned.parameters or [{"params": []}]
+        self.optimizer = optimizer_class(optim_type)(parameters, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
-        self.scaler = torch.amp.GradScaler(self._device) if scaled else None
+        self.scaler = torch.amp.GradScaler(self._device) if self.config.scaled else None
         self.sche_init(**sche_conf)
-        self._lr_takes = lr_arguments(self.update_lr)
-        self._early: tuple[Tensor, list[Tensor | None]] | None = None
-        self._turn: int | None = None
-        self._unfinished = 0
-        self._standing = True
-        self._peers = Peers(model)
-        replaced = [peer for peer in self._peers if takes_over(self, peer)]
-        check_alone(self, [peer for peer in self._peers if peer._standing and peer not in replaced])
-        for peer in replaced:
-            peer._standing, peer._early = False, None
-        self._peers.join(self)
-        self.optimizer.zero_grad()  # what somebody has left behind is not part of the first update
+        # Older schedules take no epoch_num.
+        self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
+        self._early: tuple[Tensor, Gradients] | None = None  # taken by another one's step: of which loss, which
+        self._last_step: int | None = None
+        self._accumulated = 0  # steps of an unfinished real step whose gradients are in .grad
         self._fused_lr: float | None = None
-        self._set_lr_ahead(step_num=1, epoch_num=1)
+        self._join()
+        self.optimizer.zero_grad()  # what is left of an earlier run is not part of the first update
+        self._set_fused_lr_ahead(step_num=1, epoch_num=1)
 
     @abc.abstractmethod
     def sche_init(self, *args: Any, **sche_conf: Any) -> None:
-        """Takes what is the schedule's own of the constructor's arguments; called last in it."""
+        """Take the schedule's own arguments of the constructor; called last in it."""
 
     @abc.abstractmethod
     def update_lr(self, real_step: int, epoch_num: int) -> float:
-        """The learning rate, ``ft_factor`` left out, of a real step, counted from 1, in an epoch, counted from 1."""
+        """Return the learning rate, without ``ft_factor``, of a real step and an epoch, both counted from 1.
+
+        A pure function of its arguments: it is called for every due step, micro-steps included, sometimes repeatedly.
+        """
 
     def extra_repr_fn(self) -> str:
-        """What ``repr`` says of the schedule."""
+        """Return the schedule's part of ``repr``."""
         return ""
 
     @contextlib.contextmanager
     def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
-        """For the forward of a step: autocast if ``use_amp`` of some OptimScheduler of the model, and under DDP no
-        averaging of gradients in the backward, unless this step is the last of its real step for one of them.
+        """Context of a step's forward and losses, for all OptimSchedulers of the model.
 
-        DDP decides in the forward whether a backward averages, so ``no_sync`` around the backward saves nothing.
+        It enables autocast if one of them has ``use_amp``. Under DDP it disables the averaging of gradients, unless an
+        update follows this step: DDP decides so in the forward, and ``no_sync`` around the backward has no effect.
 
-        With fused tables, give ``epoch_num`` too, or they have the learning rate of the last epoch in the first step
-        of the next one, and that of step 1 in the first step of an object made later.
+        Args:
+            step_num: of the step, from 1.
+            epoch_num: needed with fused tables, else they have the learning rate of the last epoch in the first step of
+                the next one.
         """
-        step_num = count("step_num", step_num)
+        step_num = integer("step_num", step_num, least=1)
+        active = [self, *self._others()]
         if epoch_num is not None:
-            epoch_num = count("epoch_num", epoch_num)
-            for peer in self._peers:
-                if peer._owned.fused and peer._due(step_num):
-                    peer._set_fused_lr(peer._next_lr(step_num, epoch_num))
-        # One forward serves all: check_alone() has seen to it that they agree on its precision.
-        amp = next((peer for peer in self._peers if peer.use_amp and (peer._standing or peer is self)), None)
+            epoch_num = integer("epoch_num", epoch_num, least=1)
+            for peer in active:
+                if peer._owned.fused and peer.config.due(step_num):
+                    peer._set_fused_lr(peer._lr(step_num, epoch_num))
+        amp = next((peer for peer in active if peer.config.use_amp), None)
         with ExitStack() as stack:
             stack.enter_context(self._unsynchronized(step_num))
             if amp is not None:
-                stack.enter_context(torch.autocast(self._device, dtype=amp.amp_dtype))
+                stack.enter_context(torch.autocast(self._device, dtype=amp.config.amp_dtype))
             yield
 
     def step(
@@ -201,140 +220,267 @@ class OptimScheduler(abc.ABC):
         epoch_num: int,
         logger: Any = None,
     ) -> None:
-        """One step: backward, and at the end of a real step the update. Collective under DDP, and if gradients lie in
-        pieces over ranks.
+        """Run the backward and, at the end of a real step, the update. Collective under DDP and with sharded gradients.
+
+        Several OptimSchedulers of a model can be stepped one after the other with the losses of one forward. Delete one
+        that is no longer stepped, or its gradients are still computed.
 
         Args:
             losses: of this step's forward, by name. They are not changed.
-            time_func: makes a context that times what happens in it, from ``["loss_backward_time", optim_name]`` and
+            time_func: returns a context that times its body, from ``["loss_backward_time", optim_name]`` and
                 ``["optim_time", optim_name]``; None for no clock.
             optim_name: for the clock.
             step_num: counts from 1, over epochs.
             epoch_num: counts from 1.
-            logger: its ``info`` is told when gradients are not finite; then nothing is updated, on any rank.
+            logger: its ``info`` reports an update that is skipped, on all ranks, because the norm is not finite.
 
         Raises:
-            AssertionError: there is no loss named "loss". KeyError: there is none of the name asked for.
-            ValueError: a number, the loss or its learning rate makes no sense, or this object and others over the model
-                can't share the forward.
+            AssertionError: there is no loss named "loss". KeyError: there is none named ``optim_loss``.
+            ValueError: a number, the loss or the learning rate is invalid, or the model's OptimSchedulers can't share
+                this forward. In all three cases nothing has changed.
 
         If the backward or the update itself fails (out of memory, say), the gradients of its real step are dropped.
-
-        Several OptimSchedulers of a model may be given the losses of one forward: the gradients of all that are due are
-        taken before any weight moves. Delete one that is no longer stepped, or its gradients are taken for nothing.
         """
-        step_num, epoch_num = count("step_num", step_num), count("epoch_num", epoch_num)
+        step_num, epoch_num = integer("step_num", step_num, least=1), integer("epoch_num", epoch_num, least=1)
         clock = time_func or (lambda names: nullcontext())
-        due = self._due(step_num)
+        config = self.config
         with clock(["loss_backward_time", optim_name]):
-            if due:
-                take_gradients(self, losses, step_num, epoch_num)
-                self._unfinished = 0 if step_num % self.accum_grad == 0 else self._unfinished + 1
+            if config.due(step_num):
+                self._take_gradients(losses, step_num, epoch_num)
+                self._accumulated = 0 if config.updates(step_num) else self._accumulated + 1
         with clock(["optim_time", optim_name]):
-            if due and step_num % self.accum_grad == 0 and update(self, self._real_step(step_num), logger):
-                if self.data_sparsifier is not None:
-                    self.data_sparsifier.step()
-                if self.data_scheduler is not None:
-                    self.data_scheduler.step()
-        self._set_lr_ahead(step_num + 1, epoch_num)
+            if config.updates(step_num):
+                norm, updated = update_weights(
+                    self.optimizer,
+                    self.scaler,
+                    self._owned,
+                    grad_clip=config.grad_clip,
+                    norm_type=config.grad_norm_type,
+                )
+                if not math.isfinite(norm) and logger is not None:
+                    logger.info(
+                        f"Real step {config.real_step(step_num)}: the norm of the gradients is {norm}; no update."
+                    )
+                for part in self._sparsity().values() if updated else ():
+                    part.step()
+        self._set_fused_lr_ahead(step_num + 1, epoch_num)
 
     def get_lr(self) -> float:
-        """The learning rate of the last step, of the first parameter group."""
+        """Return the learning rate of the last step, of the first parameter group."""
         lr: float = self.optimizer.param_groups[0]["lr"]
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and the scaler's (or None), and those of the sparsifier and its scheduler where there
-        are any. Step numbers are the caller's; the state of fused optimizers is the model's."""
-        return states(self)
+        """Return the state of the optimizer and of the scaler (or None), and those of the sparsifier and its scheduler
+        where there are any. It can be loaded with ``torch.load(weights_only=True)``.
+
+        Step numbers are the caller's, and the state of fused optimizers is the model's.
+        """
+        if self._accumulated:
+            warnings.warn(
+                f"The state is of the middle of a real step: the gradients of {self._accumulated} of "
+                f"{self.config.accum_grad} steps are not in it. Save where step_num is a multiple of accum_grad.",
+                stacklevel=2,
+            )
+        state: dict[str, Any] = {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+        if self._owned.fused:
+            state["fused_lr"] = self._fused_lr
+        return {**state, **{name: part.state_dict() for name, part in self._sparsity().items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over :meth:`state_dict`. A state of a run with AMP loads into one without, and the other way round.
-        Collective if there is a sparsifier.
+        """Restore :meth:`state_dict`. Collective if there is a sparsifier. A state of a run with AMP can be loaded into
+        one without, and the other way round; the scale keeps its initial value then.
 
         Raises:
-            ValueError: a part is missing or does not fit; nothing was changed. (If the data scheduler refuses its part,
-                the sparsifier has taken its own by then.)
+            ValueError: a part is missing or does not fit, or ranks load different steps. Nothing has changed, on any
+                rank.
         """
-        load_states(self, state_dict)
-        # Step numbers may begin again where they were then.
-        self._turn = None if self._turn is None else 0
-        self._drop()
+        error: Exception | None = None
+        facts: dict[str, Any] = {}
+        try:
+            facts = self._check_state(state_dict)
+        except ValueError as fault:
+            error = fault
+        except Exception as fault:  # of torch: another one for each way in which a state does not fit
+            error = ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.")
+            error.__cause__ = fault
+        if self._sparsity():
+            group_over(world_ranks()).agree("load_state_dict() of an OptimScheduler", facts, error)
+        elif error is not None:
+            raise error
+        # COMMIT. The sparsifier first: it is the only one that can still refuse, on every rank and as a whole.
+        for name, part in self._sparsity().items():
+            part.load_state_dict(state_dict[name])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        if self.scaler is not None and state_dict.get("scaler"):
+            self.scaler.load_state_dict(state_dict["scaler"])
+        if (lr := state_dict.get("fused_lr")) is not None:
+            self._set_fused_lr(lr)
+        self._last_step = None if self._last_step is None else 0  # step numbers may start again where they were then
+        self._drop_gradients()
 
-    def __copy__(self) -> OptimScheduler:
-        raise TypeError(f"{type(self).__name__} can't be copied without its model: use copy.deepcopy().")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Gradients are not copied, so what is gathered of a real step is not, either."""
-        if self.data_sparsifier is not None:  # its copy would hold other tensors than the model's
-            raise TypeError(
-                f"{type(self).__name__} can't be copied or pickled with a data_sparsifier: save state_dict() and load "
-                "it into one that is made anew."
-            )
-        return {**self.__dict__, "_peers": None, "_early": None, "_unfinished": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, of the model too, is no peer of those of the model it was copied from."""
-        self.__dict__.update(state)
-        self._peers = Peers(self.model)
-        self._peers.join(self)
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can't be copied or pickled: construct a new one for the copy of its model, and "
+            "load state_dict() into it."
+        )
 
     def __repr__(self) -> str:
         parts = [
             f"optimizer={type(self.optimizer).__name__}",
-            f"optim_loss={self.optim_loss}",
-            f"updated_modules={self.updated_modules}",
+            f"optim_loss={self.config.optim_loss}",
+            f"updated_modules={self.config.updated_modules}",
             *([extra] if (extra := self.extra_repr_fn()) else []),
         ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    def _real_step(self, step_num: int) -> int:
-        return (step_num - 1) // self.accum_grad + 1
+    def _join(self) -> None:
+        """Become one of the model's OptimSchedulers. One for the same parameters and loss, such as that of a notebook cell
+        which runs again, is replaced: steps of others no longer compute gradients for it."""
+        self._model_peers = _peers.setdefault(self._wiring.inner, WeakValueDictionary())
+        mine, replaced = {*self._owned.parameters, *self._owned.fused}, []
+        for number_of, other in list(self._model_peers.items()):
+            theirs = {*other._owned.parameters, *other._owned.fused}
+            if theirs <= mine and other.config.loss_name == self.config.loss_name:
+                replaced.append(number_of)
+                continue
+            for name, part in self._sparsity().items():
+                if part is getattr(other, name):
+                    raise ValueError(f"Invalid {name}: another OptimScheduler of the model steps it at each update.")
+            if self.config.use_amp and other.config.use_amp and self.config.amp_dtype != other.config.amp_dtype:
+                raise ValueError(
+                    f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the model has "
+                    f"{other.config.amp_dtype}, and they share its forward."
+                )
+        for number_of in replaced:
+            self._model_peers.pop(number_of)._early = None
+        self._model_peers[next(_numbers)] = self
 
-    def _due(self, step_num: int) -> bool:
-        return self._real_step(step_num) % self.step_per_update == 0
+    def _others(self) -> list[OptimScheduler]:
+        """The other OptimSchedulers of the model, but for those that were replaced."""
+        return [peer for peer in self._model_peers.values() if peer is not self]
 
-    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
-        if self.optim_loss is None and "loss" not in losses:
-            raise AssertionError(
-                f"There is no loss named 'loss' among {list(losses)}: name one so, or give optim_loss."
+    def _sparsity(self) -> dict[str, Any]:
+        parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _claim(self, losses: Mapping[str, Tensor], step_num: int) -> Claim:
+        return Claim(
+            owned=self._owned,
+            loss=self.config.loss_of(losses),
+            parts=self.config.accum_grad,
+            scaler=self.scaler,
+            reduced=self.config.updates(step_num),
+        )
+
+    def _take_gradients(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        """Set the gradients of this step, added to those of the micro-steps before, and the learning rate."""
+        claim, lr = self._claim(losses, step_num), self._lr(step_num, epoch_num)
+        if self._early is not None and self._early[0] is claim.loss:
+            mine = self._early[1]
+        else:
+            mine = self._run_backward(claim, losses, step_num)
+        for parameter, grad in zip(self._owned.parameters, mine, strict=True):
+            parameter.grad = grad
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._early, self._last_step = None, step_num
+
+    def _run_backward(self, claim: Claim, losses: Mapping[str, Tensor], step_num: int) -> Gradients:
+        """Take the gradients of this and of all other OptimSchedulers that are still to be stepped at ``step_num``."""
+        others = [
+            peer
+            for peer in self._others()
+            if peer.config.due(step_num) and peer.config.loss_name in losses and peer._last_step != step_num
+        ]
+        claims = [claim, *(peer._claim(losses, step_num) for peer in others)]
+        backward = Backward(self._wiring, claims)
+        if any(peer._owned.fused and peer not in others for peer in self._others()):
+            raise ValueError(
+                "Fused tables are updated inside every backward, but the OptimScheduler that owns them is not due at "
+                f"{step_num=} or does not use this loss. Give all of them the same losses and step_per_update, and "
+                "delete those that are no longer stepped."
             )
-        loss = losses[name := self.optim_loss or "loss"]
-        if not isinstance(loss, Tensor):
-            raise ValueError(f"Invalid loss {name!r} of type {type(loss).__name__}: must be a tensor.")
-        return loss
+        try:
+            with self._unsynchronized(step_num):
+                mine, *theirs = backward.run()
+        except BaseException:  # out of memory, say: some layers have their gradients, others not
+            for peer in (self, *others):
+                peer._drop_gradients()
+            raise
+        for peer, its, gradients in zip(others, claims[1:], theirs, strict=True):
+            peer._early = its.loss, gradients
+        return mine
 
-    def _drop(self) -> None:
-        """Forgets the gradients of a real step that is not finished."""
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of an unfinished real step."""
         self.optimizer.zero_grad()
-        self._early, self._unfinished = None, 0
+        self._early, self._accumulated = None, 0
 
-    def _next_lr(self, step_num: int, epoch_num: int) -> float:
-        known = {"real_step": self._real_step(step_num), "epoch_num": epoch_num}
-        return learning_rate(self.update_lr(**{name: known[name] for name in self._lr_takes}), self.ft_factor)
+    def _lr(self, step_num: int, epoch_num: int) -> float:
+        """The learning rate of a step.
 
-    def _set_lr_ahead(self, step_num: int, epoch_num: int) -> None:
-        """Of fused tables, whose forward is next."""
-        if self._owned.fused and self._due(step_num):
-            with contextlib.suppress(Exception):  # if there is such a step, it will ask again and raise it
-                self._set_fused_lr(self._next_lr(step_num, epoch_num))
+        Raises:
+            ValueError: ``update_lr`` returns no finite number >= 0, which would turn weights into NaN.
+        """
+        arguments = {"real_step": self.config.real_step(step_num), "epoch_num": epoch_num}
+        if self._lr_by_step:
+            del arguments["epoch_num"]
+        found: Any = self.update_lr(**arguments)
+        lr = number("learning rate", found.item() if isinstance(found, Tensor) else found, least=0)
+        return float(number("learning rate times ft_factor", lr * self.config.ft_factor))
+
+    def _set_fused_lr_ahead(self, step_num: int, epoch_num: int) -> None:
+        """Set the learning rate of fused tables for the next forward, whose kernels read it."""
+        if self._owned.fused and self.config.due(step_num):
+            with contextlib.suppress(Exception):  # the step may never come; if it does, it raises this itself
+                self._set_fused_lr(self._lr(step_num, epoch_num))
 
     def _set_fused_lr(self, lr: float) -> None:
         self._fused_lr = lr
         self._owned.set_fused_lr(lr)
 
-    def _set_lr(self, lr: float) -> None:
-        """Before the backward, in which some weights may already use it."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self._owned.set_lr(lr)
-
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
-        if not self.distributed or any(peer._due(step_num) and step_num % peer.accum_grad == 0 for peer in self._peers):
-            return nullcontext()
+        """``no_sync()`` of all that averages gradients, unless an update of an OptimScheduler follows this step."""
         stack = ExitStack()
-        for module in self._replicating:
-            # With a static graph, DDP learns it in the first backward, which must be one that averages.
-            if self._turn is not None or not getattr(module, "static_graph", False):
-                stack.enter_context(module.no_sync())
+        if self.config.distributed and not any(peer.config.updates(step_num) for peer in (self, *self._others())):
+            for module in self._wiring.replicating:
+                # DDP with a static graph learns it in the first backward, which must average.
+                if self._last_step is not None or not getattr(module, "static_graph", False):
+                    stack.enter_context(module.no_sync())
         return stack
+
+    def _check_state(self, saved: Any) -> dict[str, Any]:
+        """Load a state into copies of the parts, which hold references to the same tensors but to no common state.
+
+        Returns:
+            What must be equal on all ranks.
+
+        Raises:
+            Exception: it does not fit.
+        """
+        parts = self._sparsity()
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"Invalid state of type {type(saved).__name__}: must be a result of state_dict().")
+        if missing := [name for name in ("optimizer", *parts) if name not in saved]:
+            raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
+        if unknown := [name for name in ("data_sparsifier", "data_scheduler") if name in saved and name not in parts]:
+            raise ValueError(f"The state has {unknown}, which this OptimScheduler was constructed without.")
+        optimizer = copy.copy(self.optimizer)
+        optimizer.load_state_dict(saved["optimizer"])
+        check_optimizer(optimizer, self.optimizer)
+        facts: dict[str, Any] = {"learning rates": [group["lr"] for group in optimizer.param_groups]}
+        if self.scaler is not None and saved.get("scaler"):  # None or {}: of a run without AMP
+            scaler = torch.amp.GradScaler(self._device)
+            scaler.load_state_dict(saved["scaler"])
+            if not 0 < (scale := scaler.get_scale()) < math.inf:
+                raise ValueError(f"Invalid {scale=} of the scaler: must be a finite number > 0.")
+            facts["scale of the scaler"] = scale
+        if self.data_scheduler is not None:
+            scheduler = copy.copy(self.data_scheduler)
+            scheduler.load_state_dict(saved["data_scheduler"])
+            facts["last_epoch of the data_scheduler"] = scheduler.last_epoch
+        return facts

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import OptimScheduler
-from dist_sparse.optim.backward import Peers
-from dist_sparse.optim.peers import joins
 from tests.optim.optim_loop import Steady, Two, batch, copied, same, train
 
 LR = 0.1

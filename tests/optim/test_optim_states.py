@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr
-from dist_sparse.optim.state import LIKE_PARAMETERS, ONE_WIDE
 from tests.optim.optim_loop import Steady, Two, copied, same, train
 
 
