@@ -121,9 +121,8 @@ class Backward:
 
     def __init__(self, wiring: Wiring, claims: Sequence[Claim]) -> None:
         self._wiring, self._claims = wiring, claims
-        first, accumulated = claims[0], any(claim.parts > 1 for claim in claims)
-        claimed = [p for claim in claims for p in claim.trainable]
-        if accumulated and len(claimed) > len(set(claimed)):
+        first, claimed = claims[0], [p for claim in claims for p in claim.trainable]
+        if any(claim.parts > 1 for claim in claims) and len(claimed) > len(set(claimed)):
             raise ValueError(
                 "Two OptimSchedulers with a parameter in common can't accumulate gradients. Use accum_grad=1, or "
                 "delete the one that is no longer stepped."
@@ -135,11 +134,6 @@ class Backward:
             self._check_separate()
         owned = {p for claim in claims for p in claim.owned.parameters}
         self._foreign = [p for p in wiring.inner.parameters() if p.requires_grad and p not in owned]
-        if accumulated and self._foreign and any(module.find_unused_parameters for module in wiring.ddp):
-            raise ValueError(
-                "A DDP module with find_unused_parameters=True can't accumulate the gradients of a part of its "
-                "parameters: it wants gradients of all that any micro-step used. Use accum_grad=1, or own all of them."
-            )
 
     def _check_separate(self) -> None:
         """Raise if the model does not allow one backward per claim."""
@@ -166,8 +160,8 @@ class Backward:
         except RuntimeError as error:
             if "second time" in str(error):
                 error.add_note(
-                    "OptimSchedulers that share a forward must be constructed for the same model (with updated_modules), "
-                    "be passed the very same loss tensor and be stepped once for each step_num."
+                    "OptimSchedulers that share a forward must be constructed for the same model (with "
+                    "updated_modules), be passed the very same loss tensor and be stepped once for each step_num."
                 )
             raise
 
@@ -214,8 +208,10 @@ class Backward:
         # With gradient_as_bucket_view, DDP writes into the very tensors.
         copies = any(module.gradient_as_bucket_view for module in self._wiring.ddp)
         kept = [None if p.grad is None else p.grad.clone() if copies else p.grad for p in self._foreign]
+        # With find_unused_parameters, it wants a gradient of whatever one of several micro-steps has used.
+        zeros = any(module.find_unused_parameters for module in self._wiring.ddp)
         for parameter in self._foreign:
-            parameter.grad = None
+            parameter.grad = torch.zeros_like(parameter) if zeros else None
         try:
             yield
         finally:

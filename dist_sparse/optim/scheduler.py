@@ -298,19 +298,14 @@ class OptimScheduler(abc.ABC):
             ValueError: a part is missing or does not fit, or ranks load different steps. Nothing has changed, on any
                 rank.
         """
-        error: Exception | None = None
-        facts: dict[str, Any] = {}
-        try:
-            facts = self._check_state(state_dict)
-        except ValueError as fault:
-            error = fault
-        except Exception as fault:  # of torch: another one for each way in which a state does not fit
-            error = ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.")
-            error.__cause__ = fault
-        if self._sparsity():
-            group_over(world_ranks()).agree("load_state_dict() of an OptimScheduler", facts, error)
-        elif error is not None:
-            raise error
+        group = group_over(world_ranks() if self._sparsity() else None)
+        with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
+            try:
+                facts.update(self._check_state(state_dict))
+            except ValueError:
+                raise
+            except Exception as fault:  # torch has another one for each way in which a state does not fit
+                raise ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.") from fault
         # COMMIT. The sparsifier first: it is the only one that can still refuse, on every rank and as a whole.
         for name, part in self._sparsity().items():
             part.load_state_dict(state_dict[name])
@@ -338,8 +333,8 @@ class OptimScheduler(abc.ABC):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _join(self) -> None:
-        """Become one of the model's OptimSchedulers. One for the same parameters and loss, such as that of a notebook cell
-        which runs again, is replaced: steps of others no longer compute gradients for it."""
+        """Become one of the model's OptimSchedulers. One for the same parameters and loss, such as that of a notebook
+        cell which runs again, is replaced: steps of others no longer compute gradients for it."""
         self._model_peers = _peers.setdefault(self._wiring.inner, WeakValueDictionary())
         mine, replaced = {*self._owned.parameters, *self._owned.fused}, []
         for number_of, other in list(self._model_peers.items()):
@@ -479,8 +474,4 @@ class OptimScheduler(abc.ABC):
             if not 0 < (scale := scaler.get_scale()) < math.inf:
                 raise ValueError(f"Invalid {scale=} of the scaler: must be a finite number > 0.")
             facts["scale of the scaler"] = scale
-        if self.data_scheduler is not None:
-            scheduler = copy.copy(self.data_scheduler)
-            scheduler.load_state_dict(saved["data_scheduler"])
-            facts["last_epoch of the data_scheduler"] = scheduler.last_epoch
         return facts

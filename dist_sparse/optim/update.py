@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.optim.backward import Owned
-from dist_sparse.tables.tensors import is_sharded
 
 __all__ = ["clip_gradients", "gradient_norm", "update_weights"]
 
@@ -35,46 +34,33 @@ def update_weights(
     if not owned.parameters:
         return 0.0, True  # fused tables alone: they were updated in the backward
     try:
-        return _update(optimizer, scaler, owned, grad_clip, norm_type)
+        for parameter in owned.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        if scaler is not None:
+            _unscale(scaler, optimizer, owned)
+        norm, any_gradient = gradient_norm(owned.parameters, owned.pieces, norm_type)
+        finite = bool(torch.isfinite(norm))
+        if finite and any_gradient:
+            if grad_clip is not None:
+                clip_gradients(owned.parameters, norm, grad_clip)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None and not finite:
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+            # GradScaler resets it where it finds the values itself, which it can't on another rank.
+            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
+        elif scaler is not None and (any_gradient or owned.pieces):  # where unscale_() was called
+            scaler.update()
     except BaseException:
         if scaler is not None:
             scaler.update(scaler.get_scale())  # else it refuses the next unscale_()
         raise
     finally:
         optimizer.zero_grad()
-
-
-def _update(
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    owned: Owned,
-    grad_clip: float | None,
-    norm_type: float,
-) -> tuple[float, bool]:
-    for parameter in owned.parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    if scaler is not None:
-        _unscale(scaler, optimizer, owned)
-    norm, any_gradient = gradient_norm(owned.parameters, owned.pieces, norm_type)
-    if not torch.isfinite(norm):
-        if scaler is not None:
-            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-            # GradScaler resets it where it finds the values itself, which it can't on another rank.
-            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
-        return float(norm), False
-    if not any_gradient:
-        if scaler is not None and owned.pieces:
-            scaler.update()  # _unscale() has called unscale_() on every rank
-        return 0.0, bool(owned.fused)
-    if grad_clip is not None:
-        clip_gradients(owned.parameters, norm, grad_clip)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-    return float(norm), True
+    return float(norm), finite and (any_gradient or bool(owned.fused))
 
 
 def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, owned: Owned) -> None:
@@ -138,13 +124,13 @@ def _total(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 @torch.no_grad()
 def _values(grad: Tensor) -> Tensor:
     """The storage of a gradient on this rank: the entries of a sparse one, the local part of a DTensor."""
-    local: Tensor = grad.to_local() if is_sharded(grad) else grad  # type: ignore[attr-defined]
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
     return local.values() if local.is_sparse else local
 
 
 def _counts(grad: Tensor) -> bool:
     """Whether this rank counts its piece in the norm: of a DTensor's replicas only the first does."""
-    if not is_sharded(grad):
+    if not hasattr(grad, "device_mesh"):
         return True
     coordinate, placements = grad.device_mesh.get_coordinate(), grad.placements  # type: ignore[attr-defined]
     if coordinate is None:

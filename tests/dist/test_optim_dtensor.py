@@ -93,7 +93,7 @@ def check_norm(norm_type: float) -> None:
         parameters.append(nn.Parameter(made_of.clone()))
         parameters[-1].grad = made_of.clone()
         grads.append(value.clone())
-    pieces = frozenset(id(p) for p, placements in zip(parameters, placed, strict=True) if placements)
+    pieces = frozenset(p for p, placements in zip(parameters, placed, strict=True) if placements)
     norm, any_gradient = gradient_norm(parameters, pieces, norm_type)
     assert any_gradient
     assert float(norm) == pytest.approx(float(nn.utils.get_total_norm(grads, norm_type)), rel=1e-6)
@@ -129,12 +129,12 @@ def check_placements(_: None) -> None:
     here = DeviceMesh("cpu", [0])
     parameter = nn.Parameter(distribute_tensor(torch.tensor([3.0, 4.0]), here, [Replicate()]))
     parameter.grad = distribute_tensor(torch.tensor([3.0, 4.0]), here, [Replicate()])
-    norm, any_gradient = gradient_norm([parameter], frozenset([id(parameter)]), 2.0)
+    norm, any_gradient = gradient_norm([parameter], frozenset([parameter]), 2.0)
     assert float(norm) == 5 and any_gradient
     both = init_device_mesh("cpu", (WORLD,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(2), both, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.ones(2), both, [Partial()])
-    refuses("only those of Shard and Replicate", partial(gradient_norm, [parameter], frozenset([id(parameter)]), 2.0))
+    refuses("only Shard and Replicate", partial(gradient_norm, [parameter], frozenset([parameter]), 2.0))
 
 
 def leaf(grad: Tensor) -> Tensor:

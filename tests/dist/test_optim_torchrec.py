@@ -160,7 +160,7 @@ def check_dense_losses(name: str) -> None:
         losses = losses_of(model, cell, dist.get_rank())
         refuses("must be one and the same tensor", partial(scheduler.step, losses, None, "a", 1, 1))
     assert all(torch.equal(value, before[key]) for key, value in held(model).items())
-    over.optim_loss = None
+    over = Steady("SGD", {"lr": LR}, model, updated_modules="over", **conf)
     trained(model, cell, [tables, over], context=False)
     check_close(held(model), reference(cell, [{"modules": BOTH}]), before)
 
@@ -269,7 +269,7 @@ def check_fused_refused(_: None) -> None:
     make = partial(Steady, "SGD", {"lr": 0.1}, model, distributed=True)
     for said, conf in [
         ("amp_dtype=torch.bfloat16", {}),
-        ("can't be accumulated", {"use_amp": False, "accum_grad": 2}),
+        ("Invalid accum_grad=2", {"use_amp": False, "accum_grad": 2}),
         ("gradient_clipping", {"use_amp": False}),
         ("gradient_clipping", {"use_amp": False, "updated_modules": "sparse"}),
         ("name the collections, ['sparse.tables']", {"updated_modules": "sparse.tables.embedding_bags.user"}),
@@ -279,11 +279,11 @@ def check_fused_refused(_: None) -> None:
     over = make(use_amp=False, updated_modules="over")
     losses = losses_of(model, cell, 1)
     refuses("is not due at step_num=1", partial(over.step, losses, None, "a", 1, 1))
-    tables.step_per_update, tables.optim_loss = 1, "other"
+    tables = make(use_amp=False, grad_clip=None, updated_modules="sparse", optim_loss="other")
     refuses("must be one and the same tensor", partial(over.step, losses, None, "a", 1, 1))
     after = held(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    tables.optim_loss = None
+    tables = make(use_amp=False, grad_clip=None, updated_modules="sparse")
     for scheduler in (over, tables):
         scheduler.step(losses, None, "a", 1, 1)
     assert not any(torch.equal(held(model)[name], value) for name, value in before.items())
