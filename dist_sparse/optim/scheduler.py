@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -33,6 +34,7 @@ from dist_sparse.optim.backward import Backward, Claim, Gradients, owned_by, wir
 from dist_sparse.optim.config import OptimConfig, check_optimizer, check_sparsity
 from dist_sparse.optim.update import update_weights
 from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["OptimScheduler"]
@@ -306,9 +308,16 @@ class OptimScheduler(abc.ABC):
                 raise
             except Exception as fault:  # torch has another one for each way in which a state does not fit
                 raise ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.") from fault
-        # COMMIT. The sparsifier first: it is the only one that can still refuse, on every rank and as a whole.
-        for name, part in self._sparsity().items():
-            part.load_state_dict(state_dict[name])
+        # The other two check on all ranks, the sparsifier as a part of its load. From there on nothing can fail.
+        schedule: Callable[[], None] | None = None
+        if isinstance(self.data_scheduler, ReadyDataScheduler):
+            _, schedule = self.data_scheduler.prepare_load(state_dict["data_scheduler"])
+        elif self.data_scheduler is not None:
+            schedule = partial(self.data_scheduler.load_state_dict, state_dict["data_scheduler"])
+        if self.data_sparsifier is not None:
+            self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
+        if schedule is not None:
+            schedule()
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -474,4 +483,6 @@ class OptimScheduler(abc.ABC):
             if not 0 < (scale := scaler.get_scale()) < math.inf:
                 raise ValueError(f"Invalid {scale=} of the scaler: must be a finite number > 0.")
             facts["scale of the scaler"] = scale
+        if self.data_scheduler is not None and not isinstance(self.data_scheduler, ReadyDataScheduler):
+            copy.copy(self.data_scheduler).load_state_dict(saved["data_scheduler"])
         return facts

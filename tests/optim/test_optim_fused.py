@@ -81,6 +81,12 @@ def steps(model: DistributedModelParallel, schedulers: list[Steady], first: int,
 def test_the_tables_take_the_learning_rate_of_their_owner(model: DistributedModelParallel, order: int) -> None:
     """The first one to be stepped runs the backward, which updates the other one's tables."""
     plain = Net()
+    with torch.no_grad():
+        for parameter, value in zip(
+            (plain.tables.embedding_bags["item"].weight, plain.over.weight), weights(model), strict=True
+        ):
+            parameter.copy_(value)
+        plain.over.bias.copy_(next(value for name, value in model.named_parameters() if name.endswith("over.bias")))
     pair = [made(model, "over", lr=0.1), made(model, "tables")][::order]
     groups = [{"params": plain.tables.parameters()}, {"params": plain.over.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.125)

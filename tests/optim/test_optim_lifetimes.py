@@ -162,7 +162,6 @@ def test_an_update_lr_without_epochs() -> None:
     assert scheduler.get_lr() == 0.025
 
 
-
 def test_numbers_of_a_configuration() -> None:
     model, same_model = Two(), Two()
     conf = {"accum_grad": np.int64(2), "step_per_update": np.int32(1), "grad_clip": np.float32(0.5)}
