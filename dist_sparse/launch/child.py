@@ -124,7 +124,7 @@ def rank(words: list[str]) -> None:
         if module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(target, run_name="__main__")
+            runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
     except BaseException as error:
         failed = error.code not in (None, 0) if isinstance(error, SystemExit) else isinstance(error, Exception)
         if failed:

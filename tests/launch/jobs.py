@@ -62,7 +62,8 @@ def job(folder: Path, words: Sequence[str], *, command: Sequence[str] = LAUNCH, 
     """Starts the launcher with these words; kills whatever is left of it in the end."""
     mark = f"LAUNCH_TEST={uuid.uuid4()}"
     environ = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONHASHSEED")}
-    environ |= {"FOLDER": str(folder), "PYTHONPATH": str(ROOT)} | dict([mark.split("=", 1)]) | variables
+    environ |= {"FOLDER": str(folder), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environ |= dict([mark.split("=", 1)]) | variables
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest in the background; the launcher would leave it so
         signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
