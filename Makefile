@@ -41,7 +41,7 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@touch $@
 
 train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, sparsified, small and dense
-	$(BIN)/python -m launch --nproc $(NPROC) --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
+	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
 
 test: lint  ## lint, then every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
