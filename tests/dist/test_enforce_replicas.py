@@ -269,7 +269,7 @@ def test_unstepped() -> None:
 def test_one_call() -> None:
     """All of it by sparsify(), resumed from each rank's state."""
     cell = cells(WORLD)["data_parallel"]
-    plan: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4)}
+    plan: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4), "min_rows": 0}
     whole = Case(partial(build, cell), CASES["data_parallel_adam"].optimizers, CASES["data_parallel_adam"].feed)
     model, again = whole.make(), whole.make()
     optimizers = whole.optimizers(model)
