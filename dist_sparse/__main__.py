@@ -1,4 +1,4 @@
-"""How does `python -m dist_sparse` run? As the command `dist-sparse`."""
+"""Runs `python -m dist_sparse` as the command `dist-sparse`."""
 
 import sys
 

@@ -65,7 +65,6 @@ WALKS = 2
 QUESTIONS: tuple[str, ...] = (
     "benchmarks/enforce.py",
     "benchmarks/mask_update.py",
-    "dist_sparse/__main__.py",
     "dist_sparse/enforcer/",
     "dist_sparse/lightning/",
     "dist_sparse/optim/",
@@ -74,7 +73,6 @@ QUESTIONS: tuple[str, ...] = (
     "dist_sparse/tables/",
     "dist_sparse/training/",
     "examples/optim_scheduler/",
-    "tests/cli/",
     "tests/conformance/",
     "tests/conftest.py",
     "tests/dist/",
@@ -87,7 +85,6 @@ QUESTIONS: tuple[str, ...] = (
     "tests/optim/",
     "tests/oracle.py",
     "tests/quantization/",
-    "tests/report/",
     "tests/schedulers/",
     "tests/test_benchmarks.py",
     "tests/test_memory.py",

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import platform
-import secrets
 import stat
 import sys
 import time
@@ -194,7 +193,7 @@ def replace_files(files: Mapping[Path, bytes]) -> None:
         for file in files:
             _check_kind(file)
         for file, content in files.items():
-            part = file.with_name(f".{secrets.token_hex(8)}.part")
+            part = file.with_name(f".{os.urandom(8).hex()}.part")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with FileIO(os.open(part, flags, 0o600), "w") as held:
                 parts[file] = part

@@ -1,4 +1,4 @@
-"""Does `dist-sparse` say what it can do, hand the words of `launch` over as they are, and fail with one clear line?"""
+"""Command `dist-sparse`: help, subcommands, arguments, and failures in one line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,18 @@ def test_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "lookups" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("word", "block"),
+    [("1x4", [1, 4]), ("1,4", [1, 4]), ("row", [1, "ROW"]), ("1xROW", [1, "ROW"]), ("2xrow", [2, "ROW"])],
+)
+def test_block_shapes(word: str, block: list[Any], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{model}:no_batches", "--level", "0.5", "--block", word, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["block"] == block
+    assert main(["plan", f"{model}:no_batches", "--level", "0.5", "--block", word]) == 0
+    shown = {"1,4": "1x4", "1xROW": "row"}.get(word, word)
+    assert f"blocks {shown}, L2" in capsys.readouterr().out
+
+
 def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(Path(model).parent)
@@ -181,7 +194,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_as_a_module(tmp_path: Path) -> None:
-    """In a process of its own, from another folder; its status is what the text says."""
+    """In a process of its own, in another folder; the exit status matches the text."""
     words = [sys.executable, "-m", "dist_sparse", "doctor", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "none0"}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)

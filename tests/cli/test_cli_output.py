@@ -1,4 +1,4 @@
-"""Does `dist-sparse` fail with one clear line where its output, or what it reads, is broken?"""
+"""Failures of the output of `dist-sparse`, and of what it reads: one line each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 def shell(
     command: str, folder: Path, *, stdout: int = subprocess.PIPE, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a shell's command, in which ``$D`` is `dist-sparse`."""
+    """Run a shell command in which ``$D`` is `dist-sparse`."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     environ |= {"PYTHONPATH": str(ROOT), "D": f"{sys.executable} -m dist_sparse", **variables}
     return subprocess.run(

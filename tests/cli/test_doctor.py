@@ -1,4 +1,4 @@
-"""Does the doctor find what is wrong, and give the command that fixes it? The probes are real processes."""
+"""`dist-sparse doctor`: findings and the commands that fix them. Probes are real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 
 @pytest.fixture
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is loaded: for tests of what is found before."""
+    """Load nothing: for tests of installed versions and variables."""
     monkeypatch.setattr(doctor, "fails", lambda code, environment: None)
     monkeypatch.setattr(doctor, "ask_torch", lambda environment: probes.Torch(version="2.13.0"))
 
@@ -32,7 +32,7 @@ def found(versions: dict[str, str] | None = None, **environment: str) -> dict[st
 
 
 def test_this_machine() -> None:
-    """Where the tests run, everything that is needed is there, and the probes say so of the real thing."""
+    """The machine that runs the tests can train, and the real probes say so."""
     pytest.importorskip("torchrec")
     answer = examine()
     status = {each.what: each.status for each in answer.findings}
@@ -46,7 +46,7 @@ def test_this_machine() -> None:
 
 
 def test_gloo_without_an_address() -> None:
-    """A real process group, on an interface that is not there."""
+    """A real process group on a missing network interface."""
     versions = {"torch": "2.13.0"}
     answer = examine(versions, {**os.environ, "GLOO_SOCKET_IFNAME": "none0"}, cuda=False)
     gloo = next(each for each in answer.findings if each.what == "gloo")
@@ -103,7 +103,7 @@ def test_packages(versions: dict[str, str], what: str, status: str, says: str, f
     ],
 )
 def test_torch_fits_the_torchrec_that_is_here(versions: dict[str, str], torch: str, release: str | None) -> None:
-    """What the commands install goes together, in whatever order they run."""
+    """The commands install releases that fit together, in any order."""
     answer = found(versions)
     fixes = [str(answer[what].fix) for what in ("torch", "torchrec", "fbgemm") if answer[what].status != "ok"]
     assert f'install "torch=={torch}.*"' in fixes[0]
@@ -142,7 +142,7 @@ def test_a_gpu_asks_for_more() -> None:
 def test_a_driver_whose_gpu_torch_does_not_see(
     build: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To pip a torch for CPUs satisfies the version: it has to go first. No install fixes one that is for CUDA."""
+    """To pip a torch for CPUs satisfies the requirement, so it is uninstalled first. One for CUDA needs no install."""
     (tmp_path / "nvidia-smi").write_text("")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -190,7 +190,7 @@ def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["json", "torch"])
 def test_the_current_folder_is_not_imported_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder from a stranger: nothing in it runs, and nothing in it is taken for torch."""
+    """A folder from somebody else: nothing in it runs, or is taken for torch."""
     (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\nraise ImportError('not the real one')\n")
     monkeypatch.chdir(tmp_path)
     found = probes.ask_torch({key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
@@ -199,7 +199,7 @@ def test_the_current_folder_is_not_imported_from(name: str, tmp_path: Path, monk
 
 
 def test_what_does_not_load_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with operators that were built for another torch: here a lookup that kills its process."""
+    """As with operators that were built for another torch: a lookup that kills its process."""
     monkeypatch.setattr(doctor, "LOOKUP", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setattr(doctor, "GLOO", "pass")
     lookup = found()["a lookup"]
@@ -216,7 +216,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
 def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) -> None:
-    """A process that finds nothing that is installed, or a torch that fails as real ones do."""
+    """In a process without installed packages, or with a torch that fails as real ones do."""
     root = Path(__file__).resolve().parents[2]
     if code is not None:
         (tmp_path / "torch.py").write_text(code)

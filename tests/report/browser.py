@@ -1,4 +1,4 @@
-"""How do tests look at a page? With a real Chromium, spoken to over a pipe, so that no package is needed."""
+"""A real Chromium for tests of pages, controlled through a pipe, which needs no package."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def chromium() -> str | None:
-    """Where Chromium is, if it is there."""
+    """Return the path of Chromium, None if it is not installed."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
 class Browser:
-    """One page of a browser. ``requested``: all addresses that it has asked for."""
+    """One page of a browser. ``requested``: all addresses that it has requested."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write
@@ -51,7 +51,7 @@ class Browser:
             self._do(f"{domain}.enable")
 
     def open(self, file: Path, width: int, *, dark: bool = False, script: bool = True) -> None:
-        """Loads the page in a window so many CSS pixels wide; returns when it is laid out."""
+        """Load the page in a window ``width`` CSS pixels wide; return when it is laid out."""
         self.requested.clear()
         self._do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -64,25 +64,25 @@ class Browser:
             time.sleep(0.02)
 
     def value(self, expression: str) -> Any:
-        """What an expression of JavaScript comes to in the page, as JSON."""
+        """Evaluate JavaScript in the page; return the value as JSON."""
         came = self._do("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in came, came["exceptionDetails"]
         return came["result"].get("value")
 
     def point(self, x: float, y: float, *, click: bool = False) -> None:
-        """Moves the pointer there, in CSS pixels of the window, and clicks."""
+        """Move the pointer to CSS pixels of the window, and click."""
         for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
             self._do("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screenshot(self, file: Path, height: int | None = None) -> None:
-        """A PNG of the whole page, or of its upper part; for those who want to look themselves."""
+        """Write a PNG of the whole page, or of its upper part, for people to look at."""
         size = self.value("[window.innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": size[0], "height": min(size[1], height or size[1]), "scale": 1}
         came = self._do("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(came["data"]))
 
     def close(self) -> None:
-        """Ends the browser and all processes of its own."""
+        """End the browser and all of its processes."""
         self._session = ""
         self._do("Browser.close")
 
@@ -113,7 +113,7 @@ class Browser:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Browser]:
-    """A Chromium of its own, with an empty profile in ``folder``."""
+    """Start a Chromium with an empty profile in ``folder``."""
     program = chromium()
     assert program is not None
     (to_read, write), (read, to_write) = os.pipe(), os.pipe()

@@ -16,11 +16,11 @@ __all__ = ["DRIVING", "HOSTILE", "edit", "full_disk", "write_many"]
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'&$x$"
 
 DRIVING = "表अ\x1b]0;title\x07\x1b[2J\nfake row\x9b31m\u202etxt\u2028\ud800"
-"""What a terminal would obey, what turns the order of letters, what no file can hold."""
+"""Control sequences of a terminal, a right-to-left override, and a surrogate that UTF-8 can't encode."""
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Changes each line of a log."""
+    """Change each line of a log."""
     file = folder / LINES
     lines = [json.dumps(change(json.loads(line))) for line in file.read_text().splitlines()]
     file.write_text("".join(line + "\n" for line in lines))
@@ -38,7 +38,7 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 def write_many(folder: Path, tables: int, due: int, steps: int, ends: bool = True) -> None:
-    """The log of a run with many tables, table ``i`` of ``1000 + i`` rows of 4; half of each goes."""
+    """Write the log of a run with many tables, table ``i`` of ``1000 + i`` rows of 4; half of each is pruned."""
     folder.mkdir(parents=True)
     about = {"format": 1, "started": "2026-11-21T15:02:15+0000", "world": 8, "versions": {}, "config": {"lr": 0.1}}
     (folder / RUN).write_text(json.dumps(about))
@@ -65,7 +65,7 @@ def _change(i: int, level: float) -> dict[str, Any]:
         "name": f"table_{i}",
         "target": level,
         "threshold": 0.5,
-        "scores": [[0.0, 100], [0.5, removed - 100], [1.0, rows - removed]],
+        "scores": [[0.0, min(100, removed)], [0.5, max(removed - 100, 0)], [1.0, rows - removed]],
         "blocks": rows,
         "removed_blocks": removed,
         "flipped_blocks": removed // 2,

@@ -1,4 +1,4 @@
-"""Can the report be read in a real browser: on a telephone and on a desk, light and dark, with scripts and without?"""
+"""The report in a real browser: narrow and wide, light and dark, with and without scripts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 40 tables, one with a name that means harm, another with a long one."""
+    """A report of 40 tables, one with a hostile name, one with a long one."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     write_many(folder, tables=40, due=5, steps=300)
     write_many(folder / "dense", tables=1, due=0, steps=300, ends=False)
@@ -96,7 +96,7 @@ def test_it_can_be_read(browser: Browser, report: Path, width: int, dark: bool) 
 
 
 def test_lines_are_where_their_numbers_are(browser: Browser, report: Path) -> None:
-    """The sparsity of all blocks at the end, read off the chart's own axis."""
+    """The final sparsity of all blocks, measured against the chart's own axis."""
     browser.open(report, 1280)
     marks = browser.value(
         "[...document.querySelectorAll('#sparsity .y span')].map((mark) => {"

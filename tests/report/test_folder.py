@@ -33,7 +33,7 @@ def mode_of(file: Path) -> int:
 
 
 def test_a_report_is_not_written_through_links(folder: Path, tmp_path: Path) -> None:
-    """The folder of a stranger, whose links lead to files of the reader's, and to one that should not come to be."""
+    """A run folder from somebody else, with links to a file of the reader and to one that does not exist."""
     mine = tmp_path / "bashrc"
     mine.write_text("mine")
     (folder / "report.html").symlink_to(mine)
@@ -47,7 +47,7 @@ def test_a_report_is_not_written_through_links(folder: Path, tmp_path: Path) -> 
 
 @pytest.mark.timeout(60)
 def test_a_report_is_not_written_into_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where nobody reads it, that would wait for ever."""
+    """Without a reader, opening it would block forever."""
     os.mkfifo(folder / "report.html")
     assert main(["report", str(folder), "--no-png"]) == 1
     assert "report.html is not a regular file: nothing is written to it." in capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_the_temporary_file_of_run_json_is_not_written_through_links(tmp_path: P
 
 
 def test_files_are_the_users_alone(folder: Path) -> None:
-    """A config may hold what nobody else should read."""
+    """A config may hold secrets."""
     (folder / "report.html").touch(0o644)
     write_report(folder)
     files = [file for file in folder.iterdir() if file.is_file()]
@@ -175,7 +175,7 @@ time.sleep(60)
 
 
 def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
-    """A DataLoader's worker may outlive its rank for a while, and the job starts again. It writes nothing either."""
+    """A DataLoader's worker may outlive its rank while the job restarts. It writes nothing either."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None

@@ -1,4 +1,4 @@
-"""Which histograms a run keeps: few in the log, one a table in memory, the one that is worth showing."""
+"""Histograms that a run keeps: few in the log, one per table in memory and in the report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scores_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_at(folder: Path, levels: list[float], **options: Any) -> list[dict[str, Any]]:
-    """A due step at each level, over weights that nobody trains; what is written of their scores."""
+    """Update the masks of untrained weights at each level; return the histograms that are written."""
     torch.manual_seed(0)
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, 4), norm="L1")
     sparsifier.add_model(nn.EmbeddingBag(200, 8))
@@ -107,7 +107,7 @@ def test_a_run_that_fails_keeps_its_last_scores(tmp_path: Path) -> None:
 
 
 def test_a_log_that_has_scores_at_every_due_step(tmp_path: Path) -> None:
-    """As they were written at first."""
+    """The oldest format of logs."""
     write_many(tmp_path / "run", tables=3, due=4, steps=100)
     run = read_run(tmp_path / "run")
     assert {name: (table.step, table.zeros) for name, table in run.scores.items()} == {
@@ -119,7 +119,7 @@ def test_a_log_that_has_scores_at_every_due_step(tmp_path: Path) -> None:
 
 
 def test_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
-    """What the first session found there is no more; what it found before, and had removed more, stays."""
+    """Histograms of repeated steps are dropped; an older one that pruned more is shown again."""
     write_many(tmp_path / "run", tables=2, due=4, steps=100, ends=False)
     log = tmp_path / "run" / LINES
     again = json.loads(next(line for line in log.read_text().splitlines() if '"masks"' in line))
@@ -139,7 +139,7 @@ def test_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
 
 
 def test_an_older_histogram_when_newer_steps_are_done_again(tmp_path: Path) -> None:
-    """The level stays after the crash, so that the second session has none worth showing."""
+    """The level is constant after the crash, so the second session has no histogram to show."""
     weight = nn.EmbeddingBag(200, 8).weight.detach()
 
     def session(levels: dict[int, float], **options: Any) -> None:
@@ -167,7 +167,7 @@ def test_an_older_histogram_when_newer_steps_are_done_again(tmp_path: Path) -> N
 
 
 def test_what_a_note_says_of_later_due_steps(tmp_path: Path) -> None:
-    """A run that is killed loses the histograms since the last writing; one that moves nothing has no more to show."""
+    """A run that is killed loses the histograms since the last writing; constant masks have none to show."""
     lost, little = (
         " The histograms of later mask updates were not written.",
         " Later mask updates pruned less than 1% more each.",
@@ -189,7 +189,7 @@ _COUNTS: dict[str, Any] = {"zeros": 0, "low": 0.25, "counts": [500, 500]}
 
 
 @pytest.mark.parametrize("wrong", [{"low": 0}, {"low": 1e300}, {"counts": [1.5]}, {"zeros": None}, {"step": "a"}])
-def test_scores_that_nobody_writes(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_scores_that_no_run_log_writes(tmp_path: Path, wrong: dict[str, Any]) -> None:
     train(tmp_path)
     said = {"step": 6, "name": "weight", "threshold": 0.5, "blocks": 1000, "removed_blocks": 500} | _COUNTS | wrong
     with (tmp_path / LINES).open("a") as held:

@@ -1,4 +1,4 @@
-"""Logs that no RunLog wrote: every one ends in a page or in one line, never in a traceback."""
+"""Logs that no RunLog wrote: each ends in a page or in one line, never in a traceback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRONG: list[Any] = [
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """All places in a JSON value."""
+    """Yield the paths of all parts of a JSON value."""
     yield path
     children = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, child in children:
@@ -44,7 +44,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def test_every_value_may_be_wrong(tmp_path: Path) -> None:
-    """Each value of each kind of line, and of run.json, replaced by each wrong one."""
+    """Replace each value of each kind of line, and of run.json, by each wrong one."""
     train(tmp_path, config={"lr": 0.1})
     about = json.loads((tmp_path / RUN).read_text())
     lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
@@ -111,7 +111,7 @@ def test_a_line_that_is_too_long_is_not_read(
 
 
 def test_a_config_with_numbers_that_json_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not what a RunLog writes, but what others may: the output is JSON all the same."""
+    """RunLog does not write them, but an editor may: the output is valid JSON."""
     RunLog(tmp_path, config={"lr": math.inf}).close()
     about = json.loads((tmp_path / RUN).read_text())
     assert about["config"] == {"lr": None}
@@ -165,7 +165,7 @@ def test_charts_take_time_that_is_linear_in_the_steps() -> None:
 
 
 def test_a_running_mean_is_that_of_its_window() -> None:
-    """Also after a value so large that differences of prefix sums would lose all that follow."""
+    """Also after a value so large that differences of prefix sums would lose every later mean."""
     run = run_of(3_000)
     values = [1e20 if step == 100 else 1.0 + step % 7 for step in range(3_000)]
     run.values["loss"] = tuple(enumerate(values))  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Does `inspect` show what is in the folder of a run, however far it went?"""
+"""Text and JSON of `inspect`, for finished, crashed and new runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.report.test_run_log import train
 
 
 def cells(text: str, first: str) -> list[str]:
-    """Of the line that begins with a word; a shape is three words."""
+    """Return the words of the line that starts with ``first``."""
     return next(line.split() for line in text.splitlines() if line.startswith(first))
 
 
@@ -41,7 +41,7 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_crashed(tmp_path: Path) -> None:
-    """The end is missing: the tables as the last due step left them, whose bytes nobody noted."""
+    """Without an end, tables are as the last mask update left them, and bytes are unknown."""
     [stats] = train(tmp_path).table_stats()
     file = tmp_path / LINES
     lines = file.read_text().splitlines(keepends=True)
@@ -68,7 +68,7 @@ def test_names_do_not_drive_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_table_as_it_stood_in_the_end(tmp_path: Path) -> None:
-    """Dead rows of a table that due steps do not know are those of the end."""
+    """Dead rows that mask updates do not have are those of the end."""
     train(tmp_path)
     edit(tmp_path, lambda line: line | {"tables": [t | {"dead_rows": None} for t in line.get("tables", ())]})
     lines = (tmp_path / LINES).read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Does the page say what the run did, need nothing else, and stay a page whatever is in the log?"""
+"""Content of the page: the numbers of the run, nothing from outside, and no markup from the log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOID = {"meta", "img", "br", "link", "hr"}
 
 
 class Page(HTMLParser):
-    """What is in a page; fails where elements are not nested."""
+    """Parsed page; fails if elements are not nested."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_ticks() -> None:
 
 
 def test_a_table_and_a_step_by_themselves(folder: Path, tmp_path: Path) -> None:
-    """No "1 tables", and no half steps below a chart of two."""
+    """No "1 tables", and no half steps under a chart with two points."""
     assert "in 1 registered table<" in (text := page_of(read_run(folder))) and "<h2>The one table</h2>" in text
     with RunLog(tmp_path / "two") as log:
         for step in range(2):
@@ -277,7 +277,7 @@ def test_values_at_the_ends_of_float64(steps: int, tmp_path: Path) -> None:
 
 
 def test_a_page_that_the_disk_has_no_room_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The old report and its PNGs stay as they were, whole, also where only the last file does not fit."""
+    """The old report and its PNGs stay whole, also if only one file does not fit."""
     write_report(folder)
     before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir() if file.is_file()}
     largest = max(len(content) for name, (_, content) in before.items() if name.startswith("report"))

@@ -1,4 +1,4 @@
-"""Does a dry run say what a due step would do, and leave everything as it was? In one process."""
+"""Dry runs equal real mask updates and change nothing, in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dist_sparse.report.plan import Plan, plan
 
 
 class Two(nn.Module):
-    """Two tables; blocks of 1 x 4 and 2 x ROW do not divide the second."""
+    """Two tables; 1x4 and 2xrow blocks do not divide the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def stepped(model: nn.Module, level: float, block: Any, norm: str = "L2") -> DataNormSparsifier:
-    """A sparsifier that has really done it."""
+    """Return a sparsifier after a real mask update."""
     sparsifier = DataNormSparsifier(sparsity_level=level, sparse_block_shape=block, norm=norm)
     sparsifier.add_model(model)
     sparsifier.step()
@@ -121,7 +121,7 @@ def test_batches_come_in_many_forms() -> None:
 
 
 def test_many_ids_are_counted_exactly() -> None:
-    """More than wait at a time."""
+    """More than are collected before counting."""
     model = nn.ModuleDict({"t": nn.Embedding(1000, 4)})
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, 1000, (600_000,), generator=generator) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Is what a RunLog wrote what is read back, and is everything else refused?"""
+"""Reading a run: what a RunLog wrote is read back, everything else is refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_resumed_session_replaces_due_steps_however_short_the_first_was(tmp_pa
     log = tmp_path / "run" / LINES
     lines = log.read_text().splitlines(keepends=True)
     due = [json.loads(line) for line in lines if '"masks"' in line]
-    # Both were noted at one step; the second session repeats the last of them before it notes a time.
+    # Both were logged at one step; the second session repeats the last of them before it logs a time.
     due[0]["step"] = due[1]["step"]
     values = {"kind": "values", "step": 99, "seconds": 5.0, "values": {"loss": 1.0}}
     lines = lines[:100] + [json.dumps(line) + "\n" for line in due]

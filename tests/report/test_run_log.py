@@ -23,7 +23,7 @@ from tests.report.folders import full_disk
 
 
 class Heard:
-    """A sink that remembers."""
+    """A sink that collects what it gets."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, dict[str, float]]] = []
@@ -141,7 +141,7 @@ def sparsifier_of(rows: int = 20) -> DataNormSparsifier:
     return sparsifier
 
 
-def test_due_steps_between_two_calls_are_all_noted(tmp_path: Path) -> None:
+def test_all_mask_updates_between_two_calls_are_logged(tmp_path: Path) -> None:
     sparsifier = sparsifier_of()
     with RunLog(tmp_path, sparsifier) as log:
         for step in range(10):
@@ -309,7 +309,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_wandb() -> None:
-    """Only its interface: W&B itself is not installed here."""
+    """The interface only: W&B itself is not installed here."""
 
     class Run:
         def __init__(self) -> None:
