@@ -49,6 +49,17 @@ WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
 }
 
 
+_known: dict[Any, Tensor] = {}
+
+
+def known_mask(full: Tensor, level: float, block: tuple[int, Any], norm: str) -> Tensor:
+    """The oracle's, which is slow: cells with the same weights share it."""
+    key = (full.view(torch.uint8).numpy().tobytes(), full.dtype, full.shape, level, block, norm)
+    if key not in _known:
+        _known[key] = oracle_mask(full, level, block, None, norm).bool()
+    return _known[key]
+
+
 @on_ranks()
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
 def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
@@ -78,7 +89,7 @@ def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
                     got = sparsifier.full_mask(table).bool()
                     assert torch.equal(got, alone.get_mask(table).bool()), where
                     if (turn + i) % world == dist.get_rank():  # the oracle is slow: every table is checked by one rank
-                        want = oracle_mask(full, level, block, None, norm).bool()
+                        want = known_mask(full, level, block, norm)
                         assert torch.equal(got, want), f"{where}: {int((got != want).sum())} elements differ"
                     effective = torch.where(got, full, torch.zeros((), dtype=full.dtype))
                     torch.testing.assert_close(after[table], effective, rtol=0, atol=0, msg=where)
