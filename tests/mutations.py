@@ -1,0 +1,328 @@
+# ruff: noqa: E501  (a table)
+"""Bugs put into the code by hand, each with the tests that must fail on it. Not collected by pytest.
+
+``python -m tests.mutations`` copies the checkout into a temporary folder, applies one mutation at a time there, runs its
+tests and expects them to fail; ``-k word`` takes those whose file or text has the word, ``--check`` only looks whether
+every text is in the code once. The exit code is 1 if a mutation survives or a text is not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["MUTATIONS", "Mutation", "main"]
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    """``old`` in ``dist_sparse/{file}`` becomes ``new``; then ``pytest {tests}`` must fail."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+M = Mutation
+SHARDED = "tests/dist/test_sharded_tensors.py"
+# fmt: off
+MUTATIONS = [
+    # -- masking -----------------------------------------------------------------------------------------------------
+    M(
+        "masking/selection.py",
+        "segment.ids(where + start) > self.last",
+        "segment.ids(where + start) >= self.last",
+        SHARDED,
+    ),
+    M(
+        "masking/selection.py",
+        "search.holders > 1 or ballot.spread_replicas",
+        "search.holders > 1",
+        f"{SHARDED} -k ties_in",
+    ),
+    M(
+        "masking/selection.py",
+        "bucket = (upto < wanted)",
+        "bucket = (upto <= wanted)",
+        "tests/masking/test_selection.py",
+    ),
+    M("masking/selection.py", "counts[1 + (KEPT >> LEADING_SHIFT)] = 0", "pass", SHARDED),
+    M(
+        "masking/selection.py",
+        "            _refuse_not_finite(counts, names)\n",
+        "",
+        "tests/dist/test_bad_values.py -k overflow",
+    ),
+    M(
+        "masking/selection.py",
+        "self.settled = self.left == self.inside or shift == 0",
+        "self.settled = shift == 0",
+        "tests/dist/test_traffic.py",
+    ),
+    M(
+        "masking/scores.py",
+        "(shape[1] - columns * block[1]).clamp_(max=block[1])",
+        "(shape[1] - columns * 0).clamp_(max=block[1])",
+        "tests/masking/test_scores.py",
+    ),
+    M("masking/scores.py", "-rect.col % width)  #", "rect.col % width)  #", SHARDED),
+    M(
+        "masking/scores.py",
+        "blocks.argsort(dim=-1, stable=True)",
+        "blocks.argsort(dim=-1, descending=True, stable=True)",
+        "tests/masking/test_scores.py",
+    ),
+    M("masking/masks.py", "bits[-1] = (1 << count % 8) - 1", "pass", "tests/masking/test_masks.py"),
+    M("masking/masks.py", "blocks[blocks < self.blocks]", "blocks", "tests/masking/test_masks.py"),
+    M(
+        "masking/masks.py",
+        "            self.apply_(tensor)\n        else:",
+        "            pass\n        else:",
+        "tests/masking/test_masks.py tests/conformance/test_data_norm_sparsifier.py",
+    ),
+    M(
+        "masking/block_masks.py",
+        "stale = gone & (bits != 0) if norm else gone",
+        "stale = gone & (bits != 0)",
+        "tests/dist/test_custom.py",
+    ),
+    M(
+        "masking/block_masks.py",
+        "settled = norm and threshold.bits == 0",
+        "settled = threshold.bits == 0",
+        "tests/dist/test_custom.py -k score",
+    ),
+    M(
+        "masking/block_masks.py",
+        "if bool((low >= 0) & (high < torch.inf)):",
+        "if bool(high < torch.inf):",
+        "tests/dist/test_bad_values.py -k negative",
+    ),
+    M(
+        "masking/block_masks.py",
+        "counts = shard.rect in mine",
+        "counts = True",
+        "tests/dist/test_masks.py -k 2-data_parallel",
+    ),
+    M("masking/cuts.py", "scores[[i - owned.start for i in slabs]] = KEPT", "pass", f"{SHARDED} -k cross"),
+    # -- groups ------------------------------------------------------------------------------------------------------
+    M(
+        "groups.py",
+        "torch.tensor([error is not None, digest",
+        "torch.tensor([False, digest",
+        "tests/dist/test_groups.py -k exception",
+    ),
+    M("groups.py", "if int(told[:, 3].sum()) == 0:", "if True:", "tests/dist/test_bad_replicas.py -k drifted"),
+    M(
+        "groups.py",
+        "                error = refused\n",
+        "                raise\n",
+        "tests/dist/test_groups.py tests/dist/test_bad_replicas.py",
+    ),
+    M(
+        "groups.py",
+        "rider is not None and rider.summed is None and",
+        "rider is not None and",
+        "tests/dist/test_groups.py -k rider",
+    ),
+    M(
+        "groups.py",
+        "-> int:\n    return digest(name) | 1",
+        "-> int:\n    return 0",
+        "tests/dist/test_bad_replicas.py -k drifted",
+    ),
+    # -- schedulers --------------------------------------------------------------------------------------------------
+    M("schedulers/curves.py", "% self.every == 0 or step == self.end", "% self.every == 0", "tests/schedulers"),
+    M("schedulers/curves.py", "_finite(end))) ** 3)", "_finite(end))) ** 2)", "tests/schedulers/test_curves.py"),
+    M(
+        "schedulers/curves.py",
+        "    if share in (0.0, 1.0):\n        return final if share else initial\n",
+        "",
+        "tests/schedulers/test_curves.py",
+    ),
+    M("schedulers/curves.py", "return step - (step - self.begin) % self.every", "return step", "tests/schedulers"),
+    M(
+        "schedulers/base.py",
+        "if repr(value) != repr(mine[name])}",
+        "if value != mine[name]}",
+        "tests/dist/test_schedulers.py -k types",
+    ),
+    M(
+        "schedulers/base.py",
+        "any(scheduler._updates_masks() for scheduler in current.schedulers)",
+        "self._updates_masks()",
+        "tests/schedulers tests/conformance/test_base_data_scheduler.py",
+    ),
+    M(
+        "schedulers/ready.py",
+        "        loaded._check_plan_everywhere(names)\n",
+        "",
+        "tests/dist/test_schedulers.py -k load",
+    ),
+    # -- enforcer ----------------------------------------------------------------------------------------------------
+    M(
+        "enforcer/fused.py",
+        "            if self._lookup.needed:",
+        "            if False:",
+        "tests/dist/test_enforce.py -k batches",
+    ),
+    M(
+        "enforcer/fused.py",
+        "            self._current()  # masks may have been updated since the lookup\n",
+        "",
+        "tests/dist/test_enforce.py -k orders",
+    ),
+    M(
+        "enforcer/fused.py",
+        "        if _writes_now(self._batch, mode):\n            self.clean_all()\n",
+        "",
+        "tests/dist/test_enforce_equals.py -k fbgemm",
+    ),
+    M(
+        "enforcer/rows.py",
+        "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n",
+        "return ids.clamp(0, rows - 1)\n\n",
+        "tests/dist/test_enforce.py -k ids_outside",
+    ),
+    M(
+        "enforcer/enforcer.py",
+        "        self.settle()\n        done = sync",
+        "        done = sync",
+        "tests/dist/test_copies.py",
+    ),
+    M(
+        "enforcer/enforcer.py",
+        "        self._loaded = True\n        for kernel",
+        "        for kernel",
+        "tests/dist/test_enforce.py tests/enforcer -k load",
+    ),
+    M(
+        "enforcer/enforcer.py",
+        "            self._reset_states(self._masks())\n\n    def renew",
+        "            pass\n\n    def renew",
+        "tests/dist/test_enforce_equals.py -k states",
+    ),
+    M(
+        "enforcer/dense.py",
+        "if target.dirty or parameter.grad is not None:\n                    target.clean(step",
+        "if target.dirty:\n                    target.clean(step",
+        "tests/dist/test_enforce_replicas.py",
+    ),
+    # -- optim -------------------------------------------------------------------------------------------------------
+    M(
+        "optim/update.py",
+        "all(place.is_shard() or at == 0 for",
+        "all(True for",
+        "tests/dist/test_optim_dtensor.py -k norm",
+    ),
+    M(
+        "optim/update.py",
+        "return total, bool(told[:, 1].any())",
+        "return total, bool(alike or parts)",
+        "tests/dist/test_optim_dtensor.py",
+    ),
+    M(
+        "optim/update.py",
+        "(norm + 1e-6), max=1.0)",
+        "(norm + 1e-6))",
+        "tests/optim/test_optim_gradients.py tests/dist/test_optim_dtensor.py",
+    ),
+    M(
+        "optim/schedules.py",
+        "self.init_lr * min(real_step",
+        "self.init_lr * max(real_step",
+        "tests/conformance/test_optim_scheduler.py tests/optim",
+    ),
+    # -- report ------------------------------------------------------------------------------------------------------
+    M("report/quality.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
+    # -- tables ------------------------------------------------------------------------------------------------------
+]
+# fmt: on
+
+
+def copied(to: Path) -> None:
+    """Copies what git tracks or would track."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def missing(mutations: Sequence[Mutation]) -> list[Mutation]:
+    """Those whose text is not in its file exactly once."""
+    texts = [(each, ROOT / "dist_sparse" / each.file) for each in mutations]
+    return [each for each, file in texts if not file.exists() or file.read_text().count(each.old) != 1]
+
+
+def survives(mutation: Mutation, folder: Path) -> str | None:
+    """None if the tests fail, as they must; else what pytest printed."""
+    file = folder / "dist_sparse" / mutation.file
+    text = file.read_text()
+    file.write_text(text.replace(mutation.old, mutation.new))
+    words, _, keyword = mutation.tests.partition(" -k ")
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                *words.split(),
+                *(["-k", keyword] if keyword else []),
+            ],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+    finally:
+        file.write_text(text)
+    return None if done.returncode == 1 else f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the mutations; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", help="those whose file or text has this word")
+    parser.add_argument("--check", action="store_true", help="only look whether every text is in the code once")
+    given = parser.parse_args(arguments)
+    chosen = [each for each in MUTATIONS if given.k in f"{each.file} {each.old} {each.tests}"]
+    lost = missing(chosen)
+    for each in lost:
+        print(f"NOT FOUND  {each.file}: {each.old!r}", flush=True)
+    survivors = 0
+    with tempfile.TemporaryDirectory() as name:
+        copied(Path(name))
+        for each in [] if given.check else [each for each in chosen if each not in lost]:
+            output = survives(each, Path(name))
+            survivors += output is not None
+            print(f"{'failed    ' if output is None else 'SURVIVED  '} {each.file}: {each.new!r}", flush=True)
+            if output is not None:
+                print(output, flush=True)
+    print(f"{len(chosen)} mutations, {survivors} survived, {len(lost)} not found")
+    return 1 if lost or survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
