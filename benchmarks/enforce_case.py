@@ -201,7 +201,7 @@ def _timed(loop: Loop, steps: Iterator[int], count: int, after: Callable[[], Non
 def _whole_tables(sparsifier: DataNormSparsifier, block: Any) -> Callable[[], None]:
     """What one would do without the library: every table times its mask, after every step."""
     pairs = []
-    for name, data in sparsifier._tables.locate().items():
+    for name, data in sparsifier.packed_store.locate().items():
         for shard, (_, mask) in zip(data.shards, sparsifier.local_masks(name), strict=True):
             pairs.append((shard.tensor, (mask[:, :1].clone() if block[1] == ROW else mask).float()))
 

@@ -28,10 +28,10 @@ from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataSche
 from dist_sparse.schedulers.torch_ao import CubicSL as CubicSL
 from dist_sparse.schedulers.torch_ao import LambdaSL as LambdaSL
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
-from dist_sparse.sparsifiers.describe import describe as describe
-from dist_sparse.sparsifiers.inspection import TableStats as TableStats
-from dist_sparse.sparsifiers.norm import DataNormSparsifier as DataNormSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
+from dist_sparse.sparsifiers.stats import TableStats as TableStats
+from dist_sparse.sparsifiers.stats import describe as describe
 from dist_sparse.tables.shards import ROW as ROW
 from dist_sparse.training.sparsify import SparseTraining as SparseTraining
 from dist_sparse.training.sparsify import sparsify as sparsify

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Collection, Mapping
 
-__all__ = ["integer", "level", "name_list", "number"]
+__all__ = ["integer", "level", "name_list", "number", "parse_block"]
 
 
 def integer(
@@ -77,6 +78,24 @@ def name_list(name: str, value: object) -> tuple[str, ...]:
     if given is None or not all(isinstance(each, str) for each in given):
         raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
     return tuple(given)
+
+
+def parse_block(text: str) -> tuple[int, int | str]:
+    """Return ``"1x4"``, ``"1,4"``, ``"row"`` or ``"2xrow"`` as a sparse block shape; case does not matter.
+
+    Raises:
+        ValueError: it is no such shape.
+
+    Example::
+
+        >>> from dist_sparse.checks import parse_block
+        >>> parse_block("1x4"), parse_block("row")
+        ((1, 4), (1, 'ROW'))
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*) *[x,] *)?([1-9]\d*|row)", text.strip().lower(), re.ASCII)
+    if match is None or (match[1] is None and match[2] != "row"):
+        raise ValueError(f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, or row for whole rows.")
+    return int(match[1] or 1), "ROW" if match[2] == "row" else int(match[2])
 
 
 def _finite(value: numbers.Real) -> bool:

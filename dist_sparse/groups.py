@@ -86,6 +86,7 @@ class Facts(dict[str, Json]):
     Attributes:
         replicas: hashes of what this rank holds in common with others, by a name that its holders share.
         drifted: for each replica that differs from its first holder's the global ranks where it does; filled on exit.
+        differing: the keys that differ between the ranks of this group; filled on exit.
         on_drift: called on every rank of the group with what has drifted, if anything has. What it raises is raised on
             every rank of the other groups too.
     """
@@ -94,6 +95,7 @@ class Facts(dict[str, Json]):
         super().__init__()
         self.replicas: dict[str, Replica] = {}
         self.drifted: dict[str, list[int]] = {}
+        self.differing: frozenset[str] = frozenset()
         self.on_drift: Callable[[dict[str, list[int]]], object] | None = None
 
 
@@ -393,6 +395,7 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
                     facts.on_drift(facts.drifted)
             except ValueError as refused:  # no group is left out: its ranks are waiting
                 error = refused
+                facts.differing = refused.keys if isinstance(refused, Disagreement) else frozenset()
     if error is not None:
         raise error
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from dist_sparse import checks
+
 __all__ = ["EntryError", "model_and_batches", "parse_block", "parse_bytes", "parse_count", "parse_level"]
 
 _UNITS: Final = {
@@ -68,11 +70,10 @@ def parse_block(text: str) -> tuple[int, int | str]:
     Raises:
         ArgumentTypeError: not a block shape.
     """
-    word = text.strip().lower()
-    match = re.fullmatch(r"([1-9]\d*) *[x,] *([1-9]\d*|row)", "1xrow" if word == "row" else word, re.ASCII)
-    if match is None:
-        raise ArgumentTypeError(f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, or row for whole rows.")
-    return int(match[1]), match[2].upper() if match[2] == "row" else int(match[2])
+    try:
+        return checks.parse_block(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def parse_count(text: str) -> int:

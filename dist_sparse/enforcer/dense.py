@@ -31,7 +31,6 @@ from dist_sparse.enforcer.optimizers import (
 )
 from dist_sparse.enforcer.rows import zero_rows
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers import dense_store as plain
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import ShardedData, Source
 
@@ -293,12 +292,11 @@ def packed_targets(
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
     """Yield plain data that is not squashed."""
-    container = sparsifier._container
-    for name in sparsifier.state:
-        if plain.is_attached(container, name):
-            weight = plain.original(container, name)
-            mask = partial(_plain_mask, sparsifier, name)
-            yield Target(name, weight.data, mask, weight if weight.is_leaf else None)
+    dense = sparsifier.dense_store
+    for name in dense.names:
+        if dense.is_masked(name):
+            weight = dense.weight(name)
+            yield Target(name, weight.data, partial(dense.mask, name), weight if weight.is_leaf else None)
 
 
 def _parameters(source: Any) -> Iterator[tuple[nn.Module | None, str, Tensor]]:
@@ -310,8 +308,3 @@ def _parameters(source: Any) -> Iterator[tuple[nn.Module | None, str, Tensor]]:
         pieces = source.data.local_shards() if hasattr(source.data, "local_shards") else None
         tensors = [source.data] if pieces is None else [piece.tensor for piece in pieces]
         yield from ((None, "", tensor) for tensor in tensors if tensor.is_leaf)
-
-
-def _plain_mask(sparsifier: BaseDataSparsifier, name: str) -> Tensor:
-    mask: Tensor = sparsifier.state[name]["mask"]
-    return mask

@@ -122,7 +122,7 @@ class MaskEnforcer:
         """
         if self.attached:
             raise ValueError("The enforcer is attached already: call detach() first.")
-        if self._sparsifier._enforcer is not None:
+        if self._sparsifier.enforcer is not None:
             raise ValueError("Another enforcer is attached to this sparsifier: call its detach() first.")
         if not self._sparsifier.data_groups:
             raise ValueError("Nothing is registered yet: call add_model() or add_data() before attach().")
@@ -133,7 +133,7 @@ class MaskEnforcer:
             self._remove_hooks(())
             raise
         self._optimizers = flat
-        self._sparsifier._enforcer = self
+        self._sparsifier.enforcer = self
         _attached.add(self)
         return self
 
@@ -146,7 +146,7 @@ class MaskEnforcer:
             finally:
                 self._remove_hooks(())
                 self._optimizers = None
-                self._sparsifier._enforcer = None
+                self._sparsifier.enforcer = None
                 _attached.discard(self)
 
     def __enter__(self) -> MaskEnforcer:
@@ -244,7 +244,7 @@ class MaskEnforcer:
         """
         if not self._dense.replaced and all(lookups_of(module) == known for module, known in self._lookups):
             return False
-        moved = self._sparsifier._tables.moved(self._sparsifier._tables.locate())
+        moved = self._sparsifier.packed_store.moved(self._sparsifier.packed_store.locate())
         if moved:
             raise ValueError(
                 f"The shards of the tables {moved} have moved since their masks were last used: run a forward, "
@@ -269,10 +269,10 @@ class MaskEnforcer:
 
     def _look_up(self, optimizers: tuple[Any, ...], check: bool = False) -> None:
         """Find what is registered, hook it and clean all of it. On an error, hooks are as they were."""
-        tables = self._sparsifier._tables
+        tables = self._sparsifier.packed_store
         located = tables.locate() if tables else {}
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
-        tables.follow(located)
+        tables.reshard(located)
         models = [source.model for source in tables.sources if hasattr(source, "model")]
         places = places_of(located)
         collections = list(collections_of(models))
@@ -304,7 +304,7 @@ class MaskEnforcer:
             self._reset_states(self._masks())
 
     def _mask(self, place: Place) -> BlockMask:
-        return self._sparsifier._tables.masks(place.name)[place.number]
+        return self._sparsifier.packed_store.masks(place.name)[place.number]
 
     def _hook(self, models: list[nn.Module]) -> None:
         self._dense.hook(self._before_read)

@@ -223,12 +223,13 @@ class NewMask(NamedTuple):
 
 
 class MadeMasks(NamedTuple):
-    """The new masks of a table: those of this rank's shards, the block that one of their bits stands for, and what
-    has decided, where scores do."""
+    """The new masks of a table: those of this rank's shards, the block that one of their bits stands for, what has
+    decided, where scores do, and how many blocks they remove over all ranks, where that is known."""
 
     masks: list[NewMask]
     block: Block
     threshold: Threshold | None
+    removed: int | None = None
 
 
 def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None) -> list[MadeMasks]:
@@ -263,6 +264,7 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None =
             [_new_mask(table, shard, threshold, verdict.get(shard.rect)) for shard in table.goal.data.shards],
             (1, 1) if table.goal.by_element else table.goal.block,
             threshold,
+            None if table.goal.by_element else table.goal.k,
         )
         for table, threshold, verdict in zip(scored, thresholds, verdicts, strict=True)
     ]

@@ -21,12 +21,12 @@ from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.report.summary import table_json
-from dist_sparse.sparsifiers.inspection import TableStats
+from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import ROW, Rect, ShardedData, resolve_block
 from dist_sparse.text import block_shape_text, mib, number_of, shape_text, table_lines
 
 if TYPE_CHECKING:
-    from dist_sparse.sparsifiers.norm import DataNormSparsifier
+    from dist_sparse.sparsifiers.score import DataNormSparsifier
 
 __all__ = ["Plan", "TablePlan", "plan"]
 
@@ -197,7 +197,7 @@ def plan(
         >>> answer.kept_bytes, answer.tables[0].dead_lookups, answer.tables[0].lookups
         (16, 1, 3)
     """
-    from dist_sparse.sparsifiers.norm import DataNormSparsifier  # here, so that `import dist_sparse.report` is quick
+    from dist_sparse.sparsifiers.score import DataNormSparsifier  # here, so that `import dist_sparse.report` is quick
 
     world = group_over(world_ranks())
     with world.agreeing("plan()") as facts:
@@ -205,15 +205,15 @@ def plan(
         sparsifier = DataNormSparsifier(sparsity_level=level or 0.0, sparse_block_shape=block, norm=norm)
         facts.update(level=level, byte_budget=byte_budget, block=block, norm=norm, batches=batches is not None)
     sparsifier.add_model(model, include=include, exclude=exclude)
-    located = sparsifier._tables.locate()
+    located = sparsifier.packed_store.locate()
     with world.agreeing("plan()"):
         count, ids = _read_ids(batches or (), located)
     level = _lowest(sparsifier, located, byte_budget) if byte_budget is not None else level
     assert level is not None
-    stats = _at(sparsifier, level)
+    preview = sparsifier.preview(level)
     found: dict[str, _Hits] = {}
     if batches is not None:
-        found = _hits(located, {name: sparsifier._tables.masks(name) for name in located}, ids)
+        found = _hits(located, preview.masks, ids)
         count = int(world.all_reduce(torch.tensor(count)))
     return Plan(
         level=level,
@@ -221,7 +221,7 @@ def plan(
         block=block,
         norm=norm,
         batches=None if batches is None else count,
-        tables=tuple(TablePlan(stats=table, **_named(found.get(table.name))) for table in stats),
+        tables=tuple(TablePlan(stats=table, **_named(found.get(table.name))) for table in preview.stats),
     )
 
 
@@ -233,20 +233,6 @@ def _checked(level: float | None, byte_budget: int | None, norm: str) -> tuple[f
     if byte_budget is None:
         return checks.level("level", level), None
     return None, checks.integer("byte_budget", byte_budget, least=0)
-
-
-def _at(sparsifier: DataNormSparsifier, level: float) -> list[TableStats]:
-    """Return the statistics of all tables at a level. Collective."""
-    for config in sparsifier.data_groups.values():
-        config["sparsity_level"] = level
-    from dist_sparse.sparsifiers.step import make_masks
-
-    tables = sparsifier._tables
-    with torch.no_grad():
-        located, made = make_masks(tables, sparsifier._rule(), None, "raise", action="plan()")
-    for name, new in made.items():
-        tables.commit(located[name], [mask for mask, _ in new.masks], new.block)
-    return sparsifier.table_stats()
 
 
 def _lowest(sparsifier: DataNormSparsifier, located: dict[str, ShardedData], byte_budget: int) -> float:
@@ -268,7 +254,7 @@ def _kept(sparsifier: DataNormSparsifier, located: dict[str, ShardedData], level
     for name, data in located.items():
         block = resolve_block(name, sparsifier.data_groups[name]["sparse_block_shape"], data.shape)
         if any(size % side for size, side in zip(data.shape, block, strict=True)):
-            return sum(table.kept_bytes for table in _at(sparsifier, level))
+            return sum(table.kept_bytes for table in sparsifier.preview(level).stats)
         blocks = math.prod(data.shape) // math.prod(block)
         kept += (blocks - round(level * blocks)) * math.prod(block) * data.dtype.itemsize
     return kept

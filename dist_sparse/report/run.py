@@ -21,8 +21,8 @@ import torch
 
 from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import LAST_BUCKET, Latest, Scored, bucket_of, scored
-from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.recorder import MaskChange, StepRecord
+from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import ROW
 from dist_sparse.text import shortened
 

@@ -130,7 +130,7 @@ class RunLog:
         self._attached = False
         self._started = time.perf_counter()
         if sparsifier is not None:
-            self._attached = sparsifier._recorder is None
+            self._attached = sparsifier.recorder is None
             self._recorder = sparsifier.record()
         self._before = self._seen = 0 if self._recorder is None else self._recorder.count
         self._steps_of: dict[int, int] = {}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_sparse.report.run import DueStep, Run
-from dist_sparse.sparsifiers.inspection import TableStats
 from dist_sparse.sparsifiers.recorder import MaskChange
+from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.text import (
     amount,
     block_shape_text,

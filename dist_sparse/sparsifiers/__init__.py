@@ -1,0 +1,18 @@
+"""Data sparsifiers: what is registered, its masks, and their updates."""
+
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.recorder import MaskChange, Recorder, StepRecord
+from dist_sparse.sparsifiers.score import DataNormSparsifier, Preview, ScoreSparsifier
+from dist_sparse.sparsifiers.stats import TableStats, describe
+
+__all__ = [
+    "BaseDataSparsifier",
+    "DataNormSparsifier",
+    "MaskChange",
+    "Preview",
+    "Recorder",
+    "ScoreSparsifier",
+    "StepRecord",
+    "TableStats",
+    "describe",
+]

@@ -1,8 +1,9 @@
-"""What does every data sparsifier do, whatever its masks are made of?
+"""The public base class of all data sparsifiers.
 
 :class:`BaseDataSparsifier` keeps the names, signatures and results of its ancestor in
-``torch.ao.pruning._experimental`` for plain data, and adds sharded tables and whole models, whose masks are packed bits
-that live with their shards. Nothing but the registration knows which is which.
+``torch.ao.pruning._experimental`` for plain data, and adds sharded tables and whole models. It drives two stores with
+one interface: :mod:`~dist_sparse.sparsifiers.dense_store` for plain data,
+:mod:`~dist_sparse.sparsifiers.packed_store` for sharded tables, whose packed bits live with their shards.
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ from __future__ import annotations
 import abc
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.sparsifiers import dense_store as plain
-from dist_sparse.sparsifiers import saving
-from dist_sparse.sparsifiers.by_shard import ByShard
+from dist_sparse.groups import Group, Rider, group_over, world_ranks
+from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.configs import model_overrides
-from dist_sparse.sparsifiers.enforced import Enforced
-from dist_sparse.sparsifiers.inspection import Inspection
-from dist_sparse.sparsifiers.packed_store import ShardedTables
-from dist_sparse.sparsifiers.registration import check_new
-from dist_sparse.sparsifiers.step import due_step, follow_moved
+from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_buffer_name, check_name
+from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.sparsifiers.recorder import Recorder
+from dist_sparse.sparsifiers.saving import prepare_load
+from dist_sparse.sparsifiers.stats import TableStats
+from dist_sparse.sparsifiers.step import Enforcer, masks_by_shard, update_masks
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
@@ -35,13 +36,16 @@ __all__ = ["BaseDataSparsifier"]
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
+_UNSAVED = {"dense_store", "packed_store", "enforcer", "recorder", "step"}
+"""Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
 
-class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
-    """Keeps a mask for every registered tensor; subclasses write :meth:`update_mask`.
+
+class BaseDataSparsifier(abc.ABC):
+    """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
 
     Args:
-        data_list: ``(name, data)`` pairs to register at once, with the defaults as their config.
-        **defaults: configuration of every registered name, where ``add_data`` or ``add_model`` says nothing else.
+        data_list: ``(name, data)`` pairs to register at once, with the defaults as their configuration.
+        **defaults: configuration of every registered name, unless ``add_data`` or ``add_model`` overrides it.
 
     Attributes:
         defaults: the keyword arguments.
@@ -49,32 +53,55 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
         step_count: calls of ``step()`` so far, also of those that did nothing.
-        repair: what a step does about replicas that have drifted apart: ``"raise"``, or ``"broadcast"`` the first
-            rank's.
+        repair: what a mask update does about replicas that have drifted apart: ``"raise"``, or ``"broadcast"`` the
+            first rank's.
+        dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
+        enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
+        recorder: :meth:`record`'s, if any.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import BaseDataSparsifier
+        >>> class DropNegative(BaseDataSparsifier):
+        ...     def update_mask(self, name, data, **config):
+        ...         self.get_mask(name)[data < config["below"]] = 0
+        >>> sparsifier = DropNegative([("weight", torch.tensor([[1.0, -2.0], [-3.0, 4.0]]))], below=0.0)
+        >>> sparsifier.step()
+        >>> sparsifier.get_data("weight", return_original=False)
+        tensor([[1., 0.],
+                [0., 4.]])
     """
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
-        self.state: dict[str, dict[str, Any]] = {}
         self.data_groups: dict[str, dict[str, Any]] = {}
         self.enable_mask_update = True
         self.repair = "raise"
-        self._container = plain.Container()
-        self._tables = ShardedTables()
+        self.dense_store, self.packed_store = DenseStore(), PackedStore()
         self.step_count = 0
-        self._edited: tuple[str, Tensor] | None = None
+        self.enforcer: Enforcer | None = None
+        self.recorder: Recorder | None = None
         for name, data in data_list or ():
             self.add_data(name, data)
 
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        return self.dense_store.state
+
+    @property
+    def _container(self) -> nn.Module:  # the ancestor's name
+        return self.dense_store.container
+
     def prepare(self, model: Any, config: Any) -> None:
-        """Not defined for data sparsifiers, as in the ancestor."""
+        """Raise NotImplementedError, as in the ancestor."""
         raise NotImplementedError("this function is undefined for this class")
 
     def add_data(self, name: str, data: Any, reuse_mask: bool = True, **config: Any) -> Tensor:
-        """Registers ``data`` under ``name``. Never communicates.
+        """Register ``data`` under ``name``. Never communicates.
 
-        The weight itself is held, never a copy. A known name is replaced, with a UserWarning: its config stays except
-        for what is passed, its mask stays if ``reuse_mask``.
+        The weight itself is held, never a copy. A known name is replaced, with a UserWarning: its configuration stays
+        except for what is passed, its mask stays if ``reuse_mask``.
 
         Args:
             name: not empty, without dots.
@@ -89,19 +116,19 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
         Raises:
             TypeError, KeyError: the name can't be used.
             AssertionError: the type is not supported, or the old mask does not fit.
+            ValueError: the configuration or the sharded data can't be used, or an enforcer is attached.
         """
-        plain.check_name(name)
+        check_name(name)
         self._check_not_enforced()
-        sharded = data.weight if type(data) in EMBEDDING_TYPES else data
-        if is_sharded(sharded):
-            return self._add_sharded(name, sharded, config)
+        weight = self._extract_weight(data)
+        if is_sharded(weight):
+            return self._add_sharded(name, weight, config)
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")
-        plain.check_buffer_name(name)
-        if name in self._tables:
+        check_buffer_name(name)
+        if name in self.packed_store:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
-        weight: Tensor = data.weight if type(data) in EMBEDDING_TYPES else data
-        known = name in self.state
+        known = name in self.dense_store
         group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
         mask = group.get("mask")
         mask = torch.ones_like(weight) if mask is None else mask
@@ -113,15 +140,9 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
                     raise AssertionError(
                         "to retain the old mask, the shape of the new data must be the same as the previous one"
                     )
-        parametrization = group.get("parametrization", plain.Masked)
-        if known:
-            # Data that is refused must not cost the old: this raises before anything is let go of.
-            plain.attach(plain.Container(), name, weight, mask, parametrization)
-            self._delete_data(name)
-        plain.attach(self._container, name, weight, mask, parametrization)
-        self.state[name] = {"mask": mask}
+        masked = self.dense_store.add(name, weight, mask, group.get("parametrization", Masked))
+        self.data_groups.pop(name, None)
         self.data_groups[name] = group
-        masked: Tensor = getattr(self._container, name)
         return masked
 
     def add_model(
@@ -132,11 +153,11 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
         config: Mapping[str, Any] | None = None,
         dense: bool | str | list[str] | None = None,
     ) -> list[str]:
-        """Registers the embedding tables of a model: DistributedModelParallel, DDP or plain. Collective: every rank of
+        """Register the embedding tables of a model: DistributedModelParallel, DDP or plain. Collective: every rank of
         the world must call it.
 
         Args:
-            model: its tables are found again whenever they are needed, so resharding and loading are followed.
+            model: its tables are located again whenever they are needed, so resharding and loading are followed.
             include: globs over table names and fully qualified names; None is every table.
             exclude: globs of what to leave out.
             config: overrides of the defaults: either for all (``{"sparsity_level": 0.5}``) or by glob (``{"user_*":
@@ -151,75 +172,77 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
             ValueError: a pattern matches nothing, a module can't be sparsified, a key of ``config`` or a name is known
                 to be wrong, or the ranks disagree; on every rank, and nothing is registered.
         """
-        located: list[ShardedData] = []
-        configs: dict[str, dict[str, Any]] = {}
-        source: Source | None = None
-        error: Exception | None = None
-        try:
+        with group_over(world_ranks()).agreeing(f"add_model() of {type(self).__name__}") as facts:
+            self._check_not_enforced()
             source = model_source(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
-            self._check_not_enforced()
-            check_new(located, self.data_groups, self._held())
-            overrides = model_overrides(located, config, self.defaults)
-            configs = {name: self._overlaid(self.defaults, given) for name, given in overrides.items()}
+            self.packed_store.check_new(located, self.dense_store.tensors())
+            configs = {
+                name: self._overlaid(self.defaults, given)
+                for name, given in model_overrides(located, config, self.defaults).items()
+            }
             for data in located:
-                self._check_config(data, configs[data.name])
-        except Exception as fault:
-            error = fault
-        facts = {
-            f"table {data.name!r}": [data.shape, str(data.dtype), data.ranks, data.tiling, configs.get(data.name)]
-            for data in located
-        }
-        group_over(world_ranks()).agree(f"add_model() of {type(self).__name__}", facts, error)
-        assert source is not None
+                self.check_config(data, configs[data.name])
+                facts[f"table {data.name!r}"] = [
+                    data.shape,
+                    str(data.dtype),
+                    data.ranks,
+                    data.tiling,
+                    configs[data.name],
+                ]
         self._register(source, located, configs)
         return [data.name for data in located]
 
+    def delete_data(self, name: str) -> None:
+        """Forget plain data without touching it. Never communicates.
+
+        Raises:
+            ValueError: the name is not that of plain data.
+        """
+        if name not in self.dense_store:
+            raise ValueError(f"data with specified name does not exist: {name!r}; known are {self.dense_store.names}")
+        self.dense_store.drop(name)
+        del self.data_groups[name]
+
+    _delete_data = delete_data  # the ancestor's name
+
+    def _extract_weight(self, data: Any) -> Any:
+        """Return the weight of an embedding module, and anything else as it is. The ancestor's name."""
+        return data.weight if type(data) in EMBEDDING_TYPES else data
+
     def get_data(self, name: str, return_original: bool = True) -> Tensor:
-        """The registered tensor, or its effective weight if not ``return_original``. Of a sharded table: this rank's
-        only shard.
+        """Return the registered tensor, or its effective weight if not ``return_original``. Of a sharded table: this
+        rank's only shard.
 
         Raises:
             ValueError: unknown, squashed (the original), or not exactly one shard on this rank.
         """
-        self._known(name)
-        self._settled()
-        if name in self._tables:
-            shards = self._tables.locate()[name].shards
-            if len(shards) != 1:
-                raise ValueError(f"Table {name!r} has {len(shards)} shards on this rank: use local_masks({name!r}).")
-            weight = shards[0].tensor
-            if return_original:
-                return weight
-            return torch.where(self.get_mask(name) != 0, weight, torch.zeros((), dtype=weight.dtype))
-        if return_original:
-            if not plain.is_attached(self._container, name):
-                raise ValueError("mask squashed - original mask value does not exist")
-            return plain.original(self._container, name)
-        effective: Tensor = getattr(self._container, name)
-        return effective
+        store = self._store(name)
+        self._settle()
+        return store.weight(name) if return_original else store.effective(name)
 
     def get_mask(self, name: str) -> Tensor:
-        """The mask, 1 = kept, 0 = removed. Of plain data the live object, whose in-place edits count; of a sharded
-        table this rank's only shard, unpacked (int8); inside :meth:`update_mask` the one being updated.
+        """Return the mask, 1 = kept, 0 = removed.
+
+        Of plain data it is the live object, whose in-place edits count; of a sharded table this rank's only shard,
+        unpacked (int8); inside :meth:`update_mask` the one being updated.
 
         Raises:
             ValueError: unknown, or a table with several shards or none on this rank, or with shards that have moved
                 since the last step.
         """
-        self._known(name)
-        if self._edited is not None and self._edited[0] == name:
-            return self._edited[1]
-        if name in self._tables:
-            masks = self._tables.masks_here(name)
-            if len(masks) != 1:
-                raise ValueError(f"Table {name!r} has {len(masks)} shards on this rank: use local_masks({name!r}).")
-            return masks[0].dense()
-        mask: Tensor = self.state[name]["mask"]
-        return mask
+        return self._store(name).mask(name)
+
+    def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
+        """Return this rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in their order.
+
+        Raises:
+            ValueError: unknown name, or the shards have moved since the last step.
+        """
+        return self._store(name).local_masks(name)
 
     def step(self) -> None:
-        """Updates all masks, if enabled; else reads nothing and sends nothing. Collective if sharded tables are
+        """Update all masks, if enabled; else read nothing and send nothing. Collective if sharded tables are
         registered.
 
         Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables, what is newly removed
@@ -229,60 +252,55 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
             ValueError: on every rank; no mask and no weight has changed.
         """
         self.step_count += 1
-        if not self.enable_mask_update:
-            return
-        before: list[tuple[Tensor, Tensor]] = []
-        error: Exception | None = None
-        with torch.no_grad():
-            rule = self._rule() if self._tables else None
-            if rule is not None and (rule.edits_masks or self._enforcer is not None):
-                error = follow_moved(self._tables, rule)
-            try:
-                if self._enforcer is not None and error is None:
-                    self._enforcer.begin_step()
-                for name in [name for name in self.data_groups if name in self.state]:
-                    if plain.is_attached(self._container, name):
-                        before.append((self.get_mask(name), self._keep(self.get_mask(name))))
-                        self.update_mask(name, self.get_data(name), **self.data_groups[name])
-            except Exception as fault:
-                error = error or fault
-            try:
-                if rule is not None:
-                    due_step(self._tables, rule, error, self.repair, self._recorder)
-                elif error is not None:
-                    raise error
-            except BaseException:
-                for mask, old in before:
-                    mask.data = old
-                raise
-            if self._enforcer is not None:
-                self._enforcer.end_step()
+        if self.enable_mask_update:
+            update_masks(self)
 
     @abc.abstractmethod
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
-        """Edits ``get_mask(name)`` in place (or sets its ``.data``). Must not communicate.
+        """Edit ``get_mask(name)`` in place (or set its ``.data``). Must not communicate.
 
         Called once per plain name and once per local shard of a sharded table, with the configuration of that moment.
         """
 
+    @property
+    def reads_masks(self) -> bool:
+        """Whether a mask update may read or edit the present masks. Those that replace them whole need no copy of the
+        old ones."""
+        return True
+
+    def score_tables(self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]) -> Any:
+        """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on each shard.
+
+        For subclasses that make masks in another way, with :meth:`select_masks`, which gets what is returned.
+
+        Args:
+            located: the sharded tables as they are stored now, by name.
+            configs: name -> configuration.
+        """
+        return masks_by_shard(self.packed_store, self.update_mask, located, configs)
+
+    def select_masks(self, scored: Any, names: list[str], group: Group, rider: Rider | None) -> Mapping[str, MadeMasks]:
+        """Return the new masks of ``names``, which are stored over ``group``: the collective half of a mask update. Its
+        first all-reduce, if any, carries ``rider``. Here it sends nothing."""
+        return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
+
     def apply_masks(self) -> None:
-        """Writes zero to every removed weight of the sharded tables: what optimizers have revived since. Local, unless
+        """Write zero to every removed weight of the sharded tables: what optimizers have revived since. Local, unless
         shards have moved since the last step: then collective.
 
-        Reads all masks and writes all removed blocks, so it takes about as long as a due step.
+        Reads all masks and writes all removed blocks, so it takes about as long as a mask update.
         """
-        located = self._tables.locate()
-        self._tables.follow(located)
+        located = self.packed_store.current()
         with torch.no_grad():
             for name, data in located.items():
-                for mask, shard in zip(self._tables.masks(name), data.shards, strict=True):
+                for mask, shard in zip(self.packed_store.masks(name), data.shards, strict=True):
                     mask.apply_(shard.tensor)
 
     def squash_mask(
         self, *args: Any, leave_parametrized: bool = True, names: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Makes masks permanent and forgets them; mask and config of plain data remain readable. Already squashed names
-        are skipped.
+        """Make masks permanent and forget them; mask and configuration of plain data remain readable. Already squashed
+        names are skipped.
 
         Args:
             leave_parametrized: write the masked data into the user's own tensor; False leaves it dense.
@@ -292,52 +310,74 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
             ValueError: a name is unknown, or a mask that is to be written does not fit its data; nothing is
                 squashed.
         """
-        for name in names or ():
-            self._known(name)
-        for name in self.state if names is None else names:
-            if leave_parametrized and name in self.state and plain.is_attached(self._container, name):
-                plain.check_maskable(self._container, name)
-        if any(name in self._tables for name in (self.data_groups if names is None else names)):
-            located = self._tables.locate()
-            self._tables.follow(located)
-        for name in list(self.data_groups) if names is None else names:
-            if name in self._tables:
-                for mask, shard in zip(self._tables.masks(name), located[name].shards, strict=True):
-                    if leave_parametrized:
-                        mask.apply_(shard.tensor)
-                self._tables.drop(name)
+        chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
+        for name in chosen:
+            if self._store(name) is self.dense_store and leave_parametrized:
+                self.dense_store.check_squash(name)
+        located = self.packed_store.current() if any(name in self.packed_store for name in chosen) else {}
+        for name in chosen:
+            if name in located:
+                self.packed_store.squash(name, located[name], write=leave_parametrized)
                 del self.data_groups[name]
-            elif plain.is_attached(self._container, name):
-                plain.squash(self._container, name, leave_parametrized=leave_parametrized)
-        self._renewed()
+            else:
+                self.dense_store.squash(name, write=leave_parametrized)
+        self._renew()
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks, configs and plain data, in the ancestor's format; ``sharded`` holds this rank's bits by table and
-        global rectangle. Local, unless shards have moved since the last step: then collective."""
-        if self._tables:
-            self._tables.follow(self._tables.locate())
-        self._settled()
-        return saving.state_dict(self)
+        """Return masks, configurations and plain data, in the ancestor's format.
+
+        ``sharded`` holds this rank's bits by table and global rectangle. Local, unless shards have moved since the last
+        step: then collective.
+        """
+        self.packed_store.current()
+        self._settle()
+        saved = {**self.dense_store.state_dict(), "data_groups": copy.deepcopy(self.data_groups)}
+        return {**saved, "sharded": self.packed_store.state_dict()} if self.packed_store else saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restores :meth:`state_dict`. Checks first, then swaps: a refused state changes nothing. Collective if sharded
-        tables are registered.
+        """Restore :meth:`state_dict`. A refused state changes nothing. Collective if sharded tables are registered.
 
         Args:
-            strict: replace everything; otherwise names that are registered already win.
+            strict: replace everything; otherwise names that are registered already stay as they are.
 
         Raises:
-            RuntimeError: a plain name lacks its config or data.
-            ValueError: a registered table has no masks in the state, or they do not cover its shards; on every rank.
+            RuntimeError: a plain name lacks its configuration or data.
+            ValueError: a registered table has no masks in the state, they do not cover its shards, do not fit together
+                over ranks or were changed since, or no step could follow its configuration; on every rank.
         """
-        saving.load_state_dict(self, state_dict, strict)
-        self._renewed()
+        self.prepare_state_dict(state_dict, strict)()
+
+    def prepare_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check a state as :meth:`load_state_dict` does, and return the function that loads it. Collective if sharded
+        tables are registered; the function itself is local. Nothing changes before it is called."""
+        commit = prepare_load(self, state_dict, strict)
+
+        def load() -> None:
+            self.data_groups = commit()
+            self._renew()
+
+        return load
 
     def __getstate__(self) -> dict[str, Any]:
-        return saving.getstate(self)
+        """Return all attributes, subclasses' included.
+
+        Raises:
+            TypeError: sharded tables are registered: they belong to a model that lives on many ranks.
+        """
+        if self.packed_store:
+            raise TypeError(
+                "A sparsifier of sharded tables can't be copied or pickled: save state_dict() and register the model "
+                "in a new sparsifier."
+            )
+        kept = {key: value for key, value in self.__dict__.items() if key not in _UNSAVED}
+        plain = self.dense_store.state_dict()
+        return {**kept, **plain, "_container": {name: held.detach() for name, held in plain["_container"].items()}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        saving.setstate(self, state)
+        self.__dict__.update({key: value for key, value in state.items() if key not in ("state", "_container")})
+        self.dense_store, self.packed_store = DenseStore(), PackedStore()
+        self.enforcer = self.recorder = None
+        self.dense_store.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -346,14 +386,87 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
         return "\n".join([*lines, ")"])
 
-    def _known(self, name: str) -> None:
+    def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:
+        """Return the global mask, int8 ``(rows, columns)``. Collective over the ranks of a sharded table. For tests and
+        inspection.
+
+        Raises:
+            ValueError: unknown name, the mask would take more than ``max_bytes``, or another rank asks for another.
+        """
+        if name in self.packed_store:
+            return stats.full_mask(self.packed_store, name, max_bytes)
+        return self.get_mask(name).to(torch.int8)
+
+    def table_stats(self) -> list[TableStats]:
+        """Return counts of every registered name, the same on every rank. Collective if sharded tables are registered:
+        one all-reduce after an exchange of status."""
+        return stats.table_stats(self)
+
+    def dead_rows(self) -> dict[str, int]:
+        """Return the number of rows with nothing left, by name, the same on every rank. Exact for tables cut by columns
+        too. Collective as :meth:`table_stats`, with an all-to-all more where tables are cut by columns."""
+        return stats.dead_rows(self)
+
+    def count_revived(self) -> dict[str, int]:
+        """Return how many removed weights are not zero, by name, all replicas counted; squashed names are left out.
+        Collective as :meth:`table_stats`.
+
+        Weights are read as they are stored. With an enforcer attached, what optimizers have revived since the last
+        forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
+        """
+        return stats.count_revived(self)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return a hash of every global mask. It depends on shape and mask alone, not on sharding, blocks or ranks.
+        Collective as :meth:`table_stats`."""
+        return stats.fingerprints(self, "fingerprint()")
+
+    def audit(self) -> dict[str, str]:
+        """Return :meth:`fingerprint`, after comparing the masks of all holders: replicas, and the bits of blocks that a
+        shard border cuts. Collective as :meth:`table_stats`.
+
+        Raises:
+            ValueError: on every rank; names table, place and ranks that differ.
+        """
+        return stats.audit(self)
+
+    def record(self) -> Recorder:
+        """Return a recorder of what mask updates change in sharded tables, from now on: one a sparsifier, made at the
+        first call. Every rank must call it, or none; does not communicate."""
+        self.recorder = self.recorder or Recorder()
+        return self.recorder
+
+    def stop_recording(self) -> None:
+        """Forget :meth:`record`'s recorder. Every rank must call it, or none; does not communicate."""
+        self.recorder = None
+
+    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
+        """Return what one bit of a new sharded table's masks stands for, in elements. For subclasses.
+
+        Raises:
+            ValueError: no mask update could follow the configuration; names the table, the value and the rule.
+        """
+        return (1, 1)
+
+    def _store(self, name: str) -> DenseStore | PackedStore:
         if name not in self.data_groups:
             raise ValueError(f"data with specified name does not exist: {name!r}; known are {list(self.data_groups)}")
+        return self.packed_store if name in self.packed_store else self.dense_store
 
-    def _delete_data(self, name: str) -> None:
-        """Forgets plain data without touching it."""
-        plain.detach(self._container, name)
-        del self.state[name], self.data_groups[name]
+    def _settle(self) -> None:
+        """Before weights are returned."""
+        if self.enforcer is not None:
+            self.enforcer.settle()
+
+    def _renew(self) -> None:
+        """After masks were replaced, other than by a mask update."""
+        if self.enforcer is not None:
+            self.enforcer.renew()
+
+    def _check_not_enforced(self) -> None:
+        """Before something is registered: an enforcer knows no optimizer for what is new."""
+        if self.enforcer is not None:
+            raise ValueError("An enforcer is attached: detach() it, register, and attach it again.")
 
     def _add_sharded(self, name: str, data: Any, config: dict[str, Any]) -> Tensor:
         if name in self.data_groups:
@@ -366,35 +479,18 @@ class BaseDataSparsifier(Inspection, Enforced, abc.ABC):
         source = TensorSource(name, data)
         located = source.locate()
         group = self._overlaid(self.defaults, config)
-        self._check_config(located[0], group)
-        check_new(located, self.data_groups, self._held())
+        self.check_config(located[0], group)
+        self.packed_store.check_new(located, self.dense_store.tensors())
         self._register(source, located, {name: group})
         kept: Tensor = data
         return kept
 
-    def _held(self) -> dict[str, list[Tensor]]:
-        """The tensors on this rank that are registered, by name."""
-        return {name: [plain.held(self._container, name)] for name in self.state} | self._tables.held()
-
-    def _register(self, source: Source, located: list[ShardedData], configs: Mapping[str, dict[str, Any]]) -> None:
-        self._tables.add(source, located, {data.name: self._bit_block(data, configs[data.name]) for data in located})
+    def _register(self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]) -> None:
+        blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
+        self.packed_store.add(source, located, blocks)
         for data in located:
             self.data_groups[data.name] = configs[data.name]
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of ``config``, changed to what a user gave."""
+        """A copy of ``config``, changed to what the caller passed."""
         return {**copy.deepcopy(dict(config)), **given}
-
-    def _check_config(self, data: ShardedData, config: Mapping[str, Any]) -> None:
-        """Refuses a configuration that no step could follow. For subclasses."""
-
-    def _bit_block(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        """What one bit of the masks stands for at first."""
-        return (1, 1)
-
-    def _keep(self, mask: Tensor) -> Tensor:
-        """What to put back into ``mask.data`` if a step fails."""
-        return mask.detach().clone()
-
-    def _rule(self) -> Any:
-        return ByShard(self)

@@ -1,4 +1,4 @@
-"""Which configuration does a user ask for, for each table of a model?"""
+"""The configuration of each table of a model, by name or glob."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["model_overrides"]
 def model_overrides(
     located: Sequence[ShardedData], config: Mapping[str, Any] | None, defaults: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """What the user's ``config`` says of every table, by name.
+    """Return what ``config`` overrides for every table, by name.
 
     Args:
         config: overrides for all tables, or a mapping from globs (over table names and fully qualified names) to

@@ -1,36 +1,21 @@
-"""How does plain data carry its mask?
+"""Plain tensors of one process, each with a dense mask.
 
-As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier``: a container module holds the user's own tensor
-as a buffer, parametrized by its mask. These functions attach, detach, squash and save one name of that container; what
-they keep is plain, dense and local.
+As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier``, a container module holds the user's own tensor
+as a buffer, parametrized by its mask. The mask is a live object: in-place edits take effect at once. A squashed name
+keeps its mask and configuration, but no longer its parametrization. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "Container",
-    "Masked",
-    "attach",
-    "check_buffer_name",
-    "check_maskable",
-    "check_name",
-    "detach",
-    "held",
-    "is_attached",
-    "masks_to",
-    "name_for",
-    "original",
-    "restore",
-    "squash",
-]
+__all__ = ["DenseStore", "Masked", "as_matrix", "check_name", "name_for"]
 
 
 class Masked(nn.Module):
@@ -41,12 +26,12 @@ class Masked(nn.Module):
         self.register_buffer("mask", mask, persistent=False)  # saved once, in the sparsifier's own state
 
     def forward(self, x: Tensor) -> Tensor:
-        """The effective weight, of the shape and dtype of ``x``."""
+        """Return the effective weight, of the shape and dtype of ``x``."""
         mask = self.check(x)
         return torch.where(mask != 0, mask * x, torch.zeros((), dtype=x.dtype, device=x.device))
 
     def check(self, x: Tensor) -> Tensor:
-        """The mask, if it fits ``x``."""
+        """Return the mask if it fits ``x``; raise ValueError otherwise."""
         mask = self.mask
         assert isinstance(mask, Tensor)
         if mask.shape != x.shape:
@@ -58,8 +43,135 @@ class Container(nn.Module):
     """Holds the registered tensors, each a parametrized buffer until it is squashed."""
 
 
+class DenseStore:
+    """The plain tensors of one sparsifier, in the order in which they were added.
+
+    Attributes:
+        state: name -> ``{"mask": the live mask}`` and other entries of the user's, as in the ancestor.
+        container: the ancestor's ``_container``.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, dict[str, Any]] = {}
+        self.container = Container()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.state
+
+    @property
+    def names(self) -> list[str]:
+        """Every registered name, squashed ones included."""
+        return list(self.state)
+
+    def add(self, name: str, weight: Tensor, mask: Tensor, parametrization: Callable[[Tensor], nn.Module]) -> Tensor:
+        """Register ``weight`` in place of what ``name`` held, if anything. Return the masked data.
+
+        If ``parametrization`` refuses it, the old data stays.
+        """
+        if name in self:
+            _attach(Container(), name, weight, mask, parametrization)  # raises before the old data is released
+            self.drop(name)
+        _attach(self.container, name, weight, mask, parametrization)
+        self.state[name] = {"mask": mask}
+        return self.effective(name)
+
+    def drop(self, name: str) -> None:
+        """Forget ``name``; the user's tensor stays as it is."""
+        if self.is_masked(name):
+            parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
+        delattr(self.container, name)
+        del self.state[name]
+
+    def is_masked(self, name: str) -> bool:
+        """Whether ``name`` still has its mask; False once squashed."""
+        return parametrize.is_parametrized(self.container, name)
+
+    def mask(self, name: str) -> Tensor:
+        """Return the live mask, of any dtype; 0 = removed."""
+        mask: Tensor = self.state[name]["mask"]
+        return mask
+
+    def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
+        """Return the whole mask as one piece at offset (0, 0), int8 ``(rows, columns)``."""
+        return [((0, 0), as_matrix(self.mask(name)).to(torch.int8))]
+
+    def weight(self, name: str) -> Tensor:
+        """Return the registered tensor itself; raise ValueError once squashed."""
+        if not self.is_masked(name):
+            raise ValueError("mask squashed - original mask value does not exist")
+        return _original(self.container, name)
+
+    def held(self, name: str) -> Tensor:
+        """Return the registered tensor, squashed or not."""
+        return self.weight(name) if self.is_masked(name) else self.effective(name)
+
+    def effective(self, name: str) -> Tensor:
+        """Return the masked data; of a squashed name the tensor itself."""
+        effective: Tensor = getattr(self.container, name)
+        return effective
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return :meth:`held` of every name."""
+        return {name: self.held(name) for name in self.names}
+
+    def check_squash(self, name: str) -> None:
+        """Raise what masking ``name`` would raise."""
+        if self.is_masked(name):
+            layers = list(_parametrizations(self.container, name).children())
+            if len(layers) == 1 and isinstance(layers[0], Masked):
+                layers[0].check(self.weight(name))
+            else:
+                with torch.no_grad():
+                    self.effective(name)
+
+    def squash(self, name: str, *, write: bool) -> None:
+        """Drop the mask of ``name``; if ``write``, write the masked data into the user's own tensor first."""
+        if self.is_masked(name):
+            if write:
+                with torch.no_grad():
+                    self.weight(name).data.copy_(self.effective(name))
+            parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the ancestor's format."""
+        return {"state": _converted(self.state, sparse=True), "_container": dict(self.container.state_dict())}
+
+    def prepare(
+        self, saved: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]], *, strict: bool
+    ) -> Callable[[], list[str]]:
+        """Check a :meth:`state_dict` and return the function that loads it. Nothing changes before that is called.
+
+        Args:
+            saved: ``state`` and ``_container``.
+            configs: name -> configuration.
+            strict: replace everything; otherwise names that are registered stay as they are.
+
+        Returns:
+            A function that loads it and returns the names it has loaded.
+
+        Raises:
+            RuntimeError: a name has no configuration, no data or no mask.
+            ValueError: a mask does not fit its data.
+        """
+        states = _converted(saved["state"], sparse=False)
+        if not strict:
+            states = {name: entry for name, entry in states.items() if name not in self}
+        filled = Container()
+        _fill(filled, states, configs, saved["_container"])
+
+        def commit() -> list[str]:
+            if strict:
+                self.container, self.state = filled, states
+            else:
+                _fill(self.container, states, configs, saved["_container"])
+                self.state.update(states)
+            return list(states)
+
+        return commit
+
+
 def check_name(name: object) -> str:
-    """A name that data can have.
+    """Return a name that data can have.
 
     Raises:
         TypeError: it is not a string.
@@ -75,7 +187,7 @@ def check_name(name: object) -> str:
 
 
 def check_buffer_name(name: str) -> None:
-    """Refuses what plain data can't be called: its mask is kept by torch's parametrizations, in a dict of modules.
+    """Refuse what plain data can't be called: torch's parametrizations keep its mask in a dict of modules.
 
     Raises:
         KeyError: it is an attribute of one.
@@ -85,8 +197,10 @@ def check_buffer_name(name: str) -> None:
 
 
 def name_for(path: str, taken: set[str]) -> str:
-    """A name for the parameter or module at ``path``: with '_' for '.', and a number behind it where it is taken ("a.b"
-    and "a_b" differ) or can't be a buffer's. Adds it to ``taken``."""
+    """Return a name for the parameter or module at ``path``, and add it to ``taken``.
+
+    It has '_' for '.', and a number behind it where it is taken ("a.b" and "a_b" differ) or can't be a buffer's.
+    """
     wanted = name = path.replace(".", "_")
     number = 1
     while name in taken or _is_attribute(name):
@@ -96,72 +210,41 @@ def name_for(path: str, taken: set[str]) -> str:
     return name
 
 
+def as_matrix(mask: Tensor) -> Tensor:
+    """Return a mask as ``(rows, columns)``: one dimension as a row, more than two with the first ones as rows."""
+    return mask if mask.dim() == 2 else mask.reshape(1, -1) if mask.dim() < 2 else mask.reshape(-1, mask.shape[-1])
+
+
 def _is_attribute(name: str) -> bool:
     """Of a module, of the dict in which parametrizations are kept ("items"), or of a parametrized module."""
     return hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__")
 
 
-def attach(container: Container, name: str, weight: Tensor, mask: Tensor, parametrization: Any) -> None:
-    """Holds ``weight`` itself (no copy) under ``name``, with ``parametrization(mask)`` over it. On failure nothing is
-    held."""
+def _attach(
+    container: Container, name: str, weight: Tensor, mask: Tensor, parametrization: Callable[[Tensor], nn.Module]
+) -> None:
+    """Hold ``weight`` (never a copy) under ``name``, with ``parametrization(mask)`` over it; on failure nothing."""
     container.register_buffer(name, weight)
     try:
         parametrize.register_parametrization(container, name, parametrization(mask))
     except BaseException:
-        detach(container, name)
+        delattr(container, name)
         raise
 
 
-def is_attached(container: Container, name: str) -> bool:
-    """Whether ``name`` still has its mask; False once squashed."""
-    return parametrize.is_parametrized(container, name)
-
-
-def check_maskable(container: Container, name: str) -> None:
-    """Raises what the masking of ``name`` would raise."""
+def _parametrizations(container: Container, name: str) -> nn.Module:
     parts = container.parametrizations
     assert isinstance(parts, nn.ModuleDict)
-    made = list(parts[name].children())
-    if len(made) == 1 and isinstance(made[0], Masked):
-        made[0].check(original(container, name))
-    else:
-        with torch.no_grad():
-            getattr(container, name)
+    return parts[name]
 
 
-def original(container: Container, name: str) -> Tensor:
-    """The registered tensor itself."""
-    parts = container.parametrizations
-    assert isinstance(parts, nn.ModuleDict)
-    weight = parts[name].original
+def _original(container: Container, name: str) -> Tensor:
+    weight = _parametrizations(container, name).original
     assert isinstance(weight, Tensor)
     return weight
 
 
-def held(container: Container, name: str) -> Tensor:
-    """The tensor under ``name``, squashed or not."""
-    tensor = original(container, name) if is_attached(container, name) else getattr(container, name)
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
-def detach(container: Container, name: str) -> None:
-    """Lets go of ``name``; the user's tensor stays as it is."""
-    if is_attached(container, name):
-        parametrize.remove_parametrizations(container, name, leave_parametrized=False)
-    delattr(container, name)
-
-
-def squash(container: Container, name: str, *, leave_parametrized: bool) -> None:
-    """Drops the mask of ``name``; first writes the masked data into the user's own tensor if ``leave_parametrized``."""
-    if leave_parametrized:
-        weight = original(container, name)
-        with torch.no_grad():
-            weight.data.copy_(getattr(container, name))
-    parametrize.remove_parametrizations(container, name, leave_parametrized=False)
-
-
-def masks_to(state: Mapping[str, Mapping[str, Any]], *, sparse: bool) -> dict[str, dict[str, Any]]:
+def _converted(state: Mapping[str, Mapping[str, Any]], *, sparse: bool) -> dict[str, dict[str, Any]]:
     """A deep copy of the per-name state with masks as sparse COO, the ancestor's format for saving, or dense."""
     converted: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():
@@ -173,24 +256,20 @@ def masks_to(state: Mapping[str, Mapping[str, Any]], *, sparse: bool) -> dict[st
     return converted
 
 
-def restore(
+def _fill(
     container: Container,
     state: Mapping[str, dict[str, Any]],
-    groups: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Fills a container from a saved state; squashed names stay squashed, and a parametrization of the user's gets the
+    """Fill a container from a saved state; squashed names stay squashed, and a parametrization of the user's gets the
     buffers that it had.
 
     Masks of the ancestor's ``DataNormSparsifier`` may have lost or gained dimensions of size 1. Under the default
     parametrization, which could not use them, they take the shape of their data, in ``state`` too.
-
-    Raises:
-        RuntimeError: a name has no config, no data or no mask.
-        ValueError: a mask does not fit its data.
     """
     for name, entry in state.items():
-        if name not in groups:
+        if name not in configs:
             raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no config in data_groups.")
         prefix = f"parametrizations.{name}."
         data = tensors.get(name, tensors.get(f"{prefix}original"))
@@ -199,17 +278,15 @@ def restore(
         if entry.get("mask") is None:
             raise RuntimeError(f"Error loading {name!r}: the state has data for it but no mask.")
         data = data.detach().clone()
-        parametrization = groups[name].get("parametrization", Masked)
-        if "parametrization" not in groups[name] and _real(entry["mask"]) == _real(data):
+        parametrization = configs[name].get("parametrization", Masked)
+        if "parametrization" not in configs[name] and _real(entry["mask"]) == _real(data):
             entry["mask"] = entry["mask"].reshape(data.shape)
         if name in tensors:
             container.register_buffer(name, data)
         else:
-            attach(container, name, data, entry["mask"], parametrization)
+            _attach(container, name, data, entry["mask"], parametrization)
             kept = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(f"{prefix}0.")}
-            parts = container.parametrizations
-            assert isinstance(parts, nn.ModuleDict)
-            parts[name].load_state_dict(kept, strict=False)
+            _parametrizations(container, name).load_state_dict(kept, strict=False)
 
 
 def _real(tensor: Tensor) -> list[int]:

@@ -1,18 +1,22 @@
-"""When are two masks, or two replicas of a weight, the same?
+"""Hashes of masks and weights, for comparing ranks.
 
-A mask's hash is the sum, modulo 2**64, of ``a(row) * b(column)`` over its removed elements, with pseudo-random ``a``
-and ``b``. Sums can be taken over any pieces in any order, and over a whole block at once, so the hash depends on
-neither the sharding nor the blocks and costs one pass over the bits. It tells accidents apart, not attacks.
+The hash of a mask is the sum, modulo 2**64, of ``a(row) * b(column)`` over its removed elements, with pseudo-random
+``a`` and ``b``. Sums can be taken over any pieces in any order, and over a whole block at once, so the hash depends on
+neither the sharding nor the blocks and costs one pass over the bits. It detects accidents, not attacks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
+from dist_sparse.groups import Replica
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
-__all__ = ["element_counts", "hash_tensor", "mask_hash", "shape_hash"]
+__all__ = ["element_counts", "hash_tensor", "mask_hash", "shape_hash", "shared_bits", "shared_weights"]
 
 _ROWS, _COLS = 0x51, 0xC3
 _STEP = 1 << 16
@@ -21,7 +25,7 @@ _HASHED = 1 << 22
 
 
 def mask_hash(mask: BlockMask) -> int:
-    """The hash of one shard's part of a mask, by its global rows and columns."""
+    """Return the hash of one shard's part of a mask, by its global rows and columns."""
     rect = mask.rect
     rows = _mix(torch.arange(rect.row, rect.row_end, device=mask.bits.device), _ROWS)
     cols = _mix(torch.arange(rect.col, rect.col_end, device=mask.bits.device), _COLS)
@@ -29,14 +33,14 @@ def mask_hash(mask: BlockMask) -> int:
 
 
 def element_counts(mask: BlockMask) -> int:
-    """Number of removed elements of one shard."""
+    """Return the number of removed elements of one shard."""
     device = mask.bits.device
     ones = torch.ones(max(mask.rect.rows, mask.rect.cols), dtype=torch.int64, device=device)
     return _weighted(mask, ones[: mask.rect.rows], ones[: mask.rect.cols])
 
 
 def hash_tensor(tensor: Tensor) -> int:
-    """A 64-bit hash of the bytes of ``tensor``, in row-major order.
+    """Return a 64-bit hash of the bytes of ``tensor``, in row-major order.
 
     Each word is mixed with its position by steps that can be undone, so a change of one word always changes the sum;
     and not linearly, so that changes which cancel as numbers do not cancel here.
@@ -56,8 +60,71 @@ def hash_tensor(tensor: Tensor) -> int:
 
 
 def shape_hash(shape: tuple[int, int]) -> int:
-    """A number that tells shapes apart."""
+    """Return a number that tells shapes apart."""
     return int(_mix(torch.tensor([shape[0]]), _ROWS ^ 0xFF) * 3 + _mix(torch.tensor([shape[1]]), _COLS ^ 0xFF))
+
+
+def shared_weights(data: ShardedData, rank: int) -> dict[str, Replica]:
+    """Return hashes of the weights that group rank ``rank`` holds in common with others, by place; local."""
+    found = {}
+    for shard in data.shards:
+        holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
+        if len(holders) > 1:
+            found[place_of(data.name, shard.rect)] = Replica(
+                hash_tensor(shard.tensor), holders[0] == rank, len(holders)
+            )
+    return found
+
+
+def place_of(name: str, rect: Rect) -> str:
+    """Return the name of a shard in messages."""
+    return f"{name} {rect}"
+
+
+def shared_bits(data: ShardedData, block: Block, masks: Sequence[BlockMask], rank: int) -> dict[str, Replica]:
+    """Return hashes of the mask bits that group rank ``rank`` holds in common with others, by place; local.
+
+    Common are the bits of replicas, and those of blocks that a shard border cuts.
+
+    Raises:
+        ValueError: two shards of this rank differ in such a bit.
+    """
+    rects = data.rects
+    cut_rows = frozenset(r.row // block[0] for r in rects if r.row % block[0])
+    cut_cols = frozenset(r.col // block[1] for r in rects if r.col % block[1])
+    if not (cut_rows or cut_cols or data.replicated):
+        return {}
+    holders: dict[str, list[int]] = {}
+    for r, held in enumerate(data.tiling):
+        for place, _ in (found for rect in held for found in _places(data.name, rect, block, cut_rows, cut_cols)):
+            holders.setdefault(place, []).append(r)
+    found: dict[str, Replica] = {}
+    for mask in masks:
+        for place, index in _places(data.name, mask.rect, block, cut_rows, cut_cols):
+            if len(holders[place]) < 2:
+                continue
+            value = hash_tensor(mask.bits if index is None else mask.flags()[index])
+            if place in found and found[place].hash != value:
+                raise ValueError(f"Masks differ between their holders. {place}: two shards of rank {rank} differ.")
+            ranks = sorted(set(holders[place]))
+            found[place] = Replica(value, ranks[0] == rank, len(ranks))
+    return {place: replica for place, replica in found.items() if replica.holders > 1}
+
+
+def _places(
+    name: str, rect: Rect, block: Block, cut_rows: frozenset[int], cut_cols: frozenset[int]
+) -> Iterator[tuple[str, tuple[slice | int, ...] | None]]:
+    """What a shard may share: all of it (None), and its block rows and columns that some border cuts, each with an
+    index into its flags."""
+    grid = grid_of(rect, block)
+    yield f"table {name!r}, shard {rect}", None
+    for i in sorted(cut_rows & set(range(grid.row, grid.row + grid.rows))):
+        yield f"table {name!r}, block row {i}, {grid.cols} block columns from {grid.col} on", (i - grid.row,)
+    for j in sorted(cut_cols & set(range(grid.col, grid.col + grid.cols))):
+        yield (
+            f"table {name!r}, block column {j}, {grid.rows} block rows from {grid.row} on",
+            (slice(None), j - grid.col),
+        )
 
 
 def _weighted(mask: BlockMask, rows: Tensor, cols: Tensor) -> int:

@@ -1,191 +1,444 @@
-"""Where do the masks of sharded tables live, and how do they follow their shards?
+"""Masks of sharded tables, as packed bits that live with their shards.
 
-A :class:`ShardedTables` holds what was registered (sources that say where tables lie at the moment) and, for each shard
-on this rank, its :class:`~dist_sparse.masking.masks.BlockMask`. When the rectangles of the moment differ from those
-that the bits were stored for, the bits move to their new holders by one all-to-all.
+A :class:`PackedStore` holds what was registered (sources that locate the tables at any moment) and, for each shard on
+this rank, its :class:`~dist_sparse.masking.masks.BlockMask`. When shards have moved since the bits were stored, one
+all-to-all brings the bits to their new holders. Registration, groups and tilings are the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group, group_over
+from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers.digest import hash_tensor, shared_bits
 from dist_sparse.tables.shards import Block, Rect, ShardedData, Source, grid_of
 
-__all__ = ["ShardedTables"]
+__all__ = ["PackedStore"]
 
+Ranks = tuple[int, ...] | None
 Tiling = tuple[tuple[Rect, ...], ...]
+Place = tuple[str, int]
 
 
-class ShardedTables:
-    """The registered sharded tables of one sparsifier, in the order in which they were added."""
+@dataclass
+class _Table:
+    """One registered table: where its bits were stored for, and the bits."""
+
+    source: Source
+    shape: tuple[int, int]
+    ranks: Ranks
+    tiling: Tiling
+    block: Block
+    masks: list[BlockMask]
+    removed: int | None = 0
+    updates: int = 0
+
+
+class PackedStore:
+    """The registered sharded tables of one sparsifier, in the order in which they were added.
+
+    Attributes:
+        version: changes whenever a mask is replaced, added or dropped.
+    """
 
     def __init__(self) -> None:
-        self._sources: list[Source] = []
-        self._masks: dict[str, list[BlockMask]] = {}
-        self._tilings: dict[str, Tiling] = {}
-        self._blocks: dict[str, Block] = {}
-        self._ranks: dict[str, tuple[int, ...] | None] = {}
-        self._shapes: dict[str, tuple[int, int]] = {}
+        self._tables: dict[str, _Table] = {}
+        self._groups: dict[Ranks, list[str]] | None = None
+        self._places: dict[Place, str] = {}
+        self._edited: tuple[str, Tensor] | None = None
         self.version = 0
-        """Changes whenever a mask is replaced, added or dropped."""
 
     def __bool__(self) -> bool:
-        return bool(self._masks)
+        return bool(self._tables)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._masks
+        return name in self._tables
 
     @property
     def names(self) -> list[str]:
-        return list(self._masks)
+        """Every registered table."""
+        return list(self._tables)
 
     @property
     def sources(self) -> list[Source]:
-        """What was registered, in that order."""
-        return list(self._sources)
-
-    def add(self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block]) -> None:
-        """Registers what ``source`` located just now, all blocks kept."""
-        self._sources.append(source)
-        self.version += 1
-        for data in located:
-            self._tilings[data.name], self._ranks[data.name] = data.tiling, data.ranks
-            self._shapes[data.name] = data.shape
-            block = self._blocks[data.name] = blocks[data.name]
-            self._masks[data.name] = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
-
-    def drop(self, name: str) -> None:
-        """Forgets one table's masks; its source stays, for the sake of the others in it."""
-        self.version += 1
-        del self._masks[name], self._tilings[name], self._blocks[name], self._ranks[name], self._shapes[name]
+        """What was registered and still has a table here, in that order."""
+        return list({id(table.source): table.source for table in self._tables.values()}.values())
 
     @property
-    def groups(self) -> dict[tuple[int, ...] | None, list[str]]:
-        """The tables' names by the global ranks over which they lie, in an order that depends on neither rank nor
+    def groups(self) -> dict[Ranks, list[str]]:
+        """The tables' names by the global ranks that hold them, in an order that depends on neither rank nor
         registration; larger groups come later."""
-        groups: dict[tuple[int, ...] | None, list[str]] = {}
-        for name in sorted(self._ranks):
-            groups.setdefault(self._ranks[name], []).append(name)
-        return dict(sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ())))
+        if self._groups is None:
+            groups: dict[Ranks, list[str]] = {}
+            for name in sorted(self._tables):
+                groups.setdefault(self._tables[name].ranks, []).append(name)
+            self._groups = dict(sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ())))
+        return self._groups
 
-    def agree(self, action: str, error: Exception | None, facts: Mapping[str, Any] | None = None) -> None:
-        """Makes sure that no rank has an ``error``, or other ``facts`` than the rest. Collective over the tables'
-        groups.
+    @contextmanager
+    def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
+        """:func:`dist_sparse.groups.agreeing` over the tables' groups: for each its facts and its tables' names."""
+        with agreeing(action, [group_over(ranks) for ranks in self.groups]) as noted:
+            yield list(zip(noted, self.groups.values(), strict=True))
+
+    # Registration.
+
+    def check_new(self, located: Sequence[ShardedData], plain: Mapping[str, Tensor]) -> None:
+        """Refuse tables that are registered already, under this name or another.
+
+        Args:
+            located: what is to be registered.
+            plain: the plain tensors of the same sparsifier, by name.
 
         Raises:
-            ValueError: some rank has one; on every rank. One that nobody else waits for comes out as it is.
+            ValueError: names the table, and the name under which it is known.
         """
-        for ranks in self.groups:
-            group = group_over(ranks)
-            if group.size > 1:
-                try:
-                    group.agree(action, facts or {}, error)
-                except ValueError as refused:
-                    error = refused
-        if error is not None:
-            raise error
+        twice = sorted({data.name for data in located} & {*plain, *self._tables})
+        if twice:
+            raise ValueError(f"The names {twice} are registered already.")
+        known = {_place(tensor): name for name, tensor in plain.items()}
+        for data in located:
+            places = [_place(shard.tensor) for shard in data.shards if shard.tensor.numel()]
+            for other in (known.get(place) or self._held_at(place) for place in places):
+                if other is not None:
+                    raise ValueError(f"Table {data.name!r} is registered already, as {other!r}.")
+            known |= dict.fromkeys(places, data.name)
+
+    def add(self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block]) -> None:
+        """Register what ``source`` has just located, all blocks kept."""
+        for data in located:
+            block = blocks[data.name]
+            masks = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
+            self._tables[data.name] = _Table(source, data.shape, data.ranks, data.tiling, block, masks)
+            self._places |= {_place(shard.tensor): data.name for shard in data.shards}
+        self._groups = None
+        self.version += 1
+
+    def drop(self, name: str) -> None:
+        """Forget one table, and its source once none of its tables is left."""
+        del self._tables[name]
+        self._places = {place: other for place, other in self._places.items() if other != name}
+        self._groups = None
+        self.version += 1
+
+    # Where the tables are.
 
     def locate(self) -> dict[str, ShardedData]:
-        """The registered tables as they lie now, by name. Does not communicate."""
-        located = {data.name: data for source in self._sources for data in source.locate()}
-        missing = [name for name in self._masks if name not in located]
-        if missing:
-            raise ValueError(f"The registered tables {missing} are no longer in the model; it holds {sorted(located)}.")
-        for name, shape in self._shapes.items():
-            if located[name].shape != shape:
-                raise ValueError(
-                    f"Table {name!r} was registered with the shape {shape} and has {located[name].shape} now: its mask "
-                    "does not fit. Make a new sparsifier and register the model anew."
-                )
-        return {name: located[name] for name in self._masks}
-
-    def held(self) -> dict[str, list[Tensor]]:
-        """The pieces of the registered tables on this rank, by name."""
-        pieces = {name: tensors for source in self._sources for name, tensors in source.held().items()}
-        return {name: pieces[name] for name in self._masks if name in pieces}
-
-    def masks(self, name: str) -> list[BlockMask]:
-        """The masks of this rank's shards, in their order. The list is live: :meth:`commit` replaces it."""
-        return self._masks[name]
-
-    def masks_here(self, name: str) -> list[BlockMask]:
-        """As :meth:`masks`, for a caller that may be alone and so can't make them follow their shards.
+        """Return the registered tables as they are stored now, by name. Walks the models; does not communicate.
 
         Raises:
-            ValueError: the shards have moved since the masks were last used.
+            ValueError: a table is no longer in its model, or has another shape.
         """
-        if self.moved({name: self.locate()[name]}):
-            raise ValueError(
-                f"The shards of table {name!r} have moved since its masks were last used: call step(), apply_masks() "
-                "or table_stats() on every rank first."
-            )
-        return self._masks[name]
+        names: dict[int, list[str]] = {}
+        for name, table in self._tables.items():
+            names.setdefault(id(table.source), []).append(name)
+        located = {data.name: data for source in self.sources for data in source.locate(names[id(source)])}
+        missing = [name for name in self._tables if name not in located]
+        if missing:
+            raise ValueError(f"The registered tables {missing} are no longer in the model; it holds {sorted(located)}.")
+        for name in self._tables:
+            self._check_shape(located[name])
+        self._places = {_place(shard.tensor): data.name for data in located.values() for shard in data.shards}
+        return {name: located[name] for name in self._tables}
 
-    def block(self, name: str) -> Block:
-        """What one bit of the table's masks stands for; known on ranks without a shard too."""
-        return self._blocks[name]
+    def current(self, action: str | None = None) -> dict[str, ShardedData]:
+        """:meth:`locate`, and bring the masks to their shards: collective if shards have moved.
 
-    def shape(self, name: str) -> tuple[int, int]:
-        """The table's global (rows, columns), as registered."""
-        return self._shapes[name]
+        Args:
+            action: check first that all ranks make this call. Collective over the tables' groups: 32 bytes each.
+        """
+        if action is None:
+            located = self.locate()
+        else:
+            with self.agreeing(action):
+                located = self.locate()
+        self.reshard(located)
+        return located
 
-    def commit(self, data: ShardedData, masks: list[BlockMask], block: Block) -> None:
-        """Replaces the masks of this rank's shards by masks of the rectangles that it holds in ``data``."""
-        assert all(mask.block == block for mask in masks)
-        assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
-        self.version += 1
-        self._masks[data.name], self._blocks[data.name], self._tilings[data.name] = masks, block, data.tiling
+    def find(self, name: str) -> ShardedData:
+        """Return one table as it is stored now. Does not walk the model, nor communicate."""
+        data = self._tables[name].source.find(name)
+        self._check_shape(data)
+        return data
 
     def moved(self, located: Mapping[str, ShardedData]) -> list[str]:
-        """The tables whose rectangles differ from those that the bits were stored for. The same on every rank."""
-        return [name for name, data in located.items() if data.tiling != self._tilings[name]]
+        """Return the tables whose rectangles differ from those that the bits were stored for. The same on every
+        rank."""
+        return [name for name, data in located.items() if data.tiling != self._tables[name].tiling]
 
-    def follow(self, located: Mapping[str, ShardedData]) -> None:
-        """Moves the bits of moved tables to their new holders. Collective over the groups of moved tables: one
-        all-to-all each. Bits whose shard went to another device go there too, which is local."""
-        moved = self.moved(located)
+    def reshard(self, located: Mapping[str, ShardedData]) -> None:
+        """Bring the bits of moved tables to their new holders. Collective over the groups of moved tables: one
+        all-to-all each. Bits whose shard is on another device now follow it, which is local."""
+        moved = set(self.moved(located))
         for ranks, names in self.groups.items():
             if tables := [located[name] for name in names if name in moved]:
                 self._move(tables, group_over(ranks))
         for name, data in located.items():
-            for mask, shard in zip(self._masks[name], data.shards, strict=True):
-                if mask.bits.device != shard.tensor.device:
-                    self.version += 1
-                    mask.bits = mask.bits.to(shard.tensor.device)
+            table = self._tables[name]
+            if any(m.bits.device != s.tensor.device for m, s in zip(table.masks, data.shards, strict=True)):
+                self.version += 1
+                table.masks = [
+                    BlockMask(mask.rect, mask.block, mask.bits.to(shard.tensor.device))
+                    for mask, shard in zip(table.masks, data.shards, strict=True)
+                ]
+
+    # Masks.
+
+    def masks(self, name: str) -> list[BlockMask]:
+        """Return the masks of this rank's shards, in their order. A mask update replaces the list."""
+        return self._tables[name].masks
+
+    def all_masks(self) -> dict[str, list[BlockMask]]:
+        """Return :meth:`masks` of every table."""
+        return {name: table.masks for name, table in self._tables.items()}
+
+    def block(self, name: str) -> Block:
+        """Return what one bit of the table's masks stands for; known on ranks without a shard too."""
+        return self._tables[name].block
+
+    def replace(
+        self, data: ShardedData, masks: list[BlockMask], block: Block, removed: int | None, updates: int | None = None
+    ) -> None:
+        """Replace the masks of this rank's shards by masks of the rectangles that it holds in ``data``.
+
+        Args:
+            removed: blocks that they remove over all ranks, if known without asking.
+            updates: mask updates since registration; None is one more than before.
+        """
+        assert all(mask.block == block for mask in masks)
+        assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
+        table = self._tables[data.name]
+        table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
+        table.updates = table.updates + 1 if updates is None else updates
+        self.version += 1
+
+    def mask(self, name: str) -> Tensor:
+        """Return the mask of this rank's only shard, unpacked: int8 ``(rows, columns)``, 1 = kept. Within
+        :meth:`editing`, the mask given there.
+
+        Raises:
+            ValueError: this rank has several shards or none, or shards have moved since the masks were last used.
+        """
+        if self._edited is not None and self._edited[0] == name:
+            return self._edited[1]
+        masks = self._masks_in_place(name)
+        _check_single(name, len(masks))
+        return masks[0].dense()
+
+    @contextmanager
+    def editing(self, name: str, mask: Tensor) -> Iterator[None]:
+        """Have :meth:`mask` return ``mask``, for a user's ``update_mask`` of one shard."""
+        self._edited = (name, mask)
+        try:
+            yield
+        finally:
+            self._edited = None
+
+    def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
+        """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as :meth:`mask`."""
+        return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._masks_in_place(name)]
+
+    def weight(self, name: str) -> Tensor:
+        """Return the live weights of this rank's only shard; raises as :meth:`mask`."""
+        shards = self.find(name).shards
+        _check_single(name, len(shards))
+        return shards[0].tensor
+
+    def effective(self, name: str) -> Tensor:
+        """Return the masked weights of this rank's only shard, a new tensor; raises as :meth:`mask`."""
+        weight = self.weight(name)
+        return torch.where(self.mask(name) != 0, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+
+    def squash(self, name: str, data: ShardedData, *, write: bool) -> None:
+        """Forget one table; if ``write``, zero its removed weights first."""
+        if write:
+            for mask, shard in zip(self.masks(name), data.shards, strict=True):
+                mask.apply_(shard.tensor)
+        self.drop(name)
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's bits, by table and global rectangle."""
+        return {
+            name: {
+                "shape": table.shape,
+                "block": tuple(table.block),
+                "updates": table.updates,
+                "removed": table.removed,
+                "pieces": [
+                    {"rect": tuple(mask.rect), "bits": mask.bits.clone(), "hash": f"{hash_tensor(mask.bits):016x}"}
+                    for mask in table.masks
+                ],
+            }
+            for name, table in self._tables.items()
+        }
+
+    def prepare(self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]) -> dict[str, list[BlockMask]]:
+        """Return the masks of this rank's shards from saved pieces. Checks everything, changes nothing, local.
+
+        Args:
+            saved: a :meth:`state_dict`, or pieces of several ranks put together.
+            located: the registered tables as they are stored now.
+
+        Raises:
+            ValueError: a table is missing or unknown, a field is malformed, or pieces were changed since they were
+                saved, differ where they overlap, or do not cover this rank's shards.
+        """
+        if missing := [name for name in self._tables if name not in saved]:
+            raise ValueError(
+                f"The state has no masks of the registered tables {missing}; it has those of {sorted(saved)}."
+            )
+        if unknown := [name for name in saved if name not in self]:
+            raise ValueError(
+                f"The state has masks of tables {unknown} that are not registered: call add_model() before loading."
+            )
+        return {name: _masks_from(located[name], entry) for name, entry in saved.items()}
+
+    def load(self, located: Mapping[str, ShardedData], masks: Mapping[str, list[BlockMask]], saved: Any) -> None:
+        """Put masks from :meth:`prepare` in place."""
+        for name, loaded in masks.items():
+            entry = saved[name]
+            self.replace(located[name], loaded, block_of(entry), entry.get("removed"), entry.get("updates", 0))
+
+    def note_loaded(
+        self,
+        noted: Sequence[tuple[Facts, list[str]]],
+        located: Mapping[str, ShardedData],
+        masks: Mapping[str, list[BlockMask]],
+        saved: Mapping[str, Any],
+        configs: Mapping[str, Any],
+    ) -> None:
+        """Note what must be equal on all ranks before masks from :meth:`prepare` are loaded."""
+        for facts, names in noted:
+            facts.on_drift = _refuse_drift
+            for name in names:
+                if name in masks:
+                    data, block = located[name], block_of(saved[name])
+                    entry = [saved[name].get(key) for key in ("updates", "removed")]
+                    facts[f"the state of table {name!r}"] = [block, configs[name], *entry]
+                    facts.replicas |= shared_bits(data, block, masks[name], group_over(data.ranks).rank)
+
+    def _held_at(self, place: Place) -> str | None:
+        """The registered table whose weights are stored at ``place``. Checked again: memory may have a new owner."""
+        name = self._places.get(place)
+        if name is None or all(place != _place(shard.tensor) for shard in self.find(name).shards):
+            return None
+        return name
+
+    def _check_shape(self, data: ShardedData) -> None:
+        shape = self._tables[data.name].shape
+        if data.shape != shape:
+            raise ValueError(
+                f"Table {data.name!r} was registered with the shape {shape} and has {data.shape} now: its mask "
+                "does not fit. Make a new sparsifier and register the model again."
+            )
+
+    def _masks_in_place(self, name: str) -> list[BlockMask]:
+        """:meth:`masks`, for a caller that may be alone and so can't reshard them."""
+        if self.moved({name: self.find(name)}):
+            raise ValueError(
+                f"The shards of table {name!r} have moved since its masks were last used: call step(), apply_masks() "
+                "or table_stats() on every rank first."
+            )
+        return self.masks(name)
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
         self.version += 1
-        pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
-        sizes = [0] * group.size
-        for table in tables:
-            block = self._blocks[table.name]
-            before = dict(zip(self._tilings[table.name][group.rank], self._masks[table.name], strict=True))
-            for _, receiver, rect, old in _transfers(self._tilings[table.name], table.tiling, sender=group.rank):
-                pieces[receiver].append(before[old].cut(rect).bits)
-            for sender, _, rect, _ in _transfers(self._tilings[table.name], table.tiling, receiver=group.rank):
-                sizes[sender] += _bytes_of(rect, block)
-        received = group.all_to_all(pieces, sizes, torch.device("cpu"))
-        at = [0] * group.size
-        for table in tables:
-            block = self._blocks[table.name]
-            parts: list[BlockMask] = []
-            for sender, _, rect, _ in _transfers(self._tilings[table.name], table.tiling, receiver=group.rank):
-                count = _bytes_of(rect, block)
-                parts.append(BlockMask(rect, block, received[sender][at[sender] : at[sender] + count].clone()))
-                at[sender] += count
-            self._masks[table.name] = [
+        parcels = Parcels(group)
+        parts: list[tuple[str, Rect, Callable[[], Tensor]]] = []
+        for data in tables:
+            table = self._tables[data.name]
+            before = dict(zip(table.tiling[group.rank], table.masks, strict=True))
+            for _, receiver, rect, old in _transfers(table.tiling, data.tiling, sender=group.rank):
+                parcels.send(receiver, before[old].cut(rect).bits)
+            for sender, _, rect, _ in _transfers(table.tiling, data.tiling, receiver=group.rank):
+                parts.append((data.name, rect, parcels.expect(sender, (mask_bytes(rect, table.block),))))
+        parcels.exchange(torch.device("cpu"))
+        for data in tables:
+            table = self._tables[data.name]
+            pieces = [BlockMask(rect, table.block, read().clone()) for name, rect, read in parts if name == data.name]
+            table.masks = [
                 BlockMask.assemble(
-                    shard.rect, block, [p for p in parts if p.rect.intersect(shard.rect) == p.rect], shard.tensor.device
+                    shard.rect,
+                    table.block,
+                    [piece for piece in pieces if piece.rect.intersect(shard.rect) == piece.rect],
+                    shard.tensor.device,
                 )
-                for shard in table.shards
+                for shard in data.shards
             ]
-            self._tilings[table.name] = table.tiling
+            table.tiling = data.tiling
+
+
+def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
+    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
+    raise ValueError(f"The saved masks of the ranks do not fit together; they differ at {places}. Nothing was changed.")
+
+
+def block_of(entry: Mapping[str, Any]) -> Block:
+    """Return the block of one table's saved masks.
+
+    Raises:
+        ValueError: it is not two positive ints.
+    """
+    height, width = _ints("block", entry.get("block"), 2)
+    if min(height, width) < 1:
+        raise ValueError(f"Invalid block={entry.get('block')!r} in the state: must be two positive ints.")
+    return height, width
+
+
+def mask_bytes(rect: Rect, block: Block) -> int:
+    """Return how many bytes the bits of a shard take."""
+    grid = grid_of(rect, block)
+    return -(-grid.rows * grid.cols // 8)
+
+
+def _masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
+    """The masks of this rank's shards of one table, from its saved pieces."""
+    if (shape := entry.get("shape")) is None or tuple(shape) != data.shape:
+        raise ValueError(f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of {shape}.")
+    try:
+        block = block_of(entry)
+        pieces = [_piece(piece, block) for piece in entry["pieces"]]
+        masks = []
+        for shard in data.shards:
+            parts = [p.cut(common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
+            masks.append(BlockMask.assemble(shard.rect, block, parts, shard.tensor.device))
+    except ValueError as error:
+        raise ValueError(f"Table {data.name!r}: {error} A state_dict() holds only the bits of its own rank.") from error
+    return masks
+
+
+def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:
+    rect, bits = Rect(*_ints("rect", saved.get("rect"), 4)), saved.get("bits")
+    if min(rect) < 0 or not isinstance(bits, Tensor):
+        raise ValueError(f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed.")
+    mask = BlockMask(rect, block, bits)
+    if saved.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
+    return mask
+
+
+def _ints(key: str, value: object, count: int) -> tuple[int, ...]:
+    if isinstance(value, (tuple, list)) and len(value) == count and all(type(each) is int for each in value):
+        return tuple(value)
+    raise ValueError(f"Invalid {key} in the state, of type {type(value).__name__}: must be {count} ints.")
+
+
+def _check_single(name: str, shards: int) -> None:
+    if shards != 1:
+        raise ValueError(f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r}).")
+
+
+def _place(tensor: Tensor) -> Place:
+    return str(tensor.device), tensor.data_ptr()
 
 
 def _transfers(
@@ -203,8 +456,3 @@ def _transfers(
                     common = rect.intersect(target)
                     if common is not None:
                         yield origin, to, common, rect
-
-
-def _bytes_of(rect: Rect, block: Block) -> int:
-    grid = grid_of(rect, block)
-    return -(-grid.rows * grid.cols // 8)

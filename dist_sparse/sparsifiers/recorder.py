@@ -1,9 +1,9 @@
-"""What have due steps changed, over all ranks?
+"""What mask updates change, summed over all ranks.
 
-A :class:`Recorder` counts on each rank what a due step changed there. The sums over ranks take no message of their own:
-they travel with the first all-reduce of the next due step, so a record is complete one due step later, or after
-:meth:`Recorder.complete`. Steps without one (nothing or everything goes; a user's own ``update_mask``) leave their
-counts waiting. Without a recorder nothing is counted.
+A :class:`Recorder` counts on each rank what a mask update changes there. The sums over ranks travel with the first
+all-reduce of the next mask update, so a record is complete one update later, or after :meth:`Recorder.complete`. An
+update without an all-reduce of its own (nothing or everything is pruned; a user's own ``update_mask``) sends them in
+one. Without a recorder nothing is counted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dist_sparse.groups import Group, Rider, group_over, traffic
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.masking.selection import LEADING_SHIFT, Threshold
-from dist_sparse.sparsifiers.dead import dead_flags
+from dist_sparse.sparsifiers.stats import dead_flags, target_of
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
 __all__ = ["MaskChange", "Recorder", "StepRecord"]
@@ -34,14 +33,14 @@ _COUNTS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions
 class MaskChange:
-    """What one due step made of one table, over all ranks.
+    """What one mask update changed in one table, over all ranks.
 
     Args:
         name: of the table.
         target: the configured sparsity_level; None without one.
-        threshold: the largest score that was removed; None where none decides (nothing goes, or everything, or the
+        threshold: the largest score that was removed; None where none decides (nothing or everything is pruned, or the
             masks are a user's own).
-        scores: a histogram of all blocks' scores before the step: ``(smallest score of a bucket, blocks)``, eight
+        scores: a histogram of all blocks' scores before the update: ``(smallest score of a bucket, blocks)``, eight
             buckets an octave, empty ones left out, zeros by themselves; empty where there is no threshold.
         blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
         removed_blocks: how many of them are removed now.
@@ -73,13 +72,13 @@ class MaskChange:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One due step.
+    """One mask update.
 
     Args:
-        number: which one since recording began, from 1.
-        seconds: it took on this rank.
+        number: of the mask update since recording began, from 1.
+        seconds: that it took on this rank.
         collectives, bytes: that this rank took part in, and handed to them.
-        tables: what became of each.
+        tables: what changed in each.
     """
 
     number: int
@@ -91,7 +90,7 @@ class StepRecord:
 
 @dataclass
 class _Waiting:
-    """A due step whose counts are this rank's own as yet, for some of its groups."""
+    """A mask update whose counts have not been summed over some of its groups (``mine``)."""
 
     number: int
     seconds: float = 0.0
@@ -103,47 +102,64 @@ class _Waiting:
 
 
 class Recorder:
-    """Notes the due steps of one sparsifier over sharded tables; plain data given to ``add_data`` is not noted. Every
-    rank must have one, or none: a step checks it."""
+    """Records the mask updates of one sparsifier over sharded tables; plain data is not recorded. Every rank must have
+    one, or none: a mask update checks it.
+
+    Attributes:
+        count: mask updates so far.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row", norm="L2")
+        >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(10, 4))
+        >>> recorder = sparsifier.record()
+        >>> sparsifier.step()
+        >>> [update] = recorder.take()
+        >>> update.tables[0].removed_blocks, update.tables[0].churn
+        (5, 0.5)
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        """Due steps so far."""
         self._waiting: list[_Waiting] = []
         self._done: list[StepRecord] = []
 
     def take(self) -> list[StepRecord]:
-        """The records that have become complete since the last call, in order."""
+        """Return the records that have become complete since the last call, in order."""
         done, self._done = self._done, []
         return done
 
     def complete(self) -> None:
-        """Sums up what waits for the next due step. Collective over the tables' groups: every rank must call it."""
+        """Sum up what waits for the next mask update. Collective over the tables' groups: every rank must call it."""
         all_ranks: set[Ranks] = {step.facts[name]["ranks"] for step in self._waiting for name in step.mine}
         for ranks in sorted(all_ranks, key=lambda ranks: (len(ranks or ()), ranks or ())):
-            waiting = self._waiting_of(ranks)
-            self._arrived(waiting, group_over(ranks).all_reduce(self._sent(waiting)))
+            rider = self.rider(ranks)
+            assert rider is not None
+            self.arrived(ranks, rider, group_over(ranks))
         self._sort_out()
 
     def waiting_for(self, ranks: Ranks) -> list[list[str]]:
-        """Of which tables counts wait for a message over these ranks, step by step. A step makes sure that all of them
-        agree, or what they send would not fit together; after an error that one rank alone had, they don't."""
+        """Return the tables whose counts wait for a message over these ranks, by mask update. Ranks that differ in it,
+        as after an error of one rank alone, can't sum them."""
         return [names for _, names in self._waiting_of(ranks)]
 
-    def forget(self) -> None:
-        """Drops what waits: the ranks have found that they do not wait for the same."""
-        self._waiting.clear()
+    def forget(self, ranks: Ranks) -> None:
+        """Drop what waits for a message over these ranks, which have found that they wait for different counts."""
+        for step, names in self._waiting_of(ranks):
+            for name in names:
+                del step.mine[name], step.facts[name]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a due step."""
+        """Measure a mask update, and begin its record. If it fails there is none."""
         started, before = time.perf_counter(), traffic()
         self._waiting.append(_Waiting(number=self.count + 1))
         try:
             yield
         except BaseException:
-            if self._waiting:
-                self._waiting.pop()
+            self._waiting.pop()
             raise
         self.count += 1
         after, step = traffic(), self._waiting[-1]
@@ -151,43 +167,46 @@ class Recorder:
         step.collectives, step.bytes = after.collectives - before.collectives, after.bytes - before.bytes
         self._sort_out()
 
-    @contextmanager
-    def riding(self, ranks: Ranks, group: Group) -> Iterator[Rider | None]:
-        """Yield the counts of earlier steps, also those of tables that have been squashed since, for a mask update to
-        send with an all-reduce of its own over one group; None where nothing waits."""
-        waiting = self._waiting_of(ranks)
-        if group.size == 1 or not waiting:
-            yield None
-            return
-        rider = Rider(self._sent(waiting))
-        yield rider
-        if rider.summed is not None:
-            self._arrived(waiting, rider.summed)
+    def rider(self, ranks: Ranks) -> Rider | None:
+        """Return the counts that wait for a message over these ranks, ``(mask updates and tables, 4)``, also those of
+        tables that have been squashed since; None if none do."""
+        counts = [step.mine[name] for step, names in self._waiting_of(ranks) for name in names]
+        return Rider(torch.tensor(counts, dtype=torch.int64)) if counts else None
+
+    def arrived(self, ranks: Ranks, rider: Rider, group: Group) -> None:
+        """Take the sums of :meth:`rider`. Collective over ``group``: one all-reduce, if nothing has carried it."""
+        summed = group.all_reduce(rider.values) if rider.summed is None else rider.summed
+        rows = iter(summed.tolist())
+        for step, names in self._waiting_of(ranks):
+            for name in names:
+                del step.mine[name]
+                step.known[name] = next(rows)
 
     def note(
-        self, data: ShardedData, before: list[BlockMask], block: Block, made: MadeMasks, target: float | None
+        self, data: ShardedData, before: list[BlockMask], block: Block, made: MadeMasks, config: Mapping[str, Any]
     ) -> None:
-        """One table of the step at hand, before its new masks take the place of the old.
+        """Count what changes in one table, before its new masks take the place of the old.
 
         Args:
+            data: the table as it is stored now.
             before: this rank's masks so far.
             block: what one of their bits stands for; known on ranks without a shard too.
             made: the new masks.
-            target: the configured sparsity_level.
+            config: the table's configuration.
         """
         step = self._waiting[-1]
         group = group_over(data.ranks)
-        mine = set(data.owned(group.rank))
+        owned = set(data.owned(group.rank))
         counts = [0] * _COUNTS
         whole_rows = all(rect.cols == data.shape[1] for rect in data.rects)
         for old, (new, _) in zip(before, made.masks, strict=True):
-            if new.rect in mine and new.blocks:
-                mine.discard(new.rect)
+            if new.rect in owned and new.blocks:
+                owned.discard(new.rect)
                 counts = [a + b for a, b in zip(counts, _changes(old, new, whole_rows), strict=True)]
         grid = grid_of(Rect(0, 0, *data.shape), made.block)
         step.facts[data.name] = {
             "ranks": data.ranks,
-            "target": target,
+            "target": target_of(config),
             "threshold": None if made.threshold is None else made.threshold.score,
             "scores": _scores(made.threshold),
             "blocks": grid.rows * grid.cols,
@@ -197,23 +216,12 @@ class Recorder:
         (step.known if group.size == 1 else step.mine)[data.name] = counts
 
     def _waiting_of(self, ranks: Ranks) -> list[tuple[_Waiting, list[str]]]:
-        """The steps, and their tables, whose counts wait for a message over these ranks."""
+        """The mask updates, and their tables, whose counts wait for a message over these ranks."""
         found = [(step, [name for name in step.mine if step.facts[name]["ranks"] == ranks]) for step in self._waiting]
         return [(step, sorted(names)) for step, names in found if names]
 
-    def _sent(self, waiting: list[tuple[_Waiting, list[str]]]) -> Tensor:
-        """``(counts of all steps and tables, 4)``, int64."""
-        return torch.tensor([step.mine[name] for step, names in waiting for name in names], dtype=torch.int64)
-
-    def _arrived(self, waiting: list[tuple[_Waiting, list[str]]], summed: Tensor) -> None:
-        rows = iter(summed.tolist())
-        for step, names in waiting:
-            for name in names:
-                del step.mine[name]
-                step.known[name] = next(rows)
-
     def _sort_out(self) -> None:
-        """Makes records of the steps that have all their sums."""
+        """Make records of the mask updates that have all their sums."""
         while self._waiting and not self._waiting[0].mine:
             step = self._waiting.pop(0)
             tables = tuple(_change(name, facts, step.known[name]) for name, facts in step.facts.items())

@@ -1,50 +1,107 @@
-"""How do scores become masks, for plain data and for sharded tables alike?
+"""Sparsifiers that remove the blocks with the smallest scores.
 
-A subclass says how much an element matters (:meth:`ScoreSparsifier.score`); the frame does the rest: block means, the
-exact k smallest over all ranks, ties, edge blocks, and the elements inside a block. Plain data goes through the same
-code as a world of one.
+A subclass defines how much an element matters (:meth:`ScoreSparsifier.score`); the frame computes block means, the
+exact k smallest over all ranks, ties, edge blocks, and the elements inside a block. Plain data runs the same code as a
+world of one.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from dist_sparse.checks import integer, number
 from dist_sparse.groups import Group, Rider, rank_in
 from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, resolve_block
+from dist_sparse.sparsifiers.stats import TableStats, plain_stats, stats_of
+from dist_sparse.sparsifiers.step import make_masks
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, parse_block, resolve_block
 
-__all__ = ["ScoreSparsifier"]
+__all__ = ["DataNormSparsifier", "Preview", "ScoreSparsifier"]
+
+BlockShape = tuple[int, int | str] | str
+Norm = Literal["L1", "L2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What a mask update would remove, the same on every rank but for ``located`` and ``masks``.
+
+    Args:
+        stats: as ``table_stats()`` would return them after it, in the order of ``data_groups``; squashed names are left
+            out.
+        thresholds: by name the largest score that would be removed; None where nothing or everything would be.
+        located: the sharded tables as they are stored now.
+        masks: their new masks, of this rank's shards.
+    """
+
+    stats: list[TableStats]
+    thresholds: dict[str, float | None]
+    located: Mapping[str, ShardedData]
+    masks: dict[str, list[BlockMask]]
 
 
 class ScoreSparsifier(BaseDataSparsifier):
-    """Removes the blocks with the smallest mean score. Subclasses write :meth:`score`, nothing else.
+    """Removes the blocks with the smallest mean score. Subclasses define :meth:`score`, nothing else.
 
     Args:
         data_list: as in :class:`BaseDataSparsifier`.
         sparsity_level: fraction of blocks to hit, 0 to 1 (clipped): exactly ``round(sparsity_level * blocks)`` of them,
             half to even.
-        sparse_block_shape: ``(rows, columns)`` of a block; ``(1, ROW)`` is whole rows.
+        sparse_block_shape: ``(rows, columns)`` of a block; ``(1, ROW)`` is whole rows. ``"1x4"`` and ``"row"`` are
+            accepted too.
         zeros_per_block: elements to remove in a block that is hit, those with the smallest score; None is the whole
             block.
         **defaults: further configuration that :meth:`score` receives.
+
+    Attributes:
+        measure: how elements are scored: ``"L1"`` (``|x|``) or ``"L2"`` (``x * x``), which are quick, or None for
+            :meth:`score`. A class that defines ``score`` without ``measure`` gets None.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import ScoreSparsifier
+        >>> class LeastRead(ScoreSparsifier):
+        ...     reads = torch.tensor([5, 0, 7, 1])
+        ...     def score(self, name, data, *, offset, **config):
+        ...         first = offset[0]
+        ...         return self.reads[first : first + len(data), None].expand(data.shape).float()
+        >>> sparsifier = LeastRead(sparsity_level=0.5, sparse_block_shape="row")
+        >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(4, 8))
+        >>> sparsifier.step()
+        >>> sparsifier.full_mask("weight")[:, 0]
+        tensor([1, 0, 1, 0], dtype=torch.int8)
     """
+
+    @property
+    def measure(self) -> Norm | None:
+        return None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "score" in cls.__dict__ and "measure" not in cls.__dict__:
+            cls.measure = None  # type: ignore[assignment, method-assign]  # not the norm of a parent
 
     def __init__(
         self,
-        data_list: Any = None,
+        data_list: Iterable[tuple[str, Any]] | None = None,
         sparsity_level: float = 0.5,
-        sparse_block_shape: tuple[int, int | str] = (1, 4),
+        sparse_block_shape: BlockShape = (1, 4),
         zeros_per_block: int | None = None,
         **defaults: Any,
     ) -> None:
+        sparse_block_shape = _shape(sparse_block_shape)
         self._whole_blocks = zeros_per_block is None
         if zeros_per_block is None:
             zeros_per_block = _area(sparse_block_shape)
@@ -58,7 +115,7 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     @abc.abstractmethod
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
-        """How much each element matters: finite, not negative, any floating dtype, the shape of ``data``.
+        """Return how much each element matters: finite, not negative, any floating dtype, the shape of ``data``.
 
         Args:
             name: of the table.
@@ -69,12 +126,108 @@ class ScoreSparsifier(BaseDataSparsifier):
         """
 
     def update_mask(self, name: str, data: Tensor, **config: Any) -> None:
-        """Sets ``get_mask(name)`` to the int8 mask of ``data``, made from scratch.
+        """Set ``get_mask(name)`` to a new int8 mask of ``data``.
 
         Raises:
             NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite scores, or an
                 impossible config.
         """
+        made = self._plain_masks(name, data, config)
+        self.get_mask(name).data = made.masks[0].mask.dense().view(data.shape)
+
+    @torch.no_grad()
+    def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
+        """Return what a mask update at ``level`` would remove; change no mask, weight or configuration. Collective if
+        sharded tables are registered.
+
+        Args:
+            level: a ``sparsity_level`` for all, or by name; None is as configured, also for names that are left out.
+
+        Raises:
+            ValueError: a name is unknown, or as :meth:`step`; on every rank.
+
+        Example::
+
+            >>> import torch
+            >>> from dist_sparse import DataNormSparsifier
+            >>> sparsifier = DataNormSparsifier(sparse_block_shape="row", norm="L2")
+            >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(100, 16))
+            >>> sparsifier.preview(0.9).stats[0].removed_blocks
+            90
+        """
+        levels = (
+            level if isinstance(level, Mapping) else dict.fromkeys(() if level is None else self.data_groups, level)
+        )
+        configs = {
+            name: {**config, "sparsity_level": levels.get(name, config.get("sparsity_level"))}
+            for name, config in self.data_groups.items()
+        }
+        found: dict[str, TableStats] = {}
+        thresholds: dict[str, float | None] = {}
+
+        def preview_plain() -> None:
+            if unknown := [name for name in levels if name not in configs]:
+                raise ValueError(f"Invalid level of unknown names {unknown}; known are {list(configs)}.")
+            self._check_update_mask()
+            self._settle()
+            for name in filter(self.dense_store.is_masked, self.dense_store.names):
+                weight = self.dense_store.weight(name)
+                made = self._plain_masks(name, weight, configs[name])
+                mask = made.masks[0].mask.dense()
+                found[name] = plain_stats(name, mask, weight.dtype, configs[name])
+                thresholds[name] = None if made.threshold is None else made.threshold.score
+
+        located, made = make_masks(self, configs, "preview()", preview_plain)
+        masks = {name: [mask for mask, _ in new.masks] for name, new in made.items()}
+        found |= stats_of(located, masks, {name: new.block for name, new in made.items()}, configs)
+        thresholds |= {name: None if new.threshold is None else new.threshold.score for name, new in made.items()}
+        return Preview(
+            stats=[found[name] for name in configs if name in found],
+            thresholds={name: thresholds[name] for name in configs if name in thresholds},
+            located=located,
+            masks=masks,
+        )
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether ``update_mask`` is a user's own, which may edit masks in place."""
+        return type(self).update_mask is not ScoreSparsifier.update_mask
+
+    def score_tables(
+        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, ScoredTable]:
+        """Score this rank's shards: the local half of a mask update."""
+        if located:
+            self._check_update_mask()
+        goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
+        return {name: score_table(goal, rank_in(goal.data.ranks)) for name, goal in goals.items()}
+
+    def select_masks(
+        self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
+    ) -> dict[str, MadeMasks]:
+        """Return the new masks of ``names``: the collective half of a mask update."""
+        return dict(zip(names, new_masks([scored[name] for name in names], group, rider), strict=True))
+
+    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
+        """Return what one bit of a new table's masks stands for: a sparse block, or an element.
+
+        Raises:
+            ValueError: no mask update could follow the configuration, or ``update_mask`` is a user's own.
+        """
+        self._check_update_mask()
+        goal = self._goal(data, config)
+        cuts_of(goal)
+        return (1, 1) if goal.by_element else goal.block
+
+    def _check_update_mask(self) -> None:
+        if self.reads_masks:
+            raise ValueError(
+                f"{type(self).__name__} defines update_mask() below ScoreSparsifier, which would choose blocks of each "
+                "shard by itself: override score(), or inherit BaseDataSparsifier."
+            )
+
+    def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
+        """The new mask of plain data, as a table of a single shard."""
         if not data.dtype.is_floating_point:
             raise NotImplementedError(f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored.")
         matrix = _matrix(name, data.detach())
@@ -88,72 +241,90 @@ class ScoreSparsifier(BaseDataSparsifier):
             tiling=((rect,),),
             shards=(Shard(rect, matrix),),
         )
-        scored = score_table(self._goal(table, config), 0)
-        [made] = new_masks([scored], Group(None, None))
-        [(mask, _)] = made.masks
-        self.get_mask(name).data = mask.dense().view(data.shape)
-
-    def _measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        return lambda data, offset: self.score(name, data, offset=offset, **config)
+        [made] = new_masks([score_table(self._goal(table, config), 0)], Group(None, None))
+        return made
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
         area = block[0] * block[1]
-        zeros = config["zeros_per_block"]
-        if zeros is None:
-            zeros = area
+        zeros = area if config["zeros_per_block"] is None else config["zeros_per_block"]
         zeros = integer("zeros_per_block", zeros, least=0, most=area, of=data.name)
         level = number("sparsity_level", config["sparsity_level"], of=data.name)
         grid = grid_of(Rect(0, 0, *data.shape), block)
-        blocks = grid.rows * grid.cols
-        k = round(min(max(level, 0.0), 1.0) * blocks) if zeros else 0
-        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=self._measure(data.name, config))
+        k = round(min(max(level, 0.0), 1.0) * (grid.rows * grid.cols)) if zeros else 0
+        measure: Measure = self.measure or partial(self._scored, data.name, config)
+        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=measure)
+
+    def _scored(self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]) -> Tensor:
+        return self.score(name, data, offset=offset, **config)
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole blocks stay whole when a user gives another block and says nothing of zeros_per_block."""
+        """Whole blocks stay whole when another block is given without zeros_per_block."""
         group = super()._overlaid(config, given)
+        group["sparse_block_shape"] = _shape(group["sparse_block_shape"])
         whole = self._whole_blocks and config["zeros_per_block"] == _area(config["sparse_block_shape"])
         if whole and "zeros_per_block" not in given:
             group["zeros_per_block"] = _area(group["sparse_block_shape"])
         return group
 
-    def _check_config(self, data: ShardedData, config: Mapping[str, Any]) -> None:
-        cuts_of(self._goal(data, config))
 
-    def _bit_block(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        goal = self._goal(data, config)
-        return (1, 1) if goal.by_element else goal.block
+class DataNormSparsifier(ScoreSparsifier):
+    """Removes the blocks whose elements are smallest, by the mean of ``|x|`` (L1) or of ``x * x`` (L2) over the block.
 
-    def _keep(self, mask: Tensor) -> Tensor:
-        return mask.data if type(self).update_mask is ScoreSparsifier.update_mask else super()._keep(mask)
+    The masks of a sharded table are the same, bit for bit, for every sharding and any number of ranks. Among equal
+    norms the block with the smaller global row-major index is removed first.
 
-    def _rule(self) -> Any:
-        return _ByScore(self) if type(self).update_mask is ScoreSparsifier.update_mask else super()._rule()
+    Args:
+        data_list: ``(name, data)`` pairs to register at once.
+        sparsity_level: fraction of blocks to hit: exactly ``round(sparsity_level * blocks)``, half to even.
+        sparse_block_shape: ``(rows, columns)``, the grid anchored at the tensor's corner; ``(1, ROW)`` is whole rows.
+            ``"1x4"`` and ``"row"`` are accepted too.
+        zeros_per_block: elements to remove in a hit block, the smallest first; None is the whole block.
+        norm: ``"L1"`` or ``"L2"``, in either case.
+
+    All but ``norm`` can be overridden by name, in ``add_data`` or ``add_model``.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier
+        >>> weight = torch.tensor([[1.0, -1.0], [0.1, 0.2], [3.0, 0.0], [0.0, 0.3]])
+        >>> sparsifier = DataNormSparsifier([("user", weight)], 0.5, sparse_block_shape="row", norm="L2")
+        >>> sparsifier.step()
+        >>> sparsifier.get_data("user", return_original=False)
+        tensor([[ 1., -1.],
+                [ 0.,  0.],
+                [ 3.,  0.],
+                [ 0.,  0.]])
+    """
+
+    def __init__(
+        self,
+        data_list: Iterable[tuple[str, Any]] | None = None,
+        sparsity_level: float = 0.5,
+        sparse_block_shape: BlockShape = (1, 4),
+        zeros_per_block: int | None = None,
+        norm: str = "L1",
+    ) -> None:
+        known = {"L1": "L1", "L2": "L2", "l1": "L1", "l2": "L2"}
+        if not isinstance(norm, str) or norm not in known:
+            raise AssertionError(f"only L1 and L2 norm supported at the moment, got {norm!r}")
+        self.norm = known[norm]
+        super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block)
+
+    @property
+    def measure(self) -> Norm:
+        return "L1" if self.norm == "L1" else "L2"
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        """Return ``|x|`` or ``x * x``, float64."""
+        exact = data.double()
+        return exact.abs() if self.norm == "L1" else exact * exact
 
 
-class _ByScore:
-    """Scores of all tables, the exact thresholds over all ranks, and masks from both."""
-
-    edits_masks = False
-
-    def __init__(self, sparsifier: ScoreSparsifier) -> None:
-        self._sparsifier = sparsifier
-
-    def prepare(self, located: Mapping[str, ShardedData]) -> dict[str, ScoredTable]:
-        user = self._sparsifier
-        goals = {name: user._goal(data, user.data_groups[name]) for name, data in located.items()}
-        return {name: score_table(goal, rank_in(goal.data.ranks)) for name, goal in goals.items()}
-
-    def facts(self, name: str) -> Any:
-        return [self._sparsifier.data_groups[name], getattr(self._sparsifier, "norm", None)]
-
-    def target(self, name: str) -> float | None:
-        return float(self._sparsifier.data_groups[name]["sparsity_level"])
-
-    def finish(
-        self, prepared: dict[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
-    ) -> dict[str, MadeMasks]:
-        return dict(zip(names, new_masks([prepared[name] for name in names], group, rider), strict=True))
+def _shape(block: Any) -> Any:
+    """A block shape given as text, parsed; anything else as it is, to be refused once a table is known."""
+    return parse_block(block) if isinstance(block, str) else block
 
 
 def _area(block: Any) -> int | None:

@@ -1,170 +1,304 @@
-"""What happens, in which order, in a due step over sharded tables?
+"""One mask update: locate, score, agree, select, apply.
 
-Before that, where masks that have moved with their shards are needed at once: they follow. Then
-
-1. Local: find the tables, score them (or run the user's ``update_mask``), hash the replicas. Errors are noted, not
-raised.
-2. One exchange of status: an error, another config or another set of names on any rank stops all ranks here, before
-anything has changed.
-3. Collective: masks follow their shards if those have moved; thresholds are found and new masks made.
-4. Local: what is newly removed is zeroed in the weights, and the new masks take the place of the old.
+Nothing of a sharded table is written before all ranks have agreed that the update can succeed, but for replicas that
+``repair = "broadcast"`` restores. The masks of plain data are put back if the update fails, whatever the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-from dist_sparse.groups import Disagreement, Group, Replica, Rider, group_over
-from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.sparsifiers.packed_store import ShardedTables
+import torch
+from torch import Tensor
+
+from dist_sparse.groups import Facts, Group, Parcels, Rider, group_over
+from dist_sparse.masking.block_masks import MadeMasks, NewMask
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers.dense_store import DenseStore
+from dist_sparse.sparsifiers.digest import place_of, shared_weights
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.sparsifiers.replicas import hashes_of, restore, take_over, to_restore
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.tables.shards import Rect, ShardedData
 
-__all__ = ["MaskRule", "due_step", "follow_moved", "make_masks"]
+__all__ = ["Enforcer", "MaskMaker", "make_masks", "masks_by_shard", "update_masks"]
+
+Located = Mapping[str, ShardedData]
+Configs = Mapping[str, Mapping[str, Any]]
+
+_WAITING = "what of earlier mask updates is still to be summed"
 
 
-_WAITING = "what of earlier steps is still to be recorded"
+class Enforcer(Protocol):
+    """What a sparsifier calls of the enforcer attached to it. None of these communicates."""
 
-
-class MaskRule(Protocol):
-    """How a sparsifier makes masks of sharded tables; the two halves of a step around the exchange of status."""
-
-    edits_masks: bool
-    """Whether ``prepare`` reads the present masks."""
-
-    def prepare(self, located: Mapping[str, ShardedData]) -> Any:
-        """The local half. Must not communicate or change anything."""
+    def settle(self) -> None:
+        """Zero what optimizers have revived: before weights are scored, read or saved."""
         ...
 
-    def facts(self, name: str) -> Any:
-        """What must be equal on all ranks for one table, JSON-able."""
+    def begin_step(self) -> None:
+        """Called before a mask update."""
         ...
 
-    def target(self, name: str) -> float | None:
-        """The sparsity level that one table is to have, where there is such a thing."""
+    def end_step(self) -> None:
+        """Called after a mask update, which has zeroed what it removes in sharded tables, but not in plain data."""
         ...
 
-    def finish(self, prepared: Any, names: list[str], group: Group, rider: Rider | None) -> Mapping[str, MadeMasks]:
-        """The collective half: new masks of the named tables. Its first all-reduce, if any, carries ``rider``."""
+    def renew(self) -> None:
+        """Called after masks were replaced or squashed: look everything up again and zero it."""
         ...
 
 
-def follow_moved(tables: ShardedTables, rule: MaskRule) -> Exception | None:
-    """Makes masks follow their shards before anything else, where the shards have moved. Collective then, over the
-    tables' groups. Returns what this rank found wrong, for :func:`due_step` to raise on all."""
-    try:
-        located = tables.locate()
-    except Exception as fault:
-        return fault
-    if tables.moved(located):
-        _agree_all(tables, located, rule, None, repair=None)
-        tables.follow(located)
-    return None
+class MaskMaker(Protocol):
+    """What a mask update reads and calls of its sparsifier."""
+
+    dense_store: DenseStore
+    packed_store: PackedStore
+    data_groups: dict[str, dict[str, Any]]
+    repair: str
+
+    enforcer: Enforcer | None
+    recorder: Recorder | None
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether ``update_mask`` or ``score_tables`` may read or edit the present masks."""
+        ...
+
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> Any: ...
+
+    def score_tables(self, located: Located, configs: Configs) -> Any:
+        """Score this rank's shards. Local: must neither communicate nor change anything."""
+        ...
+
+    def select_masks(self, scored: Any, names: list[str], group: Group, rider: Rider | None) -> Mapping[str, MadeMasks]:
+        """Return the new masks of ``names``. Collective over ``group``; its first all-reduce, if any, carries
+        ``rider``."""
+        ...
 
 
-def due_step(
-    tables: ShardedTables, rule: MaskRule, error: Exception | None, repair: str, recorder: Recorder | None = None
-) -> None:
-    """Moves the masks of all sharded tables. Collective over the tables' groups: every rank must call it.
+@torch.no_grad()
+def update_masks(sparsifier: MaskMaker) -> None:
+    """Update every mask. Collective over the groups of the sharded tables: every rank must call it.
 
-    Args:
-        tables: what is registered.
-        rule: how masks are made.
-        error: found before on this rank, to be raised on all.
-        repair: ``"raise"`` or ``"broadcast"``: what to do about replicas that have drifted apart.
-        recorder: notes what changes.
+    Raises:
+        ValueError: on every rank; no mask and no weight has changed.
     """
-    with nullcontext() if recorder is None else recorder.step():
-        located, made = make_masks(tables, rule, error, repair, recorder)
-        for name, new in made.items():
-            for shard, before, (mask, dirty) in zip(located[name].shards, tables.masks(name), new.masks, strict=True):
-                mask.apply_changed_(shard.tensor, before, dirty)
-            if recorder is not None:
-                recorder.note(located[name], tables.masks(name), tables.block(name), new, rule.target(name))
-            tables.commit(located[name], [mask for mask, _ in new.masks], new.block)
+    packed, enforcer = sparsifier.packed_store, sparsifier.enforcer
+    recorder = sparsifier.recorder if packed else None
+    undo: list[tuple[Tensor, Tensor]] = []
+
+    def update_plain() -> None:
+        if enforcer is not None:
+            enforcer.begin_step()
+        _update_plain(sparsifier, undo)
+
+    try:
+        with nullcontext() if recorder is None else recorder.step():
+            located, made = make_masks(
+                sparsifier, sparsifier.data_groups, "step()", update_plain, sparsifier.repair, recorder
+            )
+            _apply(packed, located, made, sparsifier.data_groups, recorder)
+    except BaseException:
+        for mask, before in undo:
+            mask.data = before
+        raise
+    if enforcer is not None:
+        enforcer.end_step()
 
 
 def make_masks(
-    tables: ShardedTables,
-    rule: MaskRule,
-    error: Exception | None,
-    repair: str,
+    sparsifier: MaskMaker,
+    configs: Configs,
+    action: str,
+    first: Callable[[], None],
+    repair: str = "raise",
     recorder: Recorder | None = None,
-    action: str = "step()",
-) -> tuple[Mapping[str, ShardedData], dict[str, MadeMasks]]:
-    """Parts 1 to 3: the tables as they lie, and their new masks, not put in place yet. Collective, as :func:`due_step`,
-    whose arguments it takes; ``action`` is for messages. No weight is written, but for replicas that were to be
-    repaired."""
-    located: Mapping[str, ShardedData] = {}
-    prepared: Any = None
-    if error is None:
-        try:
-            located = tables.locate()
-        except Exception as fault:
-            error = fault
-    if error is None:
-        try:
-            prepared = rule.prepare(located)
-        except Exception as fault:
-            error = fault
-    drifted = _agree_all(tables, located, rule, error, repair, recorder, action)
-    if drifted:
-        restore(tables, located, drifted)
-        prepared = rule.prepare(located)
-    tables.follow(located)
+) -> tuple[Located, dict[str, MadeMasks]]:
+    """Return the sharded tables as they are stored now, and their new masks, not put in place yet. Collective.
+
+    Args:
+        sparsifier: whose masks.
+        configs: name -> configuration, the same on every rank.
+        action: the public call, for messages.
+        first: local work before scoring; an error in it is raised on every rank.
+        repair: what to do about replicas that have drifted apart: ``"raise"`` or ``"broadcast"``.
+        recorder: whose waiting counts travel along.
+    """
+    packed = sparsifier.packed_store
+    noted: list[tuple[Facts, list[str]]] = []
+    scored: Any = None
+
+    def score() -> None:
+        nonlocal scored
+        first()
+        scored = sparsifier.score_tables(located, configs)
+        _note_replicas(noted, located, repair)
+
+    try:
+        # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all ranks here.
+        with packed.agreeing(action) as noted:
+            located = packed.locate()
+            _note_facts(noted, located, configs, sparsifier, recorder)
+            # Masks that are read, or by which weights are zeroed, must be with their shards before that.
+            moved = bool(packed.moved(located)) and (sparsifier.reads_masks or sparsifier.enforcer is not None)
+            if not moved:
+                score()
+        if moved:
+            packed.reshard(located)
+            with packed.agreeing(action) as noted:
+                _note_facts(noted, located, configs, sparsifier, recorder)
+                score()
+    except ValueError:
+        for ranks, (facts, _) in zip(packed.groups, noted, strict=False):
+            if recorder is not None and _WAITING in facts.differing:
+                recorder.forget(ranks)  # on all of these ranks alike, so that the next mask update can agree
+        raise
+    # 3. Collective: restore drifted replicas, bring masks to their shards, select.
+    if drifted := {name for facts, names in noted for name in _tables_at(facts.drifted, names, located)}:
+        _restore(packed, located, drifted)
+        scored = sparsifier.score_tables(located, configs)
+    packed.reshard(located)
     made: dict[str, MadeMasks] = {}
-    for ranks, names in tables.groups.items():
+    for ranks, names in packed.groups.items():
         group = group_over(ranks)
-        with nullcontext() if recorder is None else recorder.riding(ranks, group) as rider:
-            finished = rule.finish(prepared, names, group, rider)
-        made.update(take_over(finished, located, group))
+        rider = None if recorder is None else recorder.rider(ranks)
+        selected = sparsifier.select_masks(scored, names, group, rider)
+        if recorder is not None and rider is not None:
+            recorder.arrived(ranks, rider, group)
+        made |= _of_first_copies(selected, located, group)
     return located, made
 
 
-def _agree_all(
-    tables: ShardedTables,
-    located: Mapping[str, ShardedData],
-    rule: MaskRule,
-    error: Exception | None,
-    repair: str | None,
-    recorder: Recorder | None = None,
-    action: str = "step()",
-) -> set[str]:
-    """The tables whose replicas are to be restored, once the ranks of every group are about to do the same. Collective
-    over the tables' groups.
+def masks_by_shard(
+    packed: PackedStore, update_mask: Callable[..., Any], located: Located, configs: Configs
+) -> dict[str, list[NewMask]]:
+    """Return the new masks of this rank's shards, as a user's own ``update_mask`` edits them: one bit an element."""
+    made: dict[str, list[NewMask]] = {}
+    for name, data in located.items():
+        made[name] = []
+        for shard, before in zip(data.shards, packed.masks(name), strict=True):
+            mask = before.dense()
+            with packed.editing(name, mask):
+                update_mask(name, shard.tensor, **configs[name])
+            new = BlockMask.of_elements(shard.rect, mask)
+            made[name].append(NewMask(new, ~new.bits))
+    return made
 
-    No group is left out after an error, and larger ones come later, so that all ranks of the largest hear of it.
 
-    Args:
-        repair: as in :func:`due_step`; None does not look at replicas.
-    """
-    drifted: set[str] = set()
-    for ranks, names in tables.groups.items():
-        group = group_over(ranks)
-        if group.size == 1:
-            continue
-        facts: dict[str, Any] = {"sparsifier.repair": repair, "whether steps are recorded": recorder is not None}
+def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> None:
+    """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may change."""
+    dense = sparsifier.dense_store
+    for name in [name for name in sparsifier.data_groups if name in dense and dense.is_masked(name)]:
+        mask = dense.mask(name)
+        undo.append((mask, mask.detach().clone() if sparsifier.reads_masks else mask.data))
+        sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
+
+
+def _apply(
+    packed: PackedStore, located: Located, made: Mapping[str, MadeMasks], configs: Configs, recorder: Recorder | None
+) -> None:
+    """Zero what is newly removed, and put the new masks in place. Local."""
+    if recorder is not None:
+        for name, new in made.items():
+            recorder.note(located[name], packed.masks(name), packed.block(name), new, configs[name])
+    for name, new in made.items():
+        for shard, before, (mask, dirty) in zip(located[name].shards, packed.masks(name), new.masks, strict=True):
+            mask.apply_changed_(shard.tensor, before, dirty)
+    for name, new in made.items():
+        packed.replace(located[name], [mask for mask, _ in new.masks], new.block, new.removed)
+
+
+def _note_facts(
+    noted: list[tuple[Facts, list[str]]],
+    located: Located,
+    configs: Configs,
+    sparsifier: MaskMaker,
+    recorder: Recorder | None,
+) -> None:
+    """Note what must be equal on all ranks."""
+    moved = set(sparsifier.packed_store.moved(located))
+    for facts, names in noted:
+        facts["sparsifier.repair"] = sparsifier.repair
+        facts["whether steps are recorded"] = recorder is not None
         if recorder is not None:
-            facts[_WAITING] = recorder.waiting_for(ranks)
-        replicas: dict[str, Replica] = {}
-        if error is None:
-            facts["the tables that have moved"] = tables.moved({name: located[name] for name in names})
-        for name in names if error is None else ():
+            facts[_WAITING] = recorder.waiting_for(located[names[0]].ranks)
+        facts["the tables that have moved"] = [name for name in names if name in moved]
+        for name in names:
             data = located[name]
-            facts[f"the config of table {name!r}"] = rule.facts(name)
+            facts[f"the config of table {name!r}"] = configs[name]
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
             facts[f"the sharding of table {name!r}"] = data.tiling
-            if repair is not None and data.replicated and not data.copied:
-                replicas.update(hashes_of(data, group.rank))
-        try:
-            drifted |= to_restore(group.agree(action, facts, error, replicas), names, located, repair)
-        except ValueError as refused:
-            error = refused
-            if recorder is not None and isinstance(refused, Disagreement) and _WAITING in refused.keys:
-                recorder.forget()  # on all ranks alike: the next step finds nothing that they could disagree on
-    if error is not None:
-        raise error
-    return drifted
+
+
+def _note_replicas(noted: list[tuple[Facts, list[str]]], located: Located, repair: str) -> None:
+    """Note the hashes of weights that several ranks hold and that are meant to be equal."""
+    for facts, names in noted:
+        for data in (located[name] for name in names):
+            if data.replicated and not data.copied:
+                rank = group_over(data.ranks).rank
+                facts.replicas |= shared_weights(data, rank)
+        facts.on_drift = lambda drifted, names=names: _check_repair(drifted, names, located, repair)
+
+
+def _tables_at(drifted: Mapping[str, list[int]], names: list[str], located: Located) -> set[str]:
+    """The tables that have drifted at the given places."""
+    if not drifted:
+        return set()
+    tables = {place_of(name, rect): name for name in names for rect in located[name].rects}
+    return {tables[place] for place in drifted}
+
+
+def _check_repair(drifted: Mapping[str, list[int]], names: list[str], located: Located, repair: str) -> None:
+    """Refuse replicas that have drifted, unless they are to be restored and can be. The same on every rank."""
+    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
+    if repair != "broadcast":
+        raise ValueError(
+            f"Replicas have drifted from their first holder's: {places}. Nothing was changed; "
+            "sparsifier.repair = 'broadcast' restores them."
+        )
+    tilings = [located[name].tiling for name in _tables_at(drifted, names, located)]
+    if any(held != tiling[0] for tiling in tilings for held in tiling):
+        raise ValueError(f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired.")
+
+
+def _restore(packed: PackedStore, located: Located, drifted: set[str]) -> None:
+    """Overwrite all replicas by those of their group's first rank. Collective over the groups of what has drifted."""
+    for ranks, names in packed.groups.items():
+        for name in names:
+            for shard in located[name].shards if name in drifted else ():
+                group_over(ranks).broadcast_(shard.tensor)
+
+
+def _of_first_copies(made: Mapping[str, MadeMasks], located: Located, group: Group) -> dict[str, MadeMasks]:
+    """The new masks, with those of copies that are trained apart (2-D parallelism) replaced by the first copy's.
+    Collective over ``group`` if there are such copies: one all-to-all of packed bits."""
+    copied = [name for name in made if located[name].copied]
+    if not copied:
+        return dict(made)
+    parcels = Parcels(group)
+    received: dict[tuple[str, Rect], Callable[[], Tensor]] = {}
+    for name in copied:
+        own = {mask.rect: mask.bits for mask, _ in made[name].masks}
+        data = located[name]
+        owners = {rect: rank for rank in range(group.size) for rect in data.owned(rank)}
+        for receiver, held in enumerate(data.tiling):
+            for rect in dict.fromkeys(held):
+                if owners[rect] == receiver:
+                    continue
+                if owners[rect] == group.rank:
+                    parcels.send(receiver, own[rect])
+                if receiver == group.rank:
+                    received[name, rect] = parcels.expect(owners[rect], own[rect].shape)
+    parcels.exchange(torch.device("cpu"))
+    taken = dict(made)
+    for name in copied:
+        masks = list(made[name].masks)
+        for i, (mask, _) in enumerate(masks):
+            if (name, mask.rect) in received:
+                bits = received[name, mask.rect]().to(mask.bits.device, copy=True)
+                # Which blocks of this copy are zero already says nothing of those that the other removes.
+                masks[i] = NewMask(BlockMask(mask.rect, mask.block, bits), ~bits)
+        taken[name] = made[name]._replace(masks=masks)
+    return taken

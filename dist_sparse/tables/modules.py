@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -72,18 +72,43 @@ class ModelTables:
         self._exclude = name_list("exclude", exclude)
         self._dense = ("*",) if dense is True else name_list("dense", dense or None)
         self._all_dense = dense is True
+        self._names: dict[str, str] | None = None
+        self._found: dict[str, _Found] = {}
 
-    def locate(self) -> list[ShardedData]:
-        """The selected tensors as they lie now, in the order of the model. Does not communicate.
+    def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
+        """Return the selected tensors as they are stored now, in the order of the model. Walks it; does not
+        communicate. The first call selects; later ones return what is left of its selection, under the same names.
+
+        Args:
+            names: which of them; None is all.
 
         Raises:
             ValueError: as :func:`model_source`; the model may have changed since.
         """
-        return [found.locate(name) for name, found in self._select()]
+        if self._names is None:
+            selected = self._select()
+            self._names = {found.fqn: name for name, found in selected}
+        else:
+            known, everything = self._names, _Walk(self.model).find(self.model)
+            selected = [(known[found.fqn], found) for found in everything if found.fqn in known]
+        wanted = None if names is None else set(names)
+        chosen = [(name, found) for name, found in selected if wanted is None or name in wanted]
+        self._found = dict(chosen)
+        return [found.locate(name) for name, found in chosen]
 
-    def held(self) -> dict[str, list[Tensor]]:
-        """The pieces of the selected tensors on this rank, by name. Walks the model."""
-        return {data.name: [shard.tensor for shard in data.shards] for data in self.locate()}
+    def find(self, name: str) -> ShardedData:
+        """Return one table that was located before, as it is stored now. Does not walk the model.
+
+        Raises:
+            ValueError: it is no longer where it was.
+        """
+        found = self._found.get(name)
+        if found is None or not found.present(self.model):
+            located = self.locate([name])
+            if not located:
+                raise ValueError(f"The registered table {name!r} is no longer in the model.")
+            return located[0]
+        return found.find(name)
 
     def _select(self) -> list[tuple[str, _Found]]:
         everything = _named(list(_Walk(self.model).find(self.model)))
@@ -113,13 +138,34 @@ class ModelTables:
 
 @dataclass(frozen=True)
 class _Found:
-    """Something in the model: its own name, the path of the module that gave it, and how to look it up under a name."""
+    """Something in the model.
+
+    Args:
+        name: its own.
+        path: of the module that gave it its name.
+        fqn: fully qualified name.
+        locate: looks it up under a registered name, during the walk.
+        find: does so at any later time, as long as ``holder`` is part of the model.
+        holder: the module that holds it.
+        trail: the attributes that lead from the model to ``holder``.
+        dense: whether it is no embedding table.
+    """
 
     name: str
     path: str
     fqn: str
     locate: Callable[[str], ShardedData]
+    find: Callable[[str], ShardedData]
+    holder: nn.Module
+    trail: tuple[str, ...]
     dense: bool = False
+
+    def present(self, model: nn.Module) -> bool:
+        """Whether ``holder`` is still where it was."""
+        module: nn.Module | None = model
+        for attribute in self.trail:
+            module = module._modules.get(attribute) if module is not None else None
+        return module is self.holder
 
 
 class _Replicas(NamedTuple):
@@ -149,35 +195,43 @@ class _Walk:
             importlib.import_module("dist_sparse.tables.torchrec") if "torchrec" in sys.modules else None
         )
 
-    def find(self, module: nn.Module, path: str = "", ddp: _Replicas | None = None) -> Iterator[_Found]:
+    def find(
+        self, module: nn.Module, path: str = "", ddp: _Replicas | None = None, trail: tuple[str, ...] = ()
+    ) -> Iterator[_Found]:
         ddp = ddp or _Replicas()
         if not self._first(module):
             return
         reason = self._refusal(module)
         if reason is not None:
             refuse = partial(_refuse, type(module).__name__, path, reason)
-            yield _Found(path.replace(".", "/") or type(module).__name__, "", path or type(module).__name__, refuse)
+            kind = type(module).__name__
+            yield _Found(path.replace(".", "/") or kind, "", path or kind, refuse, refuse, module, trail)
             return
         sharded = self._torchrec.sharded_tables(module, path) if self._torchrec else None
         if sharded is not None:
-            yield from (_Found(table.name, path, table.fqn, table.locate) for table in sharded)
+            for table in sharded:
+                find = partial(self._torchrec.find_table, module, path, table.name)
+                yield _Found(table.name, path, table.fqn, table.locate, find, module, trail)
             return
         collection = self._torchrec.collection_tables(module) if self._torchrec else None
         if collection is not None:
             attribute, tables, features = collection
             for name, table in tables.items():
                 below = f"{attribute}.{name}"
-                yield from self._table(table, name, path, _join(path, below), ddp.child(below), features[name])
+                inside = (*trail, attribute, name)
+                yield from self._table(table, name, path, _join(path, below), ddp.child(below), inside, features[name])
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp)
+            yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp, trail)
         if isinstance(module, DistributedDataParallel):
             ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
-            yield from self.find(module.module, path, _Replicas(_ranks(module.process_group), ignored))
+            replicas = _Replicas(_ranks(module.process_group), ignored)
+            yield from self.find(module.module, path, replicas, (*trail, "module"))
             return
-        yield from self._parameters(module, path, ddp)
+        yield from self._parameters(module, path, ddp, trail)
         for name, child in module.named_children():
-            yield from self.find(child, path if name in _WRAPPERS else _join(path, name), ddp.child(name))
+            below = path if name in _WRAPPERS else _join(path, name)
+            yield from self.find(child, below, ddp.child(name), (*trail, name))
 
     def _first(self, thing: object) -> bool:
         first = id(thing) not in self._seen
@@ -199,6 +253,7 @@ class _Walk:
         path: str,
         module_path: str,
         ddp: _Replicas,
+        trail: tuple[str, ...],
         features: tuple[str, ...] = (),
     ) -> Iterator[_Found]:
         """An embedding module of torch's: one replica per rank of the DDP around it, or all of it here."""
@@ -207,22 +262,28 @@ class _Walk:
         if weight is not None and not self._first(weight):
             return
         fqn = _join(module_path, "weight")
-        yield _Found(name, path, fqn, partial(_replica, weight, fqn, ddp.of("weight"), features=features))
+        locate = partial(_replica, module, "weight", fqn, ddp.of("weight"), features=features)
+        yield _Found(name, path, fqn, locate, locate, module, trail)
 
-    def _parameters(self, module: nn.Module, path: str, ddp: _Replicas) -> Iterator[_Found]:
+    def _parameters(self, module: nn.Module, path: str, ddp: _Replicas, trail: tuple[str, ...]) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in self._table_weights and self._first(parameter):
                 fqn = _join(path, name)
-                yield _Found(
-                    fqn.replace(".", "/"), "", fqn, partial(_replica, parameter, fqn, ddp.of(name)), dense=True
-                )
+                locate = partial(_replica, module, name, fqn, ddp.of(name))
+                yield _Found(fqn.replace(".", "/"), "", fqn, locate, locate, module, trail, dense=True)
 
 
 def _replica(
-    parameter: Tensor | None, fqn: str, ranks: tuple[int, ...] | None, name: str, features: tuple[str, ...] = ()
+    module: nn.Module,
+    attribute: str,
+    fqn: str,
+    ranks: tuple[int, ...] | None,
+    name: str,
+    features: tuple[str, ...] = (),
 ) -> ShardedData:
     """A parameter that every rank of ``ranks`` holds whole."""
+    parameter = module._parameters.get(attribute)
     if parameter is None:
         raise ValueError(
             f"Table {name!r}: {fqn} is computed (parametrized, or flattened by FSDP); only parameters can be masked."

@@ -7,7 +7,7 @@ stashing replace the storage behind it. Nothing here communicates: the rectangle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import integer, parse_block
 
 __all__ = [
     "ROW",
@@ -28,6 +28,7 @@ __all__ = [
     "check_data",
     "check_tiling",
     "grid_of",
+    "parse_block",
     "resolve_block",
 ]
 
@@ -139,12 +140,17 @@ class ShardedData:
 class Source(Protocol):
     """Something registered: a model's tables, or one sharded tensor."""
 
-    def locate(self) -> list[ShardedData]:
-        """Its tensors as they lie now. Does not communicate; the same names in the same order on every rank."""
+    def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
+        """Return its tensors as they are stored now. Does not communicate; the same names in the same order on every
+        rank.
+
+        Args:
+            names: which, of those that the first call has returned; None is all of them.
+        """
         ...
 
-    def held(self) -> dict[str, list[Tensor]]:
-        """This rank's pieces alone, by name: what every ``add_data`` asks for."""
+    def find(self, name: str) -> ShardedData:
+        """Return one tensor that was located before, as it is stored now. Does not walk the model."""
         ...
 
 

@@ -7,6 +7,7 @@ views are taken anew at each ``locate()``.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -39,19 +40,18 @@ class TensorSource:
         self._name, self.data = name, data
         check_data(self.locate()[0])
 
-    def locate(self) -> list[ShardedData]:
-        """Its one entry. Does not communicate; raises ValueError as the class says."""
+    def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
+        """Return its one entry. Does not communicate; raises ValueError as the class says."""
+        return [self.find(self._name)]
+
+    def find(self, name: str) -> ShardedData:
+        """Return its one entry."""
         data = self.data
         if data.dim() not in (1, 2):
             raise ValueError(
                 f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or two dimensions."
             )
-        return [_from_sharded_tensor(self._name, data) if _in_pieces(data) else _from_dtensor(self._name, data)]
-
-    def held(self) -> dict[str, list[Tensor]]:
-        """The pieces on this rank, under its name."""
-        data = self.data
-        return {self._name: [s.tensor for s in data.local_shards()] if _in_pieces(data) else [data.to_local().detach()]}
+        return _from_sharded_tensor(self._name, data) if _in_pieces(data) else _from_dtensor(self._name, data)
 
 
 def _in_pieces(data: Any) -> bool:

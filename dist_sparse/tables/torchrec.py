@@ -42,6 +42,7 @@ __all__ = [
     "averages",
     "check_versions",
     "collection_tables",
+    "find_table",
     "fused_kernels",
     "refusal",
     "sharded_tables",
@@ -124,6 +125,12 @@ def fused_kernels(module: Any) -> Iterator[Any]:
         for kernel in _kernels_of(lookup):
             if any(config.compute_kernel.value in _FUSED for config in kernel._config.embedding_tables):
                 yield kernel
+
+
+def find_table(module: nn.Module, path: str, table: str, name: str) -> ShardedData:
+    """One table of a sharded collection at ``path``, as it is stored now, under a registered name."""
+    attribute = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    return _Collection(module).locate(table, f"{path}.{attribute}.{table}.weight".lstrip("."), name)
 
 
 def sharded_tables(module: nn.Module, path: str) -> list[Table] | None:

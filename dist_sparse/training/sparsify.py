@@ -24,7 +24,7 @@ from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import leaves
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
-from dist_sparse.sparsifiers.norm import DataNormSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
 from dist_sparse.text import shape_text, table_lines

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import CubicDataScheduler
-from dist_sparse.sparsifiers.norm import DataNormSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 from tests.conformance.pair import Ancestor, Doubled, Ours, ancestors, saved_and_loaded, weight_of
 
 schedulers = pytest.importorskip("torch.ao.pruning._experimental.data_scheduler", exc_type=ImportError)

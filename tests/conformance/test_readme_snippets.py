@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import ExponentialDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.norm import DataNormSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 
 
 class ImplementedDataSparsifier(BaseDataSparsifier):

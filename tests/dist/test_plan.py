@@ -74,7 +74,7 @@ def test_errors() -> None:
         # Only rank 1 holds this one.
         for data in _located(model)["word"].shards:
             data.tensor[0, 0] = torch.inf
-    with pytest.raises(ValueError, match=r"plan\(\) was refused on every rank.*rank 1: .*Table 'word'"):
+    with pytest.raises(ValueError, match=r"preview\(\) was refused on every rank.*rank 1: .*Table 'word'"):
         plan(model, level=0.5)
     for data in _located(model)["word"].shards:
         data.tensor[0, 0] = 1.0

@@ -144,16 +144,18 @@ class Alternate(BaseDataSparsifier):
 
 @on_ranks(2)
 def test_a_user_s_own_masks() -> None:
-    """Their steps send no counts, so these wait for complete()."""
+    """Their updates send no sums, so what waits for one travels in the next as a message of its own: it never grows."""
     model = build(cells(2)["row_wise"])
     sparsifier = Alternate()
     sparsifier.add_model(model)
     recorder = sparsifier.record()
     sparsifier.step()
+    assert recorder.take() == []
     sparsifier.step()
-    assert recorder.take() == [] and recorder.count == 2
-    recorder.complete()
-    first, second = recorder.take()
+    [first] = recorder.take()
+    sparsifier.step()
+    [second] = recorder.take()
+    assert recorder.count == 3
     for change in first.tables:
         assert change.flipped_blocks == change.removed_blocks == change.blocks and change.regrown_blocks == 0
         assert change.threshold is None and change.target is None
@@ -223,15 +225,15 @@ def test_a_late_error_of_one_rank() -> None:
     cell = cells(2)["row_wise"]
     model = build(cell)
     sparsifier, recorder = stepped(model)
-    commit = sparsifier._tables.commit
+    commit = sparsifier.packed_store.replace
     if torch.distributed.get_rank() == 1:
-        sparsifier._tables.commit = lambda *args: 1 / 0  # type: ignore[method-assign]
+        sparsifier.packed_store.replace = lambda *args: 1 / 0  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError):
             sparsifier.step()
-        sparsifier._tables.commit = commit  # type: ignore[method-assign]
+        sparsifier.packed_store.replace = commit  # type: ignore[method-assign]
     else:
         sparsifier.step()
-    with pytest.raises(ValueError, match="what of earlier steps is still to be recorded is"):
+    with pytest.raises(ValueError, match="what of earlier mask updates is still to be summed is"):
         sparsifier.step()
     for seed in (1, 2):
         set_weights(model, weights(cell, seed=seed))

@@ -158,7 +158,7 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
     with pytest.raises(KeyError), RunLog(tmp_path / "failed", sparsifier) as log:
         sparsifier.step()
         raise KeyError
-    assert sparsifier._recorder is None, "nobody would take what it counts"
+    assert sparsifier.recorder is None, "nobody would take what it counts"
     sparsifier.step()
     own = sparsifier.record()
     sparsifier.step()
@@ -168,10 +168,10 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
             log.step(step, loss=1.0)
     masks = [(line["step"], line["number"]) for line in lines_of(tmp_path / "run") if line["kind"] == "masks"]
     assert masks == [(0, 2), (1, 3)]
-    assert sparsifier._recorder is own, "it was there before the log"
+    assert sparsifier.recorder is own, "it was there before the log"
     sparsifier.stop_recording()
     RunLog(tmp_path / "third", sparsifier).close()
-    assert sparsifier._recorder is None
+    assert sparsifier.recorder is None
 
 
 def test_nothing_more_is_closed_twice(tmp_path: Path) -> None:

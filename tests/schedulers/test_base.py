@@ -9,7 +9,7 @@ import torch
 
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import CubicDataScheduler
-from dist_sparse.sparsifiers.norm import DataNormSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 
 
 class Fixed(BaseDataScheduler):

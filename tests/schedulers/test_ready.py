@@ -15,7 +15,7 @@ from dist_sparse.schedulers.ready import (
     LinearDataScheduler,
     OneShotDataScheduler,
 )
-from dist_sparse.sparsifiers.norm import DataNormSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 from tests.schedulers.loop import GROWING, level_of, run, sparsifier_of
 
 
