@@ -65,8 +65,9 @@ def torchrun(parent: int, shown: str, words: list[str]) -> int:
         text, trace = _describe(failure)
         if trace and shown and str(failure.local_rank) not in shown.split(","):
             print(trace, end="", file=sys.stderr)
-        print(f"launch: rank {number} {text}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
+        return code
     except SignalException as error:
         return 128 + error.sigval
     except KeyboardInterrupt:
@@ -80,9 +81,8 @@ def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     def time_of(failure: ProcessFailure) -> float:
         with contextlib.suppress(OSError):
             return os.stat(failure.error_file).st_mtime
-        return (
-            failure.timestamp - 1
-        )  # of the second in which torchrun saw it, after others may have failed because of it
+        # The second in which torchrun saw it; by then, others may have failed because of it.
+        return failure.timestamp - 1
 
     # torchrun ends the other ranks by SIGTERM, and then lists them too.
     causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
@@ -93,16 +93,14 @@ def _describe(failure: ProcessFailure) -> tuple[str, str]:
     """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left no error file."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
-        if failure.exitcode < 0:
-            return f"was killed by {failure.signal_name()} (exit code {128 - failure.exitcode})", ""
-        return f"failed (exit code {failure.exitcode})", ""
+        return f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "failed", ""
     trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
     what = str(message.get("message", "")).partition("\n")[0][:_LONGEST_MESSAGE]
     # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's own.
     frames = _FRAME.findall(trace.rpartition("Traceback (most recent call last)")[2])
     lines = [line for file, line in frames if file == frames[0][0]]
     where = f" at {os.path.relpath(frames[0][0])}:{lines[-1]}" if frames else ""
-    return f"failed{where} with {what} (exit code {failure.exitcode})", trace
+    return f"failed{where} with {what}", trace
 
 
 def rank(words: list[str]) -> None:
