@@ -1,0 +1,44 @@
+"""Names of `dist_sparse.report`: all importable from the package, none of which loads an optional dependency."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import dist_sparse.report
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def loaded(statement: str) -> set[str]:
+    """Return the modules that a fresh interpreter has after ``statement``."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_names_need_no_optional_dependency() -> None:
+    within = loaded(f"from dist_sparse.report import {', '.join(dist_sparse.report.__all__)}")
+    assert not within & {"matplotlib", "tensorboard", "torchrec", "fbgemm_gpu"}
+    assert set(dist_sparse.report.__all__) <= set(dir(dist_sparse.report))
+
+
+def test_plan_is_the_function_whatever_was_imported_before() -> None:
+    loaded("import dist_sparse.report.plan\nfrom dist_sparse.report import plan\nassert plan.__name__ == 'plan'")
+    loaded("from dist_sparse.report import plan\nfrom dist_sparse.report.plan import plan as same\nassert plan is same")
+
+
+def test_reading_a_run_loads_neither_charts_nor_sparsifiers() -> None:
+    within = loaded("from dist_sparse.report import read_run\nfrom dist_sparse.report.summary import inspect_text")
+    assert not within & {"dist_sparse.report.charts", "dist_sparse.report.run_log", "dist_sparse.sparsifiers.base"}
+
+
+def test_the_page_has_its_parts() -> None:
+    """They are data of the package, which setuptools leaves out unless it is told."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert all(
+        (ROOT / "dist_sparse" / name).is_file() and f'"{name}"' in text
+        for name in ("report/page.css", "report/page.js")
+    )
