@@ -33,218 +33,63 @@ class Mutation(NamedTuple):
 
 
 M = Mutation
-SHARDED = "tests/dist/test_sharded_tensors.py"
 # fmt: off
 MUTATIONS = [
-    # -- masking -----------------------------------------------------------------------------------------------------
-    M(
-        "masking/selection.py",
-        "segment.ids(where + start) > self.last",
-        "segment.ids(where + start) >= self.last",
-        SHARDED,
-    ),
-    M(
-        "masking/selection.py",
-        "search.holders > 1 or ballot.spread_replicas",
-        "search.holders > 1",
-        f"{SHARDED} -k ties_in",
-    ),
-    M(
-        "masking/selection.py",
-        "bucket = (upto < wanted)",
-        "bucket = (upto <= wanted)",
-        "tests/masking/test_selection.py",
-    ),
-    M("masking/selection.py", "counts[1 + (KEPT >> LEADING_SHIFT)] = 0", "pass", SHARDED),
-    M(
-        "masking/selection.py",
-        "            _refuse_not_finite(counts, names)\n",
-        "",
-        "tests/dist/test_bad_values.py -k overflow",
-    ),
-    M(
-        "masking/selection.py",
-        "self.settled = self.left == self.inside or shift == 0",
-        "self.settled = shift == 0",
-        "tests/dist/test_traffic.py",
-    ),
-    M(
-        "masking/scores.py",
-        "(shape[1] - columns * block[1]).clamp_(max=block[1])",
-        "(shape[1] - columns * 0).clamp_(max=block[1])",
-        "tests/masking/test_scores.py",
-    ),
-    M("masking/scores.py", "-rect.col % width)  #", "rect.col % width)  #", SHARDED),
-    M(
-        "masking/scores.py",
-        "blocks.argsort(dim=-1, stable=True)",
-        "blocks.argsort(dim=-1, descending=True, stable=True)",
-        "tests/masking/test_scores.py",
-    ),
+    # -- masking ---------------------------------------------------------------------------------------------------------
+    M("masking/selection.py", "segment.ids(where + start) > self.last", "segment.ids(where + start) >= self.last", "tests/dist/test_sharded_tensors.py"),
+    M("masking/selection.py", "search.holders > 1 or ballot.spread_replicas", "search.holders > 1", "tests/dist/test_sharded_tensors.py -k spread and ties"),
+    M("masking/selection.py", "bucket = (upto < wanted)", "bucket = (upto <= wanted)", "tests/masking/test_selection.py"),
+    M("masking/selection.py", "counts[1 + (KEPT >> LEADING_SHIFT)] = 0", "pass", "tests/dist/test_sharded_tensors.py"),
+    M("masking/selection.py", "            _refuse_not_finite(counts, names)\n", "", "tests/dist/test_bad_values.py -k overflow"),
+    M("masking/selection.py", "self.settled = self.left == self.inside or shift == 0", "self.settled = shift == 0", "tests/dist/test_traffic.py"),
+    M("masking/scores.py", "(shape[1] - columns * block[1]).clamp_(max=block[1])", "(shape[1] - columns * 0).clamp_(max=block[1])", "tests/masking/test_scores.py"),
+    M("masking/scores.py", "-rect.col % width)  #", "rect.col % width)  #", "tests/dist/test_sharded_tensors.py"),
+    M("masking/scores.py", "blocks.argsort(dim=-1, stable=True)", "blocks.argsort(dim=-1, descending=True, stable=True)", "tests/masking/test_scores.py"),
     M("masking/masks.py", "bits[-1] = (1 << count % 8) - 1", "pass", "tests/masking/test_masks.py"),
     M("masking/masks.py", "blocks[blocks < self.blocks]", "blocks", "tests/masking/test_masks.py"),
-    M(
-        "masking/masks.py",
-        "            self.apply_(tensor)\n        else:",
-        "            pass\n        else:",
-        "tests/masking/test_masks.py tests/conformance/test_data_norm_sparsifier.py",
-    ),
-    M(
-        "masking/block_masks.py",
-        "stale = gone & (bits != 0) if norm else gone",
-        "stale = gone & (bits != 0)",
-        "tests/dist/test_custom.py",
-    ),
-    M(
-        "masking/block_masks.py",
-        "settled = norm and threshold.bits == 0",
-        "settled = threshold.bits == 0",
-        "tests/dist/test_custom.py -k score",
-    ),
-    M(
-        "masking/block_masks.py",
-        "if bool((low >= 0) & (high < torch.inf)):",
-        "if bool(high < torch.inf):",
-        "tests/dist/test_bad_values.py -k negative",
-    ),
-    M(
-        "masking/block_masks.py",
-        "counts = shard.rect in mine",
-        "counts = True",
-        "tests/dist/test_masks.py -k 2-data_parallel",
-    ),
-    M("masking/cuts.py", "scores[[i - owned.start for i in slabs]] = KEPT", "pass", f"{SHARDED} -k cross"),
-    # -- groups ------------------------------------------------------------------------------------------------------
-    M(
-        "groups.py",
-        "torch.tensor([error is not None, digest",
-        "torch.tensor([False, digest",
-        "tests/dist/test_groups.py -k exception",
-    ),
+    M("masking/masks.py", "            self.apply_(tensor)\n        else:", "            pass\n        else:", "tests/masking/test_masks.py tests/conformance/test_data_norm_sparsifier.py"),
+    M("masking/block_masks.py", "stale = gone & (bits != 0) if norm else gone", "stale = gone & (bits != 0)", "tests/dist/test_custom.py"),
+    M("masking/block_masks.py", "settled = norm and threshold.bits == 0", "settled = threshold.bits == 0", "tests/dist/test_custom.py -k score"),
+    M("masking/block_masks.py", "if bool((low >= 0) & (high < torch.inf)):", "if bool(high < torch.inf):", "tests/dist/test_bad_values.py -k negative"),
+    M("masking/block_masks.py", "counts = shard.rect in mine", "counts = True", "tests/dist/test_masks.py -k 2-data_parallel"),
+    M("masking/cuts.py", "scores[[i - owned.start for i in slabs]] = KEPT", "pass", "tests/dist/test_sharded_tensors.py -k cross"),
+    # -- groups ----------------------------------------------------------------------------------------------------------
+    M("groups.py", "torch.tensor([error is not None, digest", "torch.tensor([False, digest", "tests/dist/test_groups.py -k exception"),
     M("groups.py", "if int(told[:, 3].sum()) == 0:", "if True:", "tests/dist/test_bad_replicas.py -k drifted"),
-    M(
-        "groups.py",
-        "                error = refused\n",
-        "                raise\n",
-        "tests/dist/test_groups.py tests/dist/test_bad_replicas.py",
-    ),
-    M(
-        "groups.py",
-        "rider is not None and rider.summed is None and",
-        "rider is not None and",
-        "tests/dist/test_groups.py -k rider",
-    ),
-    M(
-        "groups.py",
-        "-> int:\n    return digest(name) | 1",
-        "-> int:\n    return 0",
-        "tests/dist/test_bad_replicas.py -k drifted",
-    ),
-    # -- schedulers --------------------------------------------------------------------------------------------------
+    M("groups.py", "                error = refused\n", "                raise\n", "tests/dist/test_groups.py tests/dist/test_bad_replicas.py"),
+    M("groups.py", "rider is not None and rider.summed is None and", "rider is not None and", "tests/dist/test_groups.py -k rider"),
+    M("groups.py", "-> int:\n    return digest(name) | 1", "-> int:\n    return 0", "tests/dist/test_bad_replicas.py -k drifted"),
+    # -- schedulers ------------------------------------------------------------------------------------------------------
     M("schedulers/curves.py", "% self.every == 0 or step == self.end", "% self.every == 0", "tests/schedulers"),
     M("schedulers/curves.py", "_finite(end))) ** 3)", "_finite(end))) ** 2)", "tests/schedulers/test_curves.py"),
-    M(
-        "schedulers/curves.py",
-        "    if share in (0.0, 1.0):\n        return final if share else initial\n",
-        "",
-        "tests/schedulers/test_curves.py",
-    ),
+    M("schedulers/curves.py", "    if share in (0.0, 1.0):\n        return final if share else initial\n", "", "tests/schedulers/test_curves.py"),
     M("schedulers/curves.py", "return step - (step - self.begin) % self.every", "return step", "tests/schedulers"),
-    M(
-        "schedulers/base.py",
-        "if repr(value) != repr(mine[name])}",
-        "if value != mine[name]}",
-        "tests/dist/test_schedulers.py -k types",
-    ),
-    M(
-        "schedulers/base.py",
-        "any(scheduler._updates_masks() for scheduler in current.schedulers)",
-        "self._updates_masks()",
-        "tests/schedulers tests/conformance/test_base_data_scheduler.py",
-    ),
-    M(
-        "schedulers/ready.py",
-        "        loaded._check_plan_everywhere(names)\n",
-        "",
-        "tests/dist/test_schedulers.py -k load",
-    ),
-    # -- enforcer ----------------------------------------------------------------------------------------------------
-    M(
-        "enforcer/fused.py",
-        "            if self._lookup.needed:",
-        "            if False:",
-        "tests/dist/test_enforce.py -k batches",
-    ),
-    M(
-        "enforcer/fused.py",
-        "            self._current()  # masks may have been updated since the lookup\n",
-        "",
-        "tests/dist/test_enforce.py -k orders",
-    ),
-    M(
-        "enforcer/fused.py",
-        "        if _writes_now(self._batch, mode):\n            self.clean_all()\n",
-        "",
-        "tests/dist/test_enforce_equals.py -k fbgemm",
-    ),
-    M(
-        "enforcer/rows.py",
-        "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n",
-        "return ids.clamp(0, rows - 1)\n\n",
-        "tests/dist/test_enforce.py -k ids_outside",
-    ),
-    M(
-        "enforcer/enforcer.py",
-        "        self.settle()\n        done = sync",
-        "        done = sync",
-        "tests/dist/test_copies.py",
-    ),
-    M(
-        "enforcer/enforcer.py",
-        "        self._loaded = True\n        for kernel",
-        "        for kernel",
-        "tests/dist/test_enforce.py tests/enforcer -k load",
-    ),
-    M(
-        "enforcer/enforcer.py",
-        "            self._reset_states(self._masks())\n\n    def renew",
-        "            pass\n\n    def renew",
-        "tests/dist/test_enforce_equals.py -k states",
-    ),
-    M(
-        "enforcer/dense.py",
-        "if target.dirty or parameter.grad is not None:\n                    target.clean(step",
-        "if target.dirty:\n                    target.clean(step",
-        "tests/dist/test_enforce_replicas.py",
-    ),
-    # -- optim -------------------------------------------------------------------------------------------------------
-    M(
-        "optim/update.py",
-        "all(place.is_shard() or at == 0 for",
-        "all(True for",
-        "tests/dist/test_optim_dtensor.py -k norm",
-    ),
-    M(
-        "optim/update.py",
-        "return total, bool(told[:, 1].any())",
-        "return total, bool(alike or parts)",
-        "tests/dist/test_optim_dtensor.py",
-    ),
-    M(
-        "optim/update.py",
-        "(norm + 1e-6), max=1.0)",
-        "(norm + 1e-6))",
-        "tests/optim/test_optim_gradients.py tests/dist/test_optim_dtensor.py",
-    ),
-    M(
-        "optim/schedules.py",
-        "self.init_lr * min(real_step",
-        "self.init_lr * max(real_step",
-        "tests/conformance/test_optim_scheduler.py tests/optim",
-    ),
-    # -- report ------------------------------------------------------------------------------------------------------
+    M("schedulers/base.py", "if repr(value) != repr(mine[name])}", "if value != mine[name]}", "tests/dist/test_schedulers.py -k types"),
+    M("schedulers/base.py", "any(scheduler._updates_masks() for scheduler in current.schedulers)", "self._updates_masks()", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
+    M("schedulers/ready.py", "        loaded._check_plan_everywhere(names)\n", "", "tests/dist/test_schedulers.py -k load"),
+    # -- enforcer --------------------------------------------------------------------------------------------------------
+    M("enforcer/fused.py", "            if self._lookup.needed:", "            if False:", "tests/dist/test_enforce.py -k batches"),
+    M("enforcer/fused.py", "            self._current()  # masks may have been updated since the lookup\n", "", "tests/dist/test_enforce.py -k orders"),
+    M("enforcer/fused.py", "        if _writes_now(self._batch, mode):\n            self.clean_all()\n", "", "tests/dist/test_enforce_equals.py -k fbgemm"),
+    M("enforcer/rows.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
+    M("enforcer/enforcer.py", "        self.settle()\n        done = sync", "        done = sync", "tests/dist/test_copies.py"),
+    M("enforcer/enforcer.py", "        self._loaded = True\n        for kernel", "        for kernel", "tests/dist/test_enforce.py tests/enforcer -k load"),
+    M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n\n    def renew", "            pass\n\n    def renew", "tests/dist/test_enforce_equals.py -k states"),
+    M("enforcer/dense.py", "if target.dirty or parameter.grad is not None:\n                    target.clean(step", "if target.dirty:\n                    target.clean(step", "tests/dist/test_enforce_replicas.py"),
+    # -- optim -----------------------------------------------------------------------------------------------------------
+    M("optim/update.py", "all(place.is_shard() or at == 0 for", "all(True for", "tests/dist/test_optim_dtensor.py -k norm"),
+    M("optim/update.py", "return total, bool(received[:, 1].any())", "return total, bool(replicated or parts)", "tests/dist/test_optim_dtensor.py"),
+    M("optim/update.py", "(norm + 1e-6), max=1.0)", "(norm + 1e-6))", "tests/optim/test_optim_gradients.py tests/dist/test_optim_dtensor.py"),
+    M("optim/schedules.py", "self.init_lr * min(real_step", "self.init_lr * max(real_step", "tests/conformance/test_optim_scheduler.py tests/optim"),
+    M("optim/update.py", "scaler.get_scale() * scaler.get_backoff_factor()", "scaler.get_scale()", "tests/dist/test_optim_scheduler.py -k not and finite"),
+    M("optim/update.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
+    M("optim/update.py", "        lent.grad = torch.zeros_like(lent)\n", "        return\n", "tests/dist/test_optim_torchrec.py -k no and gradient"),
+    # -- training --------------------------------------------------------------------------------------------------------
+    M("training/sparsify.py", "                _check_levels(levels, state_dict)\n", "                pass\n", "tests/training"),
+    M("training/sparsify.py", "if self._detached() and not self.finished:", "if self._detached():", "tests/training"),
+    M("training/sparsify.py", "{shard.rect for shard in data.shards} != set(data.rects)", "len(data.shards) != len(data.rects)", "tests/dist/test_lightning.py tests/training"),
+    # -- report ----------------------------------------------------------------------------------------------------------
     M("report/quality.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
-    # -- tables ------------------------------------------------------------------------------------------------------
 ]
 # fmt: on
 
