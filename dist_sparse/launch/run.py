@@ -31,7 +31,7 @@ __all__ = ["run"]
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _JOB = "DIST_SPARSE_LAUNCH_JOB"  # the job's mark, behind the marks of the jobs that it runs in
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_MARGIN = 10.0  # seconds that torchrun has, beyond the ranks' grace, to kill them and exit
+_MARGIN = 5.0  # seconds that torchrun has, beyond the ranks' grace, to kill them and exit
 _POLL = 0.5  # seconds
 
 
