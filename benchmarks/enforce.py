@@ -44,6 +44,8 @@ def _case(
     }
 
 
+MANY_SMALL = {**_tables(26, 20_000, 10, 20_000), "dim": 32, "batch": 512}
+
 CASES = [
     *[
         _case("a", block, _tables(1, rows, 10, min(rows, below)), ids, [], 3)
@@ -57,6 +59,12 @@ CASES = [
         for block in BLOCKS
         for ids, peers in ((1, ["whole", "ancestor"]), (10, ["whole"]))
     ],
+    *[
+        _case(
+            "b", block, {**_tables(26, 20_000, 10, 20_000), "dim": 32, "batch": 512}, "uniform, 10 a bag", ["whole"], 5
+        )
+        for block in BLOCKS
+    ],
 ]
 
 
@@ -64,10 +72,14 @@ def main() -> int:
     """Runs the cases, prints the tables, writes the dated result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["a", "b"], help="only the cases of one question")
+    parser.add_argument("--tables", type=int, help="only the cases with so many tables")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     options = parser.parse_args()
     found = []
-    for case in tqdm([c for c in CASES if options.only in (None, c["kind"])], disable=not sys.stderr.isatty()):
+    chosen = [c for c in CASES if options.only in (None, c["kind"])]
+    if options.tables is not None:
+        chosen = [c for c in chosen if (c["tables"] or {}).get("tables") == options.tables]
+    for case in tqdm(chosen, disable=not sys.stderr.isatty()):
         found.append(fresh("benchmarks.enforce_case", case, 1, 2))
     text = report(found)
     print(text)

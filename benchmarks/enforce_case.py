@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from benchmarks.peers import ancestor
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
+from dist_sparse.tables.modules import model_source
 from dlrm.batches import Batch, Dataset, SparseFeature
 from dlrm.model import build, sharding_of
 
@@ -68,8 +69,8 @@ class Loop(abc.ABC):
 class Tables(Loop):
     """A DLRM with the main job's layers over some tables of one size, whose optimizer is a fused row-wise Adagrad."""
 
-    def __init__(self, tables: int, rows: int, dim: int, ids: int, below: int) -> None:
-        self.tables, self.ids, self.below = tables, ids, below
+    def __init__(self, tables: int, rows: int, dim: int, ids: int, below: int, batch: int = BATCH) -> None:
+        self.tables, self.ids, self.below, self.size = tables, ids, below, batch
         self.names = [f"t{i}" for i in range(tables)]
         configs = [
             EmbeddingBagConfig(name=n, num_embeddings=rows, embedding_dim=dim, feature_names=[n]) for n in self.names
@@ -100,11 +101,11 @@ class Tables(Loop):
 
     def batch(self, step: int) -> Batch:
         made = torch.Generator().manual_seed(step)
-        values = torch.randint(self.below, (self.tables * BATCH * self.ids,), generator=made)
-        lengths = torch.full((self.tables * BATCH,), self.ids)
+        values = torch.randint(self.below, (self.tables * self.size * self.ids,), generator=made)
+        lengths = torch.full((self.tables * self.size,), self.ids)
         features = KeyedJaggedTensor.from_lengths_sync(keys=self.names, values=values, lengths=lengths)
-        labels = torch.randint(0, 2, (BATCH,), generator=made).float()
-        return Batch(torch.rand(BATCH, DENSE, generator=made), features, labels)
+        labels = torch.randint(0, 2, (self.size,), generator=made).float()
+        return Batch(torch.rand(self.size, DENSE, generator=made), features, labels)
 
 
 class MainJob(Loop):
@@ -176,7 +177,7 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
             settling.append(spent[1])
             enforcing.append((enforcer.seconds - before - spent[1]) / every)
         if "whole" in case["peers"]:
-            whole.append(_timed(loop, steps, case["peer_steps"], _whole_tables(sparsifier, block)))
+            whole.append(_timed(loop, steps, case["peer_steps"], _whole_tables(loop.model, sparsifier, block)))
     found = {**case, "plain_s": min(plain), "ours_s": min(ours), "enforce_s": min(enforcing)}
     found |= {"settle_s": min(settling), "move_s": min(moving)}
     if whole:
@@ -198,11 +199,11 @@ def _timed(loop: Loop, steps: Iterator[int], count: int, after: Callable[[], Non
     return statistics.median(spent)
 
 
-def _whole_tables(sparsifier: DataNormSparsifier, block: Any) -> Callable[[], None]:
+def _whole_tables(model: nn.Module, sparsifier: DataNormSparsifier, block: Any) -> Callable[[], None]:
     """What one would do without the library: every table times its mask, after every step."""
     pairs = []
-    for name, data in sparsifier.packed_store.locate().items():
-        for shard, (_, mask) in zip(data.shards, sparsifier.local_masks(name), strict=True):
+    for data in model_source(model, include=list(sparsifier.data_groups)).locate():
+        for shard, (_, mask) in zip(data.shards, sparsifier.local_masks(data.name), strict=True):
             pairs.append((shard.tensor, (mask[:, :1].clone() if block[1] == ROW else mask).float()))
 
     def apply() -> None:
@@ -223,7 +224,7 @@ def _ancestor(loop: Loop, sparsifier: DataNormSparsifier, block: Any, case: dict
         theirs.add_data(name, weights[name])
     registered = ["table", *loop.names[1:]]
     optimizer = torch.optim.SGD(weights.values(), lr=0.01)
-    offsets = torch.arange(BATCH) * loop.ids
+    offsets = torch.arange(loop.size) * loop.ids
     spent, count = 0.0, case["ancestor_steps"]
     for step in range(count + 1):
         batch = loop.batch(step)

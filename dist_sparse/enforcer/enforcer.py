@@ -128,11 +128,12 @@ class MaskEnforcer:
             raise ValueError("Nothing is registered yet: call add_model() or add_data() before attach().")
         flat = tuple(o for each in optimizers for o in (each if isinstance(each, (list, tuple)) else (each,)))
         try:
-            self._look_up(flat, check=True)
+            self._optimizers = flat
+            self._look_up(check=True)
         except BaseException:
             self._remove_hooks(())
+            self._optimizers = None
             raise
-        self._optimizers = flat
         self._sparsifier.enforcer = self
         _attached.add(self)
         return self
@@ -195,8 +196,7 @@ class MaskEnforcer:
         """Look everything up again and zero what is removed, after masks or weights were replaced. Collective if shards
         have moved since the last step."""
         self._check_attached()
-        assert self._optimizers is not None
-        self._look_up(self._optimizers)
+        self._look_up()
 
     def _check_attached(self) -> None:
         if not self.attached:
@@ -250,7 +250,7 @@ class MaskEnforcer:
                 f"The shards of the tables {moved} have moved since their masks were last used: run a forward, "
                 "step() or apply_masks() on every rank first."
             )
-        self.renew()
+        self._look_up(check=True)
         return True
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -267,8 +267,11 @@ class MaskEnforcer:
                 kernel.reset(of_kernel)
             self._dense.reset(masks[1])
 
-    def _look_up(self, optimizers: tuple[Any, ...], check: bool = False) -> None:
-        """Find what is registered, hook it and clean all of it. On an error, hooks are as they were."""
+    def _look_up(self, check: bool = False) -> None:
+        """Find what is registered, hook it and clean all of it. On an error, hooks are as they were.
+
+        With ``check``, refuse what :meth:`attach` refuses: weights may have been replaced, also for a single forward.
+        """
         tables = self._sparsifier.packed_store
         located = tables.locate() if tables else {}
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
@@ -279,12 +282,12 @@ class MaskEnforcer:
         present = [(m, k, found) for m in collections for k in fused_kernels(m) if any(found := places_in(k, places))]
         fused = {place for _, _, found in present for place in found if place}
         targets = [*packed_targets(tables.sources, located, fused, self._mask), *plain_targets(self._sparsifier)]
-        dense = DenseWeights(targets, optimizers, self.clock)
+        dense = DenseWeights(targets, self._optimizers or (), self.clock)
         if check:
             _check_not_compiled(models, [*collections, *dense.owners])
             dense.check_stepped()
             pieces = [(name, shard.tensor) for name, data in located.items() for shard in data.shards]
-            _check_alone([*pieces, *((target.name, target.weight) for target in targets)])
+            self._check_alone([*pieces, *((target.name, target.weight) for target in targets)])
         # A kernel that stays keeps its hooks: a backward may be on its way to them.
         staying = {id(kernel.module): kernel for kernel in self._kernels}
         kernels = []
@@ -302,6 +305,21 @@ class MaskEnforcer:
         self._clean_all()
         if self._reset:
             self._reset_states(self._masks())
+
+    def _check_alone(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Refuse weights that another enforcer masks.
+
+        Raises:
+            ValueError: some are.
+        """
+        for other in (other for other in _attached if other is not self):
+            theirs = same_storage([weight for _, weight in other._weights()])
+            for name, weight in weights:
+                if theirs(weight):
+                    raise ValueError(
+                        f"The weights of {name!r} are already sparsified: call detach() first, on the enforcer of the "
+                        "sparsifier that has them."
+                    )
 
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier.packed_store.masks(place.name)[place.number]
@@ -345,13 +363,13 @@ class MaskEnforcer:
     @timed
     def _before_forward(self, known: list[Any], module: nn.Module, args: Any) -> None:
         if lookups_of(module) != known:  # on all ranks alike, with or without shards
-            self.renew()
+            self._look_up(check=True)
         self._before_read()
 
     @timed
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if self._dense.replaced:
-            self.renew()
+            self._look_up(check=True)
         self._before_read()
         self._dense.clean()
 
@@ -371,22 +389,6 @@ class MaskEnforcer:
         self._loaded = True
         for kernel in self._kernels:
             kernel.mark_all()
-
-
-def _check_alone(weights: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse weights that another enforcer masks.
-
-    Raises:
-        ValueError: some are.
-    """
-    for other in _attached:
-        theirs = same_storage([weight for _, weight in other._weights()])
-        for name, weight in weights:
-            if theirs(weight):
-                raise ValueError(
-                    f"The weights of {name!r} are already sparsified: call detach() first, on the enforcer of the "
-                    "sparsifier that has them."
-                )
 
 
 def _check_not_compiled(models: Sequence[nn.Module], registered: Sequence[nn.Module]) -> None:

@@ -302,3 +302,17 @@ def test_enforcers_may_be_freed_in_the_middle_of_a_step() -> None:
                 train(model, optimizer)
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_forward_with_other_weights_is_refused(trained: bool) -> None:
+    """They belong to the caller, and are not written."""
+    model, sparsifier = sparse_net()
+    optimizer = sgd(model)
+    with MaskEnforcer(sparsifier).attach(optimizer):
+        others = {key: torch.ones_like(value).requires_grad_(trained) for key, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match="'first'"):
+            torch.func.functional_call(model, others, (IDS,))
+        assert all(bool((value == 1).all()) for value in others.values())
+        train(model, optimizer)
+        assert revived(model, sparsifier) == 0
