@@ -1,4 +1,4 @@
-"""How does a model train under Lightning's Trainer? With one of these callbacks. Importing them needs Lightning."""
+"""Callbacks for Lightning's Trainer. Importing them needs Lightning."""
 
 from dist_sparse.lightning.callback import SparsifyCallback
 from dist_sparse.lightning.torch_ao import PostTrainingDataSparsity, TrainingAwareDataSparsity

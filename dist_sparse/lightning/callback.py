@@ -1,8 +1,11 @@
-"""How is the model that Lightning trains sparsified?
+"""Lightning callback that prunes the training model.
 
 :class:`SparsifyCallback` calls :func:`~dist_sparse.sparsify` when training starts, on the model as the strategy has
 wrapped it and on its optimizers, and takes a step for every round of optimizer steps. Every hook runs on every rank, so
-what is collective there is called by all of them; ``state_dict()``, too, is called on all, and does not communicate.
+collective calls in it are made by all of them; ``state_dict()`` is called on all ranks too, and does not communicate.
+
+The callbacks are those of ``lightning``, or of ``pytorch_lightning`` where it is installed alone: the same code under
+two names, and a Trainer of the one refuses callbacks of the other.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ else:
                 return importlib.import_module(package)
             except ModuleNotFoundError as missing:
                 if missing.name not in (package, package.partition(".")[0]):
-                    raise  # it is there, and lacks something itself
+                    raise  # it is installed, and lacks a dependency
         raise ImportError(
             "dist_sparse.training.lightning needs Lightning, and neither lightning nor pytorch_lightning is installed: "
             'pip install "dist_sparse[lightning]".'
@@ -54,32 +57,55 @@ _REFUSED: Final = {
 
 
 class SparsifyCallback(Callback):
-    """Sparsifies the embedding tables of the model while the Trainer trains it.
+    """Prune the embedding tables of the model while the Trainer trains it.
 
     A step of the schedule is a round of optimizer steps
     (:class:`~dist_sparse.lightning.callback.OptimizerRounds`), taken at the end of its batch: accumulated
     batches and steps that a gradient scaler skips do not count.
 
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in which removed weights
-    are 0; ``trainer.fit(ckpt_path=...)`` goes on exactly, also on another number of DDP ranks. Another fit of the same
-    model by the same Trainer goes on as well; any other begins anew. What goes on is the schedule of then, whatever is
-    asked for here.
+    are 0; ``trainer.fit(ckpt_path=...)`` resumes exactly, also on another number of DDP ranks. Another fit of the same
+    model by the same Trainer resumes as well; any other starts again. A resumed fit keeps its schedule, whatever the
+    arguments here.
 
-    When masks move, the achieved sparsity goes to all loggers and to ``trainer.callback_metrics``: ``sparsity/<table>``
-    of each, and ``sparsity/level``, the level that was asked for, over all blocks.
+    At each mask update the achieved sparsity is sent to all loggers and to ``trainer.callback_metrics``:
+    ``sparsity/<table>`` of each, and ``sparsity/level``, the scheduled level, over all blocks.
 
     Args:
-        level, end, begin, every, block, norm, include, exclude, dense, schedule, optimizer_state: as in
+        level, end, begin, every, block, norm, include, exclude, dense, schedule, optimizer_state, min_rows: as in
             :func:`~dist_sparse.sparsify`; steps are rounds of optimizer steps.
-        log: False logs nothing, and saves a pass over the masks and one collective per due step.
+        log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
-        training: the :class:`~dist_sparse.SparseTraining` of the fit; detached after its end, when masks can still be
-            read; None before the first.
+        training: the :class:`~dist_sparse.SparseTraining` of the fit; detached after its end, with masks that can still
+            be read; None before the first.
 
     Raises:
         ValueError: an argument is invalid, here or when training starts, where models, optimizers and ranks are known;
             the strategy is not supported; the model is compiled. Nothing is left attached.
+
+    Example::
+
+        >>> import logging, torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from dist_sparse.lightning import SparsifyCallback
+        >>> class Model(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.bag = torch.nn.EmbeddingBag(40, 4)
+        ...     def training_step(self, ids, step):
+        ...         return self.bag(ids).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        >>> model, ids = Model(), torch.randint(40, (8, 2, 5))
+        >>> quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        >>> callback = SparsifyCallback(level=0.75, end=4, every=2)
+        >>> quiet["enable_checkpointing"] = False
+        >>> trainer = Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet)
+        >>> trainer.fit(model, torch.utils.data.DataLoader(list(ids), batch_size=None))
+        >>> callback.training.sparsity
+        0.75
     """
 
     def __init__(
@@ -123,18 +149,18 @@ class SparsifyCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """Callbacks for different tables of one model have states of their own."""
+        """Key of the state in checkpoints: callbacks for different tables of one model have their own."""
         chosen = {key: value for key, value in self._tables.items() if value is not None}
         return self._generate_state_key(**chosen) if chosen else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses what can't be followed, before anything is wrapped or loaded."""
-        self._loaded = None  # what an earlier run has loaded and not used
+        """Refuse unsupported strategies and compiled models, before anything is wrapped or loaded."""
+        self._loaded = None  # the state of an earlier run that loaded and did not use it
         if stage == "fit":
             _refuse(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins, or goes on. Collective."""
+        """Start, or resume. Collective."""
         assert trainer.model is not None
         fit = weakref.ref(trainer), weakref.ref(pl_module)
         state = self._loaded
@@ -142,7 +168,7 @@ class SparsifyCallback(Callback):
             if self._fit == fit:
                 state = self.state_dict()
             else:
-                _log.warning("No masks were loaded: sparsification begins anew at global step %d", trainer.global_step)
+                _log.warning("No masks were loaded: sparsification starts again at global step %d", trainer.global_step)
         self._detach()
         training = sparsify(trainer.model, trainer.optimizers, **self._tables, **self._plan)
         rounds = OptimizerRounds(trainer.optimizers)
@@ -167,7 +193,7 @@ class SparsifyCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the steps of the rounds that the batch has made. Collective where one is due."""
+        """Take the steps of the rounds that the batch has completed. Collective at mask updates."""
         training = self.training
         assert training is not None
         while training.scheduler.last_epoch - self._first < self._rounds.rounds:
@@ -179,24 +205,24 @@ class SparsifyCallback(Callback):
                 self._report(trainer, training, asked)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends enforcement: removed weights are 0, whatever callbacks before this one have put in their place."""
+        """End enforcement. Removed weights are 0, also where callbacks before this one have written to them."""
         if self.training is not None and self.training.enforcer.attached:
             self.training.sparsifier.apply_masks()
         self._detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends enforcement."""
+        """End enforcement."""
         try:
             self._detach()
-        except Exception:  # the one that ended the fit says more
+        except Exception:  # the exception that ended the fit matters more
             _log.warning("Removed weights may not all be 0 after the exception that ended the fit.", exc_info=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends enforcement if nothing else has."""
+        """End enforcement if nothing else has."""
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks (of this rank's tables), configurations, the schedule's step and the optimizers' steps. Local."""
+        """Return masks (of this rank's tables), configurations, the schedule's step and optimizers' steps. Local."""
         if self._loaded is not None:
             return dict(self._loaded)
         if self.training is None:
@@ -204,15 +230,15 @@ class SparsifyCallback(Callback):
         return {**self.training.state_dict(), "optimizer_steps": self._rounds.counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until training starts; used at once while it goes on, as by a search for a learning rate. Collective
-        then."""
+        """Keep the state until training starts; during training (a search for a learning rate) load it at once, which
+        is collective."""
         if self.training is not None and self.training.enforcer.attached:
             _load(self.training, self._rounds, state_dict)
         else:
             self._loaded = state_dict
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuses to go on with a training whose masks no callback takes over.
+        """Refuse to resume a training whose masks no callback loads.
 
         Raises:
             ValueError: the checkpoint has the state of such a callback for other tables.
@@ -221,8 +247,8 @@ class SparsifyCallback(Callback):
         here = [callback.state_key for callback in trainer.callbacks]  # type: ignore[attr-defined]
         if trainer.state.fn == "fit" and (lost := [key for key in mine if key not in here]):
             raise ValueError(
-                f"The checkpoint has the masks of {lost}, which no callback takes over: include, exclude and dense "
-                f"must be the same as then. The callbacks here are {here}."
+                f"The checkpoint has the masks of {lost}, which no callback loads: include, exclude and dense must be "
+                f"those of that training. The callbacks here are {here}."
             )
 
     def _report(self, trainer: Trainer, training: SparseTraining, asked: Mapping[str, float]) -> None:
@@ -230,7 +256,7 @@ class SparsifyCallback(Callback):
         blocks = sum(table.blocks for table in stats)
         level = sum(asked[table.name] * table.blocks for table in stats) / max(blocks, 1)
         metrics = {"sparsity/level": level, **{f"sparsity/{table.name}": table.sparsity for table in stats}}
-        # Past log_every_n_steps, which would drop most of the few steps at which masks move.
+        # Not through log(): log_every_n_steps would drop most of the few mask updates.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -269,7 +295,12 @@ def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str,
 
 
 class OptimizerRounds:
-    """Counts from its construction on, until :meth:`stop`.
+    """Rounds of optimizer steps, counted from construction until :meth:`stop`.
+
+    A round is one step of every optimizer that steps most often: the most steps that any one optimizer has made. Two
+    optimizers that step in turns make one round together, one that steps four times in a batch makes four. Only real
+    steps count: not batches whose gradients are accumulated, not steps that a gradient scaler skips, not steps without
+    a gradient.
 
     Args:
         optimizers: as the training loop has them, wrapped or not.
@@ -288,19 +319,19 @@ class OptimizerRounds:
 
     @property
     def rounds(self) -> int:
-        """How many there were."""
+        """The number of rounds so far."""
         return max(self._counts, default=0)
 
     @property
     def counts(self) -> list[int]:
-        """By optimizer, to be saved."""
+        """Steps by optimizer, to be saved."""
         return list(self._counts)
 
     def load(self, counts: Sequence[int]) -> None:
-        """Goes on from :attr:`counts` of the same optimizers.
+        """Continue from :attr:`counts` of the same optimizers.
 
         Raises:
-            ValueError: they are others.
+            ValueError: the number of optimizers differs.
         """
         if len(counts) != len(self._counts):
             raise ValueError(
@@ -309,7 +340,7 @@ class OptimizerRounds:
         self._counts = list(counts)
 
     def stop(self) -> None:
-        """Ends counting."""
+        """Stop counting."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,8 +1,8 @@
-"""How do torch.ao's Lightning callbacks look at sparsity, without touching the model that trains?
+"""torch.ao's two Lightning callbacks, which prune copies of the training model.
 
-Both copy ``pl_module.model`` and sparsify the copy, which is then in ``sparsified``, for comparison. Every parameter of
-floating point is registered with the data sparsifier under its name with '_' for '.'. The model that trains stays as
-it is; :class:`~dist_sparse.training.lightning.SparsifyCallback` is what sparsifies that one.
+Both copy ``pl_module.model`` and prune the copy, which is then in ``sparsified``, for comparison. Every floating point
+parameter is registered with the data sparsifier under its name with '_' for '.'. The training model is not changed;
+:class:`~dist_sparse.lightning.SparsifyCallback` prunes that one.
 
 Source: ``torch.ao.pruning._experimental.data_sparsifier.lightning.callbacks``, same constructors, attributes and hooks.
 """
@@ -30,20 +30,28 @@ _log = logging.getLogger(__name__)
 
 
 class PostTrainingDataSparsity(Callback):
-    """Sparsifies a copy of the model once training has ended: one ``step()``, then ``squash_mask()``.
+    """Prune a copy of the model after training: one ``step()``, then ``squash_mask()``.
 
     Args:
-        data_sparsifier_class: a class of data sparsifiers; not an object, for one is made when the fit starts, to see
-            whether the arguments are right, and the one that is used at its end.
+        data_sparsifier_class: a class of data sparsifiers. One object is made when the fit starts, to check the
+            arguments, and the one that is used at its end.
         data_sparsifier_args: its keyword arguments, without ``data_list``.
 
     Attributes:
         sparsified: the copy, in eval mode; None before the end of the fit.
-        data_sparsifier: what sparsified it; its masks and configurations can still be read.
+        data_sparsifier: its sparsifier, with masks and configurations.
 
     Raises:
-        ValueError: no class is given; or, when the fit starts, ``pl_module.model`` is no module. Whatever the class
-            raises of its arguments comes at the start of the fit, too.
+        ValueError: no class is given; or, when the fit starts, ``pl_module.model`` is no module. Errors of the class
+            about its arguments are raised at the start of the fit, too.
+
+    Example::
+
+        >>> from dist_sparse import DataNormSparsifier
+        >>> from dist_sparse.lightning import PostTrainingDataSparsity
+        >>> callback = PostTrainingDataSparsity(DataNormSparsifier, {"sparsity_level": 0.5})
+        >>> callback.sparsified is None  # until Trainer(callbacks=[callback]).fit(model) ends
+        True
     """
 
     def __init__(self, data_sparsifier_class: Any, data_sparsifier_args: Mapping[str, Any]) -> None:
@@ -55,12 +63,12 @@ class PostTrainingDataSparsity(Callback):
         self.sparsified: nn.Module | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses a module without ``model``, and arguments that the class does not take, before it is trained."""
+        """Refuse a module without ``model``, and arguments that the class does not take, before training."""
         _model_of(pl_module, self)
         self.data_sparsifier_class(**self.data_sparsifier_args)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copies the model, sparsifies the copy and logs the sparsity of every parameter."""
+        """Copy the model, prune the copy and log the sparsity of every parameter."""
         sparsified = deepcopy(_model_of(pl_module, self)).eval()
         data_sparsifier = self.data_sparsifier_class(**self.data_sparsifier_args)
         _register(sparsified, data_sparsifier)
@@ -71,23 +79,32 @@ class PostTrainingDataSparsity(Callback):
 
 
 class TrainingAwareDataSparsity(Callback):
-    """Sparsifies a new copy of the model at the end of every epoch, along a schedule: what the model would look like.
+    """Prune a new copy of the model at the end of every epoch, by a schedule: a preview of the pruned model.
 
     Args:
-        data_sparsifier_class: a class of data sparsifiers; not an object, for it is made when training starts.
+        data_sparsifier_class: a class of data sparsifiers. The object is made when training starts.
         data_sparsifier_args: its keyword arguments, without ``data_list``.
-        data_scheduler_class: a class of data schedulers. It takes a step an epoch.
+        data_scheduler_class: a class of data schedulers, which steps once per epoch.
         data_scheduler_args: its keyword arguments, without ``data_sparsifier``.
 
     Attributes:
         sparsified: the last copy; masked once training has ended.
-        data_sparsifier, data_scheduler: made anew by every fit.
+        data_sparsifier, data_scheduler: new ones in every fit.
         data_sparsifier_state_dict: of the sparsifier at the end of the last epoch; None before the first one's.
 
     Raises:
         ValueError: no class is given; or, when training starts, ``pl_module.model`` is no module.
 
     On several ranks, every rank does the same with its replica; a scheduler's steps are collective.
+
+    Example::
+
+        >>> from dist_sparse import DataNormSparsifier, LinearDataScheduler
+        >>> from dist_sparse.lightning import TrainingAwareDataSparsity
+        >>> plan = {"schedule_param": "sparsity_level", "final": 0.5, "end": 10}
+        >>> callback = TrainingAwareDataSparsity(DataNormSparsifier, {}, LinearDataScheduler, plan)
+        >>> callback.sparsified is None  # until the first epoch of Trainer(callbacks=[callback]).fit(model) ends
+        True
     """
 
     def __init__(
@@ -109,7 +126,7 @@ class TrainingAwareDataSparsity(Callback):
         self.data_sparsifier_state_dict: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes sparsifier and scheduler; nothing is left of an earlier fit."""
+        """Make sparsifier and scheduler; nothing of an earlier fit is kept."""
         sparsified = deepcopy(_model_of(pl_module, self))
         data_sparsifier = self.data_sparsifier_class(**self.data_sparsifier_args)
         _register(sparsified, data_sparsifier)  # so that the scheduler knows what it schedules
@@ -118,12 +135,12 @@ class TrainingAwareDataSparsity(Callback):
         self.sparsified, self.data_sparsifier, self.data_sparsifier_state_dict = sparsified, data_sparsifier, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Loads masks and configurations of the last epoch, if there was one."""
+        """Load masks and configurations of the last epoch, if there was one."""
         if self.data_sparsifier_state_dict is not None:
             self.data_sparsifier.load_state_dict(self.data_sparsifier_state_dict)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copies the model anew and takes a step of sparsifier and scheduler: masks and configurations go on."""
+        """Copy the model again and step sparsifier and scheduler, from the masks and configurations so far."""
         sparsified = deepcopy(_model_of(pl_module, self))
         _register(sparsified, self.data_sparsifier)
         self.data_sparsifier.step()
@@ -131,7 +148,7 @@ class TrainingAwareDataSparsity(Callback):
         self.sparsified, self.data_sparsifier_state_dict = sparsified, self.data_sparsifier.state_dict()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the masks into ``sparsified`` and logs the sparsity of every parameter."""
+        """Write the masks into ``sparsified`` and log the sparsity of every parameter."""
         self.data_sparsifier.squash_mask()
         assert self.sparsified is not None
         _log_sparsity(self.sparsified, self.data_sparsifier)
@@ -154,13 +171,13 @@ def _model_of(pl_module: Any, callback: Callback) -> nn.Module:
 
 
 def _register(model: nn.Module, data_sparsifier: Any) -> None:
-    """Puts the parameters of ``model`` in the place of those registered under the same names, whose configurations
-    stay, and whose masks if the shape is the same. What the model no longer has is let go of."""
+    """Register the parameters of ``model`` in place of those of the same names. Configurations are kept, and masks if
+    the shape is the same. Names that the model no longer has are removed."""
     named = dict(_named(model))
     for name in [name for name in data_sparsifier.data_groups if name not in named]:
         data_sparsifier._delete_data(name)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Replacing existing data", UserWarning)  # it is what we are here for
+        warnings.filterwarnings("ignore", "Replacing existing data", UserWarning)  # intended here
         for name, (_, parameter) in named.items():
             fits = name in data_sparsifier.state and data_sparsifier.get_mask(name=name).shape == parameter.shape
             data_sparsifier.add_data(name=name, data=parameter, reuse_mask=fits)

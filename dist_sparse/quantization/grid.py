@@ -1,4 +1,4 @@
-"""Which 8-bit grid of a row holds zero exactly, and how does FBGEMM keep its codes?
+"""8-bit grids that hold zero exactly, in FBGEMM's rows.
 
 A row is one of FBGEMM's fused 8-bit rows: a byte for each weight, zeros up to a multiple of four (its CUDA kernels want
 that), then ``scale`` and ``bias`` as float32. A weight is ``code * scale + bias``, with ``bias = -zero_point * scale``.

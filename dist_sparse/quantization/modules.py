@@ -1,9 +1,9 @@
-"""How is a table kept in 8 bits and looked up?
+"""Modules that look up 8-bit tables.
 
 :class:`QuantizedEmbedding` and :class:`QuantizedEmbeddingBag` take the place of ``nn.Embedding`` and
 ``nn.EmbeddingBag``: the same arguments, results and errors, but no parameter and no gradient. Their one buffer,
-``rows``, is what a state_dict has of them. A lookup gathers the packed rows of its ids and unpacks those alone, so that
-a forward reads what :meth:`~QuantizedEmbedding.weight` shows, bit for bit, up to the order of sums. They are made by
+``rows``, is their part of a state_dict. A lookup gathers the packed rows of its ids and unpacks those alone, so that
+a forward reads the values of :meth:`~QuantizedEmbedding.weight`, bit for bit, up to the order of sums. They are made by
 :func:`dist_sparse.post_training_sparse_quantize`.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["QuantizedEmbedding", "QuantizedEmbeddingBag"]
 
 
 class _Table(nn.Module):
-    """A table of packed rows, and what both modules have in common."""
+    """A table of packed rows; base class of both modules."""
 
     rows: Tensor
     _result: Tensor
@@ -28,17 +28,18 @@ class _Table(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.padding_idx = len(rows), embedding_dim, padding_idx
         self.register_buffer("rows", rows)
-        # An empty tensor carries the dtype of the results, so that half(), double() and to(dtype) change it as they
-        # change what a float module returns.
+        # An empty tensor carries the dtype of the results, so that half(), double() and to(dtype) change it as they do
+        # for a float module.
         self.register_buffer("_result", torch.empty(0, dtype=dtype, device=rows.device), persistent=False)
 
     def weight(self) -> Tensor:
-        """The whole table as floats ``(num_embeddings, embedding_dim)``, in the dtype of the lookups. A new tensor each
-        time: writing into it changes nothing."""
+        """Return the whole table as floats ``(num_embeddings, embedding_dim)``, in the dtype of the lookups.
+
+        A new tensor each time: writing to it does not change the table."""
         return grid.decode(self.rows, self.embedding_dim).to(self._result.dtype).contiguous()
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the module."""
+        """Return the arguments shown by ``repr``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, dtype={self._result.dtype}, bits=8"
 
@@ -51,13 +52,22 @@ class QuantizedEmbedding(_Table):
     """An ``nn.Embedding`` in 8 bits.
 
     Attributes:
-        num_embeddings, embedding_dim, padding_idx: of the float module. (Its ``padding_idx`` says what is not trained;
-            lookups return that row as any other.)
+        num_embeddings, embedding_dim, padding_idx: of the float module. (``padding_idx`` is not used: lookups return
+            that row like any other.)
         rows: uint8, FBGEMM's fused 8-bit rows: codes, padded to a multiple of four, then scale and bias as float32.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, post_training_sparse_quantize
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4))
+        >>> post_training_sparse_quantize(model, DataNormSparsifier, sparsity_level=0.5, sparse_block_shape=(1, 4))
+        >>> model[0](torch.tensor([1, 2])).shape, model[0].rows.shape
+        (torch.Size([2, 4]), torch.Size([10, 12]))
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """The weights of ids (int32 or int64, any shape): ``(*input.shape, embedding_dim)``.
+        """Return the weights of ids (int32 or int64, any shape): ``(*input.shape, embedding_dim)``.
 
         Raises:
             IndexError: an id is not in ``[0, num_embeddings)`` (on CUDA a device assert, as float modules have).
@@ -74,6 +84,15 @@ class QuantizedEmbeddingBag(_Table):
         num_embeddings, embedding_dim, mode, include_last_offset, padding_idx: of the float module. Ids that are
             ``padding_idx`` do not count.
         rows: as in :class:`QuantizedEmbedding`.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, post_training_sparse_quantize
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum"))
+        >>> post_training_sparse_quantize(model, DataNormSparsifier, sparsity_level=0.5, sparse_block_shape=(1, 4))
+        >>> model[0](torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 4])
     """
 
     def __init__(
@@ -89,7 +108,7 @@ class QuantizedEmbeddingBag(_Table):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """The reduced weights of each bag: ``(bags, embedding_dim)``.
+        """Return the reduced weights of each bag: ``(bags, embedding_dim)``.
 
         Args:
             input: ids, int32 or int64; 2-D: a bag in each row; 1-D: bags that begin at ``offsets``.
@@ -97,8 +116,8 @@ class QuantizedEmbeddingBag(_Table):
             per_sample_weights: a factor for each id, of its shape; "sum" only. Gradients flow to these alone.
 
         Raises:
-            RuntimeError: an id is not in ``[0, num_embeddings)`` (on CUDA a device assert); as float modules have it.
-            ValueError, NotImplementedError: the arguments do not fit each other; as float modules have it.
+            RuntimeError: an id is not in ``[0, num_embeddings)`` (on CUDA a device assert); as float modules do.
+            ValueError, NotImplementedError: the arguments do not fit each other; as float modules do.
         """
         ids = input.reshape(-1)
         places = torch.arange(ids.numel(), device=ids.device)
@@ -127,5 +146,5 @@ class QuantizedEmbeddingBag(_Table):
         return bags.to(self._result.dtype)
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the module."""
+        """Return the arguments shown by ``repr``."""
         return f"{super().extra_repr()}, mode={self.mode!r}"

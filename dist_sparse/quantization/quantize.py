@@ -1,8 +1,9 @@
-"""How do a trained model's embeddings become sparse 8-bit tables?
+"""Sparse 8-bit tables of a trained model's embeddings.
 
-As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier.quantization_utils``, but on FBGEMM's rows, not on
-``torch.ao.quantization``, and with removed weights that are exactly 0. All of it is done beside the model: float
-weights are read, never written, and new modules are put in at the very end, by assignments that cannot fail.
+As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier.quantization_utils``, but on FBGEMM's rows instead
+of ``torch.ao.quantization``, and with removed weights that are exactly 0. The model is changed at the very end, by
+assignments that cannot fail: float weights are read, never written, and embeddings that can't be quantized are refused
+before any work is done.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["post_training_sparse_quantize"]
 
 _TYPES: Final = (nn.Embedding, nn.EmbeddingBag)  # exactly: a subclass may do anything in its forward
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# What a module has of hooks around its forward. The objects are handed on, so that the handles of hooks go on working.
+# A module's hooks around its forward. The objects are passed on, so that handles of hooks keep working.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -41,17 +42,17 @@ def post_training_sparse_quantize(
     select_embeddings: list[nn.Module] | None = None,
     **sparse_config: Any,
 ) -> None:
-    """Sparsifies and quantizes the embeddings of a trained model to 8 bits, in place. Local: never communicates.
+    """Prune the embeddings of a trained model and quantize them to 8 bits, in place. Never communicates.
 
-    Every ``nn.Embedding`` and ``nn.EmbeddingBag`` (these very types, at any depth, those in an unsharded
-    EmbeddingBagCollection too) is replaced by a :class:`~dist_sparse.quantization.modules.QuantizedEmbedding` or
+    Every ``nn.Embedding`` and ``nn.EmbeddingBag`` (exactly these types, at any depth, in an unsharded
+    EmbeddingBagCollection too) is replaced by a :class:`~dist_sparse.quantization.QuantizedEmbedding` or
     ``QuantizedEmbeddingBag``, with the same forward, ``weight()`` for the table as floats, and about a quarter of the
     memory of float32 (``embedding_dim + 8`` bytes a row). Removed weights are exactly 0 in it; the others are off by at
     most half a step of their row, a step being ``(max(0, max) - min(0, min)) / 255``. The float modules themselves are
     left as they were. A weight that several embeddings share is quantized once, and shared again.
 
     Args:
-        model: holds the embeddings; it can't be one itself.
+        model: the module that holds the embeddings; it can't be one itself.
         data_sparsifier_class: makes the sparsifier, from ``sparse_config``. Its ``add_data``, one ``step`` and what
             ``get_mask`` and ``get_data`` then say are used. A name is the path of the module with '_' for '.'.
         sparsify_first: masks of the float weights, which are then quantized; or else masks of the quantized weights, of
@@ -63,8 +64,20 @@ def post_training_sparse_quantize(
         ImportError: FBGEMM is not installed.
         AssertionError: ``select_embeddings`` is not a list, or holds a module of another type or of another model.
         ValueError: ``sparsify_first`` is no bool, there is nothing to quantize, or a table can't be (sharded, max_norm,
-            mode "max", shared with something else, NaN, ...). These errors, and all of the sparsifier's, leave the
-            model as it was.
+            mode "max", shared with something else, NaN, ...). The model is unchanged then, as after all errors of the
+            sparsifier.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, post_training_sparse_quantize
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
+        >>> block = {"sparsity_level": 0.75, "sparse_block_shape": (1, 8)}
+        >>> post_training_sparse_quantize(model, DataNormSparsifier, **block)
+        >>> model[0]
+        QuantizedEmbeddingBag(100, 8, dtype=torch.float32, bits=8, mode='mean')
+        >>> int((model[0].weight() == 0).all(dim=1).sum())
+        75
     """
     grid.fbgemm()
     if not isinstance(sparsify_first, bool):  # a list of embeddings, say, which would mean all of them
@@ -105,7 +118,7 @@ def _parts(weight: Tensor) -> _Parts:
 
 
 def _sparse_parts(sparsifier: Any, name: str) -> _Parts:
-    """What ``squash_mask`` would write into the data, a few rows at a time."""
+    """The weights that ``squash_mask`` would write, a few rows at a time."""
     if sparsifier.data_groups[name].get("parametrization") is not None:
         yield from _parts(sparsifier.get_data(name, return_original=False).detach())
         return
@@ -142,7 +155,7 @@ def _refuse(wrong: int, table: _FloatTable, what: str) -> None:
 
 
 def _in_place_of(module: nn.Embedding | nn.EmbeddingBag, packed: Tensor) -> nn.Module:
-    """The quantized module that does what ``module`` did."""
+    """The quantized module with the behaviour of ``module``."""
     dim, dtype, padding = module.embedding_dim, module.weight.dtype, module.padding_idx
     new: nn.Module
     if isinstance(module, nn.EmbeddingBag):

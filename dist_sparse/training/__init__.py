@@ -1,1 +1,1 @@
-"""What keeps a model sparse while it trains."""
+"""One call that prunes a model during training."""

@@ -203,13 +203,13 @@ class TestCheckpoints:
         callback = SparsifyCallback(**PLAN)
         fit(Net(), callback, tmp_path, max_epochs=2, ckpt_path=tmp_path / "dense.ckpt")
         assert callback.training is not None and callback.training.scheduler.last_epoch == 12
-        assert "begins anew at global step 12" in caplog.text
+        assert "starts again at global step 12" in caplog.text
 
     def test_other_tables_are_refused(self, tmp_path: Path) -> None:
         _, files = self.saved(tmp_path)
         module = Net()
         before = hooks(module)
-        with pytest.raises(ValueError, match=r"has the masks of \['SparsifyCallback'\], which no callback takes over"):
+        with pytest.raises(ValueError, match=r"has the masks of \['SparsifyCallback'\], which no callback loads"):
             fit(module, SparsifyCallback(**PLAN, include="bag"), tmp_path, max_epochs=3, ckpt_path=files[-1])
         spoilt = torch.load(files[11])
         state = spoilt["callbacks"]["SparsifyCallback"]
