@@ -137,7 +137,7 @@ class DenseWeights:
             # A tensor of plain data that no optimizer steps is a constant.
             if not isinstance(target.parameter, nn.Parameter) and isinstance(target.mask(), BlockMask):
                 raise ValueError(
-                    f"Nobody is known to write {target.name!r}: it is no parameter, no optimizer given steps it. Its "
+                    f"Unknown what writes {target.name!r}: it is no parameter, and no optimizer given steps it. Its "
                     "removed weights might come back unseen: register the model that holds it by add_model(), or "
                     "squash_mask() it first."
                 )

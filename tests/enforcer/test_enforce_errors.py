@@ -1,4 +1,4 @@
-"""What does an enforcer refuse, when, in which words, and does it leave everything as it was?"""
+"""What an enforcer refuses, with which message, and that nothing has changed then."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(model: nn.Module, *optimizers: Any) -> None:
 
 
 def hooks(*things: Any) -> dict[str, list[Any]]:
-    """What hangs on modules and optimizers."""
+    """The hooks on modules and optimizers."""
     found = {}
     for i, thing in enumerate(things):
         parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]

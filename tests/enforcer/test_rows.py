@@ -1,4 +1,4 @@
-"""Are the rows of a shard, the sets of rows, and the optimizer state made true to a mask bit for bit, and nothing else?
+"""Rows of a shard, sets of rows and optimizer state are masked bit for bit, and nothing else changes.
 
 The reference expands each mask by its definition, element by element, and compares integers, of which equal ones have
 equal bits: NaN, -0.0 and infinities that are kept stay as they are, removed ones are +0.0.
@@ -64,13 +64,13 @@ def kept_by(mask: BlockMask) -> Tensor:
 
 
 def words(tensor: Tensor) -> Tensor:
-    """The bits of all that lies in the memory behind a view."""
+    """The bits of all memory behind a view."""
     whole = tensor if tensor._base is None else tensor._base
     return whole.detach().clone().view(INTS[whole.element_size()])
 
 
 def expected(slot: Slot, rows: Sequence[int]) -> Tensor:
-    """What :func:`words` should be once these rows are settled."""
+    """What :func:`words` should be once these rows are clean."""
     weight = slot.weight.clone() if slot.weight._base is None else slot.weight._base.clone()
     around = (weight.shape[0] - slot.mask.rect.rows) // 2
     live = weight[around : around + slot.mask.rect.rows, around : around + slot.mask.rect.cols]
