@@ -1,9 +1,9 @@
 """The cost of keeping removed weights at zero while a model trains.
 
-Two questions, batch 4,096 (512 for 26 tables), masks updated every 100 steps, 80% removed: (a) does the time of enforcement depend on the
-rows of the table? (b) how long is a training step with everything on (enforcer, mask update, its share of it) against
-the plain loop, a whole-table multiplication after every step, and torch.ao's parametrization? Results go to
-``benchmarks/results/`` as JSON and markdown.
+Two questions, batch 4,096 (512 for 26 tables), masks updated every 100 steps, 80% removed: (a) does the time of
+enforcement depend on the rows of the table? (b) how long is a training step with everything on (enforcer, mask update,
+its share of it) against the plain loop, a whole-table multiplication after every step, and torch.ao's parametrization?
+Results are written to ``benchmarks/results/`` as JSON and markdown.
 """
 
 from __future__ import annotations
