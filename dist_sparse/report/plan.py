@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,10 @@ from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.report.summary import table_json
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import ROW, Rect, ShardedData, resolve_block
 from dist_sparse.text import block_shape_text, mib, number_of, shape_text, table_lines
-
-if TYPE_CHECKING:
-    from dist_sparse.sparsifiers.score import DataNormSparsifier
 
 __all__ = ["Plan", "TablePlan", "plan"]
 
@@ -197,8 +195,6 @@ def plan(
         >>> answer.kept_bytes, answer.tables[0].dead_lookups, answer.tables[0].lookups
         (16, 1, 3)
     """
-    from dist_sparse.sparsifiers.score import DataNormSparsifier  # here, so that `import dist_sparse.report` is quick
-
     world = group_over(world_ranks())
     with world.agreeing("plan()") as facts:
         level, byte_budget = _checked(level, byte_budget, norm)

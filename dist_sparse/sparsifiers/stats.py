@@ -19,7 +19,7 @@ from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
 from dist_sparse.sparsifiers.digest import element_counts, mask_hash, shape_hash, shared_bits
 from dist_sparse.sparsifiers.packed_store import PackedStore, mask_bytes
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
-from dist_sparse.text import block_text, shape_text, table_lines
+from dist_sparse.text import block_shape_text, block_text, shape_text, table_lines
 
 __all__ = [
     "TableStats",
@@ -314,7 +314,7 @@ def describe(sparsifier: Registered) -> str:
         DataNormSparsifier: 1 registered, over 1 rank
         name  shape     dtype    sharding  shards (here)  block  zeros/block  level  mask bytes (here)
         ----  --------  -------  --------  -------------  -----  -----------  -----  -----------------
-        user  100 x 16  float32  plain     1 (1)          1 x 4  all          0.5    6,400
+        user  100 x 16  float32  plain     1 (1)          1x4    all          0.5    6,400
     """
     dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
     located = packed.locate()
@@ -338,7 +338,7 @@ def describe(sparsifier: Registered) -> str:
                 str(dtype).removeprefix("torch."),
                 sharding,
                 shards,
-                shape_text(block),
+                block_shape_text(block),
                 block_text(block, zeros),
                 "-" if level is None else f"{level:.4g}",
                 f"{mask_size:,}",

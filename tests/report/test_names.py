@@ -30,9 +30,9 @@ def test_plan_is_the_function_whatever_was_imported_before() -> None:
     loaded("from dist_sparse.report import plan\nfrom dist_sparse.report.plan import plan as same\nassert plan is same")
 
 
-def test_reading_a_run_loads_neither_charts_nor_sparsifiers() -> None:
+def test_reading_a_run_loads_neither_charts_nor_enforcers() -> None:
     within = loaded("from dist_sparse.report import read_run\nfrom dist_sparse.report.summary import inspect_text")
-    assert not within & {"dist_sparse.report.charts", "dist_sparse.report.run_log", "dist_sparse.sparsifiers.base"}
+    assert not within & {"dist_sparse.report.charts", "dist_sparse.report.run_log", "dist_sparse.enforcer"}
 
 
 def test_the_page_has_its_parts() -> None:
