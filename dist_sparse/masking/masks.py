@@ -216,7 +216,7 @@ class BlockMask:
         """The mask of ``rect`` from pieces that cover it, such as other shards' :meth:`cut`.
 
         Raises:
-            ValueError: the pieces leave a block of ``rect`` uncovered.
+            ValueError: the pieces leave a block of ``rect`` uncovered, or differ where they overlap.
         """
         grid = grid_of(rect, block)
         kept = torch.zeros(grid.rows, grid.cols, dtype=torch.bool, device=device)
@@ -224,7 +224,10 @@ class BlockMask:
         for piece in pieces:
             rows = slice(piece.grid.row - grid.row, piece.grid.row - grid.row + piece.grid.rows)
             cols = slice(piece.grid.col - grid.col, piece.grid.col - grid.col + piece.grid.cols)
-            kept[rows, cols] = piece.flags().to(device)
+            flags = piece.flags().to(device)
+            if bool((known[rows, cols] & (kept[rows, cols] != flags)).any()):
+                raise ValueError(f"The mask pieces of {rect} differ where they overlap, in {piece.rect}.")
+            kept[rows, cols] = flags
             known[rows, cols] = True
         if not bool(known.all()):
             raise ValueError(

@@ -284,17 +284,19 @@ class BaseDataSparsifier(abc.ABC):
         first all-reduce, if any, carries ``rider``. Here it sends nothing."""
         return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
 
-    def apply_masks(self) -> None:
+    def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
         """Write zero to every removed weight of the sharded tables: what optimizers have revived since. Local, unless
-        shards have moved since the last step: then collective.
+        shards have moved since the last step: then collective. Takes about as long as a mask update.
 
-        Reads all masks and writes all removed blocks, so it takes about as long as a mask update.
+        Args:
+            to: write into a copy instead, such as a moving average of the weights: a module with the same fully
+                qualified names and sharding, or a mapping from those names to whole tensors.
+
+        Raises:
+            ValueError: a registered table is not in ``to``, or is sharded otherwise there; nothing was written.
         """
         located = self.packed_store.current()
-        with torch.no_grad():
-            for name, data in located.items():
-                for mask, shard in zip(self.packed_store.masks(name), data.shards, strict=True):
-                    mask.apply_(shard.tensor)
+        self.packed_store.apply(located if to is None else self.packed_store.found_in(to, located))
 
     def squash_mask(
         self, *args: Any, leave_parametrized: bool = True, names: list[str] | None = None, **kwargs: Any

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.digest import hash_tensor, shared_bits
-from dist_sparse.tables.shards import Block, Rect, ShardedData, Source, grid_of
+from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, Source, grid_of
 
 __all__ = ["PackedStore"]
 
@@ -255,6 +256,34 @@ class PackedStore:
         """Return the masked weights of this rank's only shard, a new tensor; raises as :meth:`mask`."""
         weight = self.weight(name)
         return torch.where(self.mask(name) != 0, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+
+    @torch.no_grad()
+    def apply(self, located: Mapping[str, ShardedData]) -> None:
+        """Write zero to the removed weights of this rank's shards. Local."""
+        for name, data in located.items():
+            for mask, shard in zip(self.masks(name), data.shards, strict=True):
+                mask.apply_(shard.tensor)
+
+    def found_in(
+        self, other: nn.Module | Mapping[str, Tensor], located: Mapping[str, ShardedData]
+    ) -> dict[str, ShardedData]:
+        """Return the counterparts of the located tables in a copy of their model, or in a mapping from fully qualified
+        (or registered) names to whole tensors. Local; raises ValueError if one is missing or sharded otherwise."""
+        copies = {}
+        if isinstance(other, nn.Module):
+            copies = {data.fqn: data for data in model_source(other, dense=True).locate()}
+        found = {}
+        for name, data in located.items():
+            copy = copies.get(data.fqn)
+            if isinstance(other, Mapping):
+                tensor = other.get(data.fqn or name, other.get(name))
+                if tensor is not None and all(shard.rect.numel == tensor.numel() for shard in data.shards):
+                    shards = tuple(Shard(shard.rect, tensor.data.view(data.shape)) for shard in data.shards)
+                    copy = replace(data, shards=shards)
+            if copy is None or copy.tiling != data.tiling:
+                raise ValueError(f"Table {name!r} ({data.fqn}) is not in the copy, or is sharded otherwise there.")
+            found[name] = copy
+        return found
 
     def squash(self, name: str, data: ShardedData, *, write: bool) -> None:
         """Forget one table; if ``write``, zero its removed weights first."""

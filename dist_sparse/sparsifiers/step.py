@@ -20,7 +20,7 @@ from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.digest import place_of, shared_weights
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.tables.shards import Rect, ShardedData
+from dist_sparse.tables.shards import Rect, ShardedData, check_writable
 
 __all__ = ["Enforcer", "MaskMaker", "make_masks", "masks_by_shard", "update_masks"]
 
@@ -133,6 +133,8 @@ def make_masks(
     def score() -> None:
         nonlocal scored
         first()
+        for data in located.values():
+            check_writable(data)
         scored = sparsifier.score_tables(located, configs)
         _note_replicas(noted, located, repair)
 
@@ -221,7 +223,9 @@ def _note_facts(
     moved = set(sparsifier.packed_store.moved(located))
     for facts, names in noted:
         facts["sparsifier.repair"] = sparsifier.repair
+        facts["sparsifier.measure"] = getattr(sparsifier, "measure", None)  # of those that score by a norm
         facts["whether steps are recorded"] = recorder is not None
+        facts["whether an enforcer is attached"] = sparsifier.enforcer is not None
         if recorder is not None:
             facts[_WAITING] = recorder.waiting_for(located[names[0]].ranks)
         facts["the tables that have moved"] = [name for name in names if name in moved]

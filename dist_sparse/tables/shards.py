@@ -27,6 +27,7 @@ __all__ = [
     "Source",
     "check_data",
     "check_tiling",
+    "check_writable",
     "grid_of",
     "parse_block",
     "resolve_block",
@@ -189,6 +190,26 @@ def check_data(data: ShardedData) -> None:
             f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the model first."
         )
     check_tiling(data)
+
+
+def check_writable(data: ShardedData) -> None:
+    """Refuse weights whose elements can't be zeroed in place.
+
+    Raises:
+        ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the table.
+    """
+    for shard in data.shards:
+        tensor = shard.tensor
+        repeats = any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        if tensor.is_neg() or tensor.is_inference() or repeats:
+            kind = (
+                "negated view"
+                if tensor.is_neg()
+                else "tensor made in inference mode"
+                if not repeats
+                else "repeated view"
+            )
+            raise ValueError(f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place.")
 
 
 def check_tiling(data: ShardedData) -> None:
