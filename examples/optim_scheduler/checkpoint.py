@@ -1,4 +1,4 @@
-"""How does a checkpoint reach the disk, whole or not at all, and come back?
+"""Atomic checkpoints: written whole or not at all.
 
 All of the state is replicated (DDP), so rank 0 writes it alone, and every rank reads it.
 """
@@ -18,10 +18,10 @@ __all__ = ["load", "save"]
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes a new file beside ``path`` and moves it there: whoever dies on the way leaves the last checkpoint.
+    """Write a new file beside ``path`` and rename it: an interrupted write leaves the last checkpoint.
 
     Raises:
-        DataError: it can't be written: a full disk, a folder that is none or is not ours.
+        DataError: it can't be written (disk full, no such folder, no permission).
     """
     new = path.with_name(f".{path.name}.new")
     kept = ", and is as it was" if path.is_file() else ""
@@ -36,7 +36,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         finally:
             new.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
-        # Of a full disk, torch only says that its own count is wrong, while it handles the disk's error.
+        # With a full disk, torch raises an error of its own while it handles the OSError.
         why = error if isinstance(error, OSError) else error.__context__
         if not isinstance(why, OSError):
             raise
@@ -44,11 +44,11 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The state, if it is of the same plan. Nothing in the file is executed.
+    """Return the state, if it is of the same plan. Nothing in the file is executed.
 
     Args:
         path: of the file.
-        plan: what has to be as it was for the run to go on as if it had not been interrupted.
+        plan: what must be unchanged for an exact resume.
 
     Raises:
         DataError: there is no such file, it is no checkpoint of this example, or its plan is another one.
@@ -57,7 +57,7 @@ def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise DataError(f"There is no checkpoint to resume from: {path} does not exist.") from error
-    except Exception as error:  # torch.load has a type for every way of being another file
+    except Exception as error:  # torch.load has another error for each kind of wrong file
         raise DataError(f"{path} is not a checkpoint: {type(error).__name__}: {error}".splitlines()[0]) from error
     if not isinstance(state, dict) or not isinstance(state.get("plan"), dict):
         raise DataError(f"{path} is not a checkpoint of this example: it holds no plan.")

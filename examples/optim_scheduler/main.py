@@ -1,4 +1,4 @@
-"""Trains a DLRM-like model of torch's own modules under DDP, with two OptimSchedulers: one for the tables, which it
+"""Train a DLRM-like model of torch's own modules under DDP, with two OptimSchedulers: one for the tables, which it
 sparsifies, and one for the layers, each with a learning rate, a norm and a schedule of its own.
 
 One process:     python examples/optim_scheduler/main.py
@@ -35,15 +35,15 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def main(options: argparse.Namespace) -> None:
-    """The whole job. Collective over the processes that torchrun has started, if it has."""
+    """Run the whole job. Collective over the processes that torchrun has started, if any."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # what TorchRec's batches make it say
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # noise of TorchRec's batches
     world = started_world() or 1
     if world > 1:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
     rank = dist.get_rank() if world > 1 else 0
     if rank:
-        logging.disable(logging.INFO)  # gradients are averaged: all ranks would say the same
+        logging.disable(logging.INFO)  # gradients are averaged: all ranks would log the same
 
     def say(text: str) -> None:
         if rank == 0:
@@ -87,7 +87,7 @@ if __name__ == "__main__":
     try:
         main(options)
         if dist.is_initialized():
-            dist.barrier()  # nobody leaves while another still talks to it
+            dist.barrier()  # no rank exits while another still communicates with it
         status = 0
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What is trained? A small DLRM of torch's own modules: ``tables``, and the layers ``bottom`` and ``top``."""
+"""A small DLRM of torch's own modules: ``tables``, and the layers ``bottom`` and ``top``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ranker(nn.Module):
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, offset=-1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits, (examples,) float32, whatever the autocast."""
+        """Return logits, (examples,) float32, under any autocast."""
         dense = self.bottom(batch.dense_features)
         ids = batch.sparse_features.to_dict()
         bags = [table(ids[name].values(), ids[name].offsets()) for name, table in self.tables.items()]

@@ -1,4 +1,4 @@
-"""What can be asked of the example, and what is refused before anything is started?"""
+"""Command line of the example, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZES = ("clip", "table_lr", "layer_lr")
 
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked: a wrong one ends the process with status 2 and a line that says what is wrong."""
+    """Return the options, checked: an invalid one ends the process with status 2 and an error line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -34,14 +34,14 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     add("--table-lr", 0.05, "LR", "of the tables, in the first epoch (Adagrad)")
     add("--layer-lr", 2e-3, "LR", "of the layers, at the end of their warm-up (Adam)")
     add("--sparsity", 0.8, "LEVEL", "final part of the rows to remove from each large table")
-    add("--every", 10, "N", "updates between two moves of the masks")
+    add("--every", 10, "N", "updates between two mask updates")
     add("--seed", 0, "N", "of weights and order")
     parser.add_argument("--data", type=Path, metavar="PATH", help="an interactions .npz instead of MovieLens-100K")
     group = parser.add_argument_group("checkpoints", "updates are counted")
     group.add_argument("--checkpoint", type=Path, metavar="PATH", help="where: one file, also written at the end")
     group.add_argument("--save-every", type=int, metavar="N", help="updates between two checkpoints")
     group.add_argument("--stop-at", type=int, metavar="N", help="leave a checkpoint after update N, and stop")
-    group.add_argument("--resume", action="store_true", help="go on from --checkpoint, on any number of processes")
+    group.add_argument("--resume", action="store_true", help="continue from --checkpoint, on any number of processes")
     options = parser.parse_args(argv)
 
     for names, good, rule in (

@@ -1,6 +1,6 @@
-"""How do two OptimSchedulers train, sparsify, save and resume one model?
+"""Two OptimSchedulers train, sparsify, save and resume one model.
 
-One is in charge of the tables and moves their masks, the other of the layers; both are given the losses of one forward.
+One owns the tables and updates their masks, the other owns the layers; both are stepped with the losses of one forward.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WARM_UP = 0.1
 
 
 class Job:
-    """The model, its two optimizers and where they are. Collective: every rank makes one and calls its methods.
+    """The model, its two optimizers and their progress. Collective: every rank constructs one and calls its methods.
 
     Args:
         options: from :func:`optim_scheduler.options.parse`.
@@ -55,7 +55,7 @@ class Job:
         world: number of processes; if it is more than one, there is a default process group.
 
     Raises:
-        DataError: there are too few examples, or no table that is worth sparsifying.
+        DataError: there are too few examples, or no table large enough to sparsify.
     """
 
     def __init__(self, options: argparse.Namespace, dataset: Dataset, rank: int, world: int) -> None:
@@ -107,7 +107,7 @@ class Job:
         self.done = 0  # updates
 
     def train(self) -> None:
-        """From where it is to the end, or to ``--stop-at``."""
+        """Train to the end, or to ``--stop-at``."""
         options = self.options
         last = min(self.updates, options.stop_at or self.updates)
         # disable=None: tqdm itself stays quiet when its output is not a terminal.
@@ -131,7 +131,7 @@ class Job:
         bar.close()
 
     def resume(self) -> None:
-        """Goes to where the checkpoint was made.
+        """Continue from the checkpoint.
 
         Raises:
             DataError: there is none, or it is of another run.
@@ -146,7 +146,7 @@ class Job:
             raise DataError(f"{self.options.checkpoint} does not fit: {type(error).__name__}: {error}") from error
 
     def auc(self) -> float:
-        """Over the test examples of all ranks, but for the last that fill no batch."""
+        """Return the AUC over the test examples of all ranks, the last incomplete batch excluded."""
         self.model.eval()
         with torch.no_grad():
             seen = [(self.net(batch).double(), batch.labels.double()) for batch in self._batches(self.dataset.test)]
@@ -161,14 +161,14 @@ class Job:
         return float(compute_auc(1, [logits], [labels], [torch.ones_like(labels)]))
 
     def sparsities(self) -> list[TableStats]:
-        """Of every table that is sparsified."""
+        """Return the sparsity of every sparsified table."""
         return self.sparsifier.table_stats()
 
     def check_zeros(self) -> int:
-        """Reads the tables where the model has them. Local.
+        """Check the weights in the tables themselves. Local.
 
         Returns:
-            How many weights the masks remove.
+            The number of pruned weights.
 
         Raises:
             RuntimeError: one of them is not 0.
@@ -184,7 +184,7 @@ class Job:
         return removed
 
     def _micro_steps(self, last: int) -> Iterator[tuple[int, Batch]]:
-        """What is left of this rank's part of the data, with the number of each micro-step, until update ``last``."""
+        """Yield the rest of this rank's data with the number of each micro-step, until update ``last``."""
         begin, end = self.done * self.options.accumulate, last * self.options.accumulate
         while begin < end:
             epoch, skip = divmod(begin, self.per_epoch)
@@ -198,7 +198,7 @@ class Job:
         return batches(self.dataset, index, batch_size=size, rank=rank, world=world, shuffle_seed=seed)
 
     def _plan(self) -> dict[str, Any]:
-        """What must not change on the way, or a resumed run would be neither the one nor the other."""
+        """The options that a resumed run must share with the first."""
         names = ("epochs", "batch_size", "accumulate", "sparsity", "every", "seed")
         return {"data": self.dataset.name, **{name: getattr(self.options, name) for name in names}}
 
@@ -213,4 +213,4 @@ class Job:
         if self.rank == 0:
             checkpoint.save(self.options.checkpoint, state)
         if self.world > 1:
-            dist.barrier()  # nobody goes on, or away, before it is on the disk
+            dist.barrier()  # no rank continues or exits before the file is on disk

@@ -1,6 +1,6 @@
-"""Does `OptimScheduler` do what SpeeChain's does, step for step, its bugs aside?
+"""`OptimScheduler` equals SpeeChain's class step for step, its bugs aside.
 
-The ancestor is no dependency: what it does is written out here as a plain loop of torch's.
+The ancestor is not a dependency: the reference is a plain loop in torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def by_hand(
     name: str = "loss",
     amp: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The loop that everybody writes."""
+    """A plain training loop."""
     scaler = torch.amp.GradScaler("cpu", enabled=amp is torch.float16)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for step_num in range(1, steps + 1):
@@ -138,7 +138,7 @@ def test_the_schedule_is_made_last_and_reads_the_learning_rate() -> None:
 
 
 def test_which_steps_are_updates_and_what_the_schedule_is_asked() -> None:
-    """accum_grad 2, step_per_update 3: real steps 3 and 6 are updates, made of the steps 5, 6 and 11, 12."""
+    """accum_grad 2, step_per_update 3: real steps 3 and 6 are updates, from steps 5, 6 and 11, 12."""
     model = Two()
     scheduler = Steady("SGD", {"lr": 0.1}, model, use_amp=False, accum_grad=2, step_per_update=3, ft_factor=0.5)
     moved, differentiated, clock = [], [], Clock()
@@ -216,7 +216,7 @@ def test_noam(conf: dict[str, Any], peak: float, accum_grad: int) -> None:
 
 
 def test_exponential_decay_is_by_epoch_and_from_the_first_learning_rate() -> None:
-    """Bug 26: the ancestor decays what it wrote itself, at every step, and ft_factor with it."""
+    """Bug 26: the ancestor decays the rate it wrote itself at every step, and applies ft_factor again."""
     model = Two()
     scheduler = ExponentDecayLr("SGD", {"lr": 0.8}, model, use_amp=False, decay_factor=0.5, ft_factor=0.5)
     seen = []
@@ -324,7 +324,7 @@ def test_bug_22_what_is_not_finite_updates_nothing(bad: float, use_amp: bool) ->
 
 
 def test_bug_23_a_norm_that_overflows_updates_nothing() -> None:
-    """Every gradient is finite, so GradScaler sees nothing; it has to hear of it, as of any other skipped step."""
+    """Every gradient is finite, so GradScaler sees nothing; it must back off as after any skipped step."""
     model, log = nn.Linear(1, 2), Log()
     scheduler = Steady("SGD", {"lr": 1e-30}, model, grad_norm_type=2.0)
     assert scheduler.scaler is not None
@@ -366,7 +366,7 @@ def test_no_gradient_at_all(use_amp: bool) -> None:
 
 
 def test_a_runner_that_leaves_out_empty_batches() -> None:
-    """Several by name, the same losses for each; a step number without a step."""
+    """Several by name with the same losses; one step number is skipped."""
     model = Two()
     runner = {
         "dec": ExponentDecayLr("SGD", {"lr": 0.1}, model, updated_modules="decoder", optim_loss="other"),

@@ -1,4 +1,4 @@
-"""Does the example with two OptimSchedulers train, sparsify, save and resume as it says, alone and under torchrun?"""
+"""The example with two OptimSchedulers trains, sparsifies, saves and resumes, alone and under torchrun."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def check_tables(out: str, state: dict[str, Any], level: float) -> None:
-    """The weights that were saved have the sparsity that is printed, which is the one asked for."""
+    """The saved weights have the printed sparsity, which is that of the command line."""
     removed = 0
     lines = re.findall(r"^tables/(\w+) +(\d+)  ([\d.]+)$", out, re.MULTILINE)
     assert [name for name, _, _ in lines] == ["user_id", "item_id", "user_x_item"]

@@ -1,4 +1,4 @@
-"""What do tests of OptimScheduler train, and with what?"""
+"""Models, schedulers and loops for the tests of OptimScheduler."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Two(nn.Module):
 
 
 class Steady(OptimScheduler):
-    """The optimizer's own learning rate at all times; notes what it is asked. ``scale`` is what losses are multiplied
-    with at first, under AMP."""
+    """Constant learning rate; records the calls of ``update_lr``. ``scale`` is the initial scale under AMP."""
 
     def sche_init(self, **sche_conf: Any) -> None:
         self.conf, self.base, self.asked = sche_conf, self.get_lr(), []
@@ -51,7 +50,7 @@ class Log:
 
 
 class Clock:
-    """Notes which clocks were entered, and calls ``inside`` in them."""
+    """Records the clocks entered, and calls ``inside`` in them."""
 
     def __init__(self, inside: Callable[[str], None] = lambda name: None) -> None:
         self.names: list[list[str]] = []
@@ -73,12 +72,12 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """To the last bit."""
+    """Bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def train(model: nn.Module, schedulers: list[Any], steps: int, first: int = 1, **more: Any) -> dict[str, Tensor]:
-    """Steps ``first`` to ``steps``, the losses of one forward given to all schedulers; the weights then."""
+    """Run steps ``first`` to ``steps``, passing the losses of each forward to all schedulers; return the weights."""
     for step_num in range(first, steps + 1):
         with schedulers[0].forward_context(step_num):
             losses = model(batch(step_num))

@@ -1,4 +1,4 @@
-"""What does OptimScheduler refuse, and does it say why, before anything has changed? In one process."""
+"""Arguments that OptimScheduler refuses before anything changes, in one process."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def data() -> DataNormSparsifier:
     ],
     ids=str,
 )
-def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(wrong: dict[str, Any]) -> None:
     name = next(iter(wrong))
     with pytest.raises(ValueError, match=f"Invalid {name}="):
         made(**wrong)
 
 
 @pytest.mark.parametrize("fine", [{"grad_clip": 1}, {"grad_norm_type": 3}, {"ft_factor": 0}, {"ft_factor": 2}], ids=str)
-def test_values_that_do(fine: dict[str, Any]) -> None:
+def test_valid_values_are_accepted(fine: dict[str, Any]) -> None:
     model = Two()
     before = copied(model)
     assert same(before, train(model, [made(model, use_amp=False, **fine)], 1)) == (fine == {"ft_factor": 0})
@@ -57,7 +57,7 @@ def test_optimizers_by_name_by_path_and_by_class(query: Any) -> None:
     assert type(made(optim_type=query).optimizer) is torch.optim.AdamW
 
 
-def test_an_optimizer_of_ones_own() -> None:
+def test_optimizers_of_other_packages() -> None:
     table = made(nn.Embedding(3, 2), optim_type="torchrec.optim.RowWiseAdagrad")
     assert type(table.optimizer).__name__ == "RowWiseAdagrad"
     assert type(made(optim_type="SGD", optim_conf=None).optimizer) is torch.optim.SGD
@@ -80,7 +80,7 @@ def test_an_optimizer_of_ones_own() -> None:
         ("LBFGS", "needs a closure"),
     ],
 )
-def test_no_optimizer(query: Any, said: str) -> None:
+def test_unknown_optimizers_are_refused(query: Any, said: str) -> None:
     with pytest.raises(ValueError, match="Invalid optim_type=") as raised:
         optimizer_class(query)
     assert said in str(raised.value)
@@ -97,13 +97,13 @@ def test_no_optimizer(query: Any, said: str) -> None:
         ("encoder.1", "['encoder.1'] have no parameters"),
     ],
 )
-def test_no_modules(names: Any, said: str) -> None:
+def test_unknown_modules_are_refused(names: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
         made(updated_modules=names)
     assert said in str(raised.value)
 
 
-def test_a_model_that_is_none() -> None:
+def test_other_objects_than_modules_are_refused() -> None:
     for wrong in ("model", [nn.Linear(2, 2)]):
         with pytest.raises(ValueError, match=f"Invalid model of type {type(wrong).__name__}"):
             made(wrong)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_integers_of_numpy_are_step_numbers(number: Any) -> None:
 
 
 @pytest.mark.parametrize("asked", [math.nan, math.inf, -0.1, None, "much", "0.1", b"0.1", 10**400, 1e308])
-def test_a_learning_rate_that_makes_no_sense_changes_nothing(asked: Any) -> None:
+def test_an_invalid_learning_rate_changes_nothing(asked: Any) -> None:
     model = Two()
     scheduler = made(model, use_amp=False, ft_factor=10)
     before = copied(model)
@@ -237,6 +237,6 @@ def test_what_a_model_is_wrapped_in_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"d_model": value} for value in (math.inf, math.nan, 0, "8")], ids=str)
-def test_schedules_check_their_own(wrong: dict[str, Any]) -> None:
+def test_schedules_check_their_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Invalid d_model="):
         Noamlr("SGD", {"lr": 0.1}, Two(), **wrong)

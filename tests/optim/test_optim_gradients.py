@@ -1,4 +1,4 @@
-"""Sparse, empty and missing gradients, frozen parameters, and mixed precision: does every step stay exact?"""
+"""Exact steps with sparse, empty and missing gradients, frozen parameters and mixed precision."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_scale_grows_and_shrinks_as_in_torch() -> None:
 
 @pytest.mark.parametrize("optim", [("Adam", {"fused": True}), ("Adagrad", {}), ("SGD", {"foreach": True})])
 def test_optimizers_that_know_of_amp(optim: tuple[str, dict[str, Any]]) -> None:
-    """The fused ones are told the scale and what was found, by the GradScaler."""
+    """GradScaler hands the scale and found_inf to fused optimizers."""
     name, conf = optim
     model, slow = Two(), Two()
     got = train(model, [Steady(name, {"lr": 0.1, **conf}, model)], 3)
@@ -170,7 +170,7 @@ def test_norms_are_torchs(norm_type: float) -> None:
 
 
 def test_pieces_and_wholes_make_one_norm() -> None:
-    """In a world of one the same, but for how they are added."""
+    """In a world of one equal up to the order of the sum."""
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
     for parameter, value in zip(parameters, (1.0, 2.0, 2.0), strict=False):
         parameter.grad = torch.tensor([value, 0.0, 0.0])

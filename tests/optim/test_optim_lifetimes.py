@@ -1,4 +1,4 @@
-"""OptimSchedulers that end, fail, are made anew, or share more than a model: nothing of one gets into another."""
+"""OptimSchedulers that are deleted, fail or are replaced leave nothing in another one's steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made(model: nn.Module, **conf: Any) -> Steady:
 
 
 @pytest.mark.parametrize("use_amp", [False, True])
-def test_what_an_unfinished_real_step_leaves_is_not_part_of_the_next_scheduler_s(use_amp: bool) -> None:
+def test_a_new_scheduler_drops_gradients_of_an_unfinished_real_step(use_amp: bool) -> None:
     model, fresh = Two(), Two()
     first = made(model, accum_grad=4, use_amp=use_amp)
     first.step({"loss": model(batch(1))["loss"]}, None, "a", 1, 1)
@@ -30,7 +30,7 @@ def test_what_an_unfinished_real_step_leaves_is_not_part_of_the_next_scheduler_s
     assert same(train(model, [second], 3), train(fresh, [made(fresh)], 3))
 
 
-def test_nor_of_a_load() -> None:
+def test_a_load_drops_gradients_of_an_unfinished_real_step() -> None:
     model, fresh = Two(), Two()
     scheduler, other = made(model, accum_grad=2), made(fresh, accum_grad=2)
     state = scheduler.state_dict()
@@ -53,7 +53,7 @@ def test_a_state_of_the_middle_of_a_real_step_warns() -> None:
 
 @pytest.mark.parametrize("conf", [{"accum_grad": 2}, {"accum_grad": 2, "use_amp": True}, {}])
 def test_one_that_an_exception_keeps_alive_is_no_obstacle(conf: dict[str, Any]) -> None:
-    """As a notebook does: the last traceback holds the frames of the call that failed."""
+    """As in a notebook: the last traceback holds the frames of the failed call."""
     model, fresh = Two(), Two()
 
     def call(model: nn.Module, fail: bool) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_one_that_an_exception_keeps_alive_is_no_obstacle(conf: dict[str, Any]) 
     assert held.value.__traceback__ is not None
 
 
-def test_one_that_was_taken_over_may_come_back() -> None:
+def test_a_replaced_scheduler_can_still_be_stepped() -> None:
     model = Two()
     old, new = made(model), made(model)
     losses = model(batch(1))
@@ -83,7 +83,7 @@ def test_one_that_was_taken_over_may_come_back() -> None:
 
 
 def test_parameters_in_common_and_an_interruption() -> None:
-    """Between the steps of two that share a module, one step is left out; both go on."""
+    """Two that share a module; one skips a step, and both continue."""
     model = Two()
     pair = [made(model, updated_modules=["encoder", "decoder"]), made(model, updated_modules="decoder")]
     pair[0].step(model(batch(1)), None, "a", 1, 1)
@@ -110,7 +110,7 @@ def test_leaves_beside_the_model_have_gradients_as_of_a_plain_backward(modules: 
     assert weight.grad is not None and torch.allclose(weight.grad, alone.grad)
 
 
-def test_a_sparsifier_of_two_is_refused() -> None:
+def test_a_sparsifier_in_two_schedulers_is_refused() -> None:
     model = Two()
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
     sparsifier.add_data("w", model.decoder.weight)
@@ -149,7 +149,7 @@ def test_a_graph_that_is_gone_is_explained() -> None:
 
 
 class Older(Steady):
-    """As SpeeChain's schedules once were."""
+    """An ``update_lr`` of older versions of SpeeChain."""
 
     def update_lr(self, real_step: int) -> float:  # type: ignore[override]
         return 0.1 / real_step
@@ -170,7 +170,7 @@ def test_numbers_of_a_configuration() -> None:
     assert same(train(model, [scheduler], 4), train(same_model, [other], 4))
 
 
-def test_the_base_of_all_optimizers_is_none() -> None:
+def test_the_base_class_of_optimizers_is_refused() -> None:
     with pytest.raises(ValueError, match="Invalid optim_type='Optimizer'"):
         Steady("Optimizer", {}, Two())
 
@@ -191,7 +191,7 @@ class Fails(torch.autograd.Function):
 @pytest.mark.parametrize("names", [[None], ["encoder", "decoder"]])
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_backward_that_fails_leaves_no_gradients(at: int, names: list[Any], use_amp: bool) -> None:
-    """The decoder has its gradients by then, the encoder not. What is left of the real step makes its update."""
+    """The decoder has gradients by then, the encoder has none. The rest of the real step makes its update."""
     model, fresh = Two(), Two()
     pairs = [
         [made(each, updated_modules=name, accum_grad=2, use_amp=use_amp) for name in names] for each in (model, fresh)
@@ -249,7 +249,7 @@ def test_the_copy_of_a_model_has_no_part_in_the_original() -> None:
     assert same(train(model, [scheduler], 2), copied(twin))
 
 
-def test_a_step_that_is_refused_takes_nothing_over() -> None:
+def test_a_refused_step_changes_no_other_scheduler() -> None:
     model = Two()
     old, new = made(model, accum_grad=2), made(model, accum_grad=2)
     train(model, [new], 2)

@@ -1,4 +1,4 @@
-"""How do several OptimSchedulers over one model get along? In one process.
+"""Several OptimSchedulers of one model, in one process.
 
 The reference takes all gradients at the weights of the forward, each loss's for its own parameters, then steps.
 """
@@ -85,7 +85,7 @@ def test_two(plans: list[dict[str, Any]], turned: bool) -> None:
     assert not close(got, copied(Two()))
 
 
-def test_three_and_a_module_that_is_nobodys() -> None:
+def test_three_and_a_module_without_an_optimizer() -> None:
     model = Two()
     frozen = copied(model.encoder[0])
     del frozen["weight"]
@@ -137,7 +137,7 @@ def test_parameters_in_common_do_not_accumulate() -> None:
 
 @pytest.mark.parametrize("accum_grad", [1, 2])
 def test_a_dict_each(accum_grad: int) -> None:
-    """Both losses are called "loss", each of a forward of its own. Nobody is served after its turn."""
+    """Both losses are called "loss", each of its own forward. No gradients are computed for one that was stepped."""
     got, wanted = Two(), Two()
     served: list[Any] = []
     got.encoder[0].weight.register_hook(served.append)
@@ -158,7 +158,7 @@ def test_a_dict_each(accum_grad: int) -> None:
 @pytest.mark.parametrize("names", [("loss", "loss"), ("loss", "other")])
 @pytest.mark.parametrize("turned", [False, True])
 def test_one_that_is_stepped_now_and_then(turned: bool, names: tuple[str, str]) -> None:
-    """The first one's backward is for the second one too, whether or not that one will be stepped."""
+    """The first one's backward also computes the second one's gradients, whether or not it is stepped."""
     got, wanted = Two(), Two()
     schedulers = [over(got, "encoder", optim_loss=names[0]), over(got, "decoder", optim_loss=names[1])]
     optimizers = [torch.optim.SGD(wanted.get_submodule(name).parameters(), LR) for name in ("encoder", "decoder")]
@@ -176,8 +176,8 @@ def test_one_that_is_stepped_now_and_then(turned: bool, names: tuple[str, str]) 
     assert close(copied(got), copied(wanted))
 
 
-def test_one_whose_place_was_taken_is_left_out() -> None:
-    """First the decoder alone, then all of it with accumulation, which the two together could not."""
+def test_a_replaced_one_gets_no_gradients() -> None:
+    """First the decoder alone, then the whole model."""
     model, alone = Two(), Two()
     first, second = over(model, "decoder"), over(model, None)
     train(model, [first], 2)
@@ -190,8 +190,8 @@ def test_one_whose_place_was_taken_is_left_out() -> None:
     assert len(taken) == 3, "no gradients are computed for the one that was replaced"
 
 
-def test_a_load_forgets_what_was_taken_for_it() -> None:
-    """Back to step 2 in the same process: that both have been at step 3 already is of no meaning then."""
+def test_a_load_drops_gradients_taken_for_it() -> None:
+    """Back to step 2 in the same process, after both were at step 3."""
     model = Two()
     pair = [over(model, "encoder", optim_type="Adam"), over(model, "decoder")]
     train(model, pair, 2)
@@ -222,8 +222,8 @@ def test_the_dead_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("names", [[None], [None, "decoder"]])
-def test_what_is_outside_of_the_model_is_left_to_torch(names: list[Any]) -> None:
-    """A loss with weights of its own, say, which somebody else steps."""
+def test_leaves_beside_the_model_accumulate(names: list[Any]) -> None:
+    """For example a loss with weights, which another optimizer steps."""
     model, weight = Two(), nn.Parameter(torch.tensor(2.0))
     schedulers = [over(model, name) for name in names]
     loss = model(batch(1))["loss"]
@@ -244,8 +244,8 @@ def test_models_do_not_mix() -> None:
     assert same(before, copied(other))
 
 
-def test_each_scaler_goes_its_own_way() -> None:
-    """One loss overflows: the other one's optimizer steps, and its scale stays."""
+def test_scalers_are_independent() -> None:
+    """One loss overflows: the other optimizer steps, and its scale is unchanged."""
     model = Two()
     one, other = over(model, "encoder", use_amp=True), over(model, "decoder", use_amp=True, optim_loss="other")
     train(model, [one, other], 2)
@@ -258,7 +258,7 @@ def test_each_scaler_goes_its_own_way() -> None:
 
 
 def test_a_failed_step_leaves_the_other_ones_gradients() -> None:
-    """Whoever was stepped first has done its part: the second still can, though its first try was refused."""
+    """The second can still be stepped after a refused call."""
     got, wanted = Two(), Two()
     pair, plain = [[over(model, "encoder"), over(model, "decoder")] for model in (got, wanted)]
     losses = got(batch(1))

@@ -1,4 +1,4 @@
-"""Does an OptimScheduler come back from a file as it was, and is a bad state refused with nothing changed?"""
+"""Saved and resumed OptimSchedulers equal uninterrupted ones; a bad state changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_sparse import CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr
+from dist_sparse import BaseDataScheduler, CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr
 from tests.optim.optim_loop import Steady, Two, copied, same, train
 
 
@@ -52,7 +52,7 @@ def test_resumed_is_uninterrupted(use_amp: bool, accum_grad: int) -> None:
 
 
 def turned(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a run whose modules were named in another order."""
+    """The state of a run with its modules in another order."""
     model = Two()
     other = Steady("Adam", {"lr": 0.1}, model, updated_modules=["decoder", "encoder"])
     train(model, [other], 2)
@@ -140,7 +140,7 @@ def test_every_optimizer_of_torch_resumes(name: str) -> None:
     [lambda o: torch.optim.lr_scheduler.StepLR(o, 3), lambda o: o.param_groups[0].update(step=3)],
     ids=["initial_lr", "step"],
 )
-def test_what_others_have_put_into_the_groups_is_not_asked_for(own: Callable[[Any], Any]) -> None:
+def test_foreign_keys_of_the_groups_are_not_required(own: Callable[[Any], Any]) -> None:
     model, other = Two(), Two()
     saved = Steady("Adam", {"lr": 0.1}, other)
     train(other, [saved], 2)
@@ -192,8 +192,8 @@ def sparse_steps(scheduler: Any, steps: int, first: int = 1) -> list[tuple[float
 
 
 def test_sparsity_is_part_of_the_step() -> None:
-    """Optimizer, then sparsifier, then scheduler: the sparsifier works with the level that the scheduler last set, on
-    the weights that the optimizer has just written, and what is removed stays zero."""
+    """Optimizer, then sparsifier, then scheduler: the sparsifier uses the level that the scheduler last set, on
+    the weights that the optimizer has just written, and pruned weights stay zero."""
     scheduler = sparse(Net())
     order: list[str] = []
     scheduler.optimizer.register_step_post_hook(lambda *args: order.append("optimizer"))
@@ -277,6 +277,33 @@ def test_a_load_that_the_scheduler_refuses_changes_nothing(wrong: dict[str, Any]
     after = everything(scheduler)
     assert torch.equal(before[2], after[2])
     assert before[:2] + before[3:] == after[:2] + after[3:]
+
+
+class Written(BaseDataScheduler):
+    """A schedule of a user."""
+
+    def get_schedule_param(self) -> dict[str, float]:
+        return dict.fromkeys(self.data_sparsifier.data_groups, 0.1 * self.last_epoch)
+
+
+def test_a_load_that_a_users_scheduler_refuses_changes_nothing() -> None:
+    pair = []
+    for seed in (0, 1):
+        model = Net(seed)
+        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, 2))
+        sparsifier.add_model(model, include=["table"])
+        parts: dict[str, Any] = {"data_sparsifier": sparsifier, "data_scheduler": Written(sparsifier, "sparsity_level")}
+        pair.append(Steady("Adagrad", {"lr": 0.1}, model, use_amp=False, **parts))
+    scheduler, other = pair
+    sparse_steps(scheduler, 2)
+    sparse_steps(other, 5)
+    state, before = other.state_dict(), everything(scheduler)
+    with pytest.raises(ValueError, match="last_epoch"):
+        scheduler.load_state_dict({**state, "data_scheduler": {**state["data_scheduler"], "last_epoch": "5"}})
+    after = everything(scheduler)
+    assert torch.equal(before[2], after[2]) and before[:2] + before[3:] == after[:2] + after[3:]
+    scheduler.load_state_dict(state)
+    assert scheduler.data_scheduler is not None and scheduler.data_scheduler.last_epoch == 5
 
 
 def test_masks_hold_under_amp_and_clipping() -> None:
