@@ -345,11 +345,11 @@ class OptimScheduler(abc.ABC):
         """Become one of the model's OptimSchedulers. One for the same parameters and loss, such as that of a notebook
         cell which runs again, is replaced: steps of others no longer compute gradients for it."""
         self._model_peers = _peers.setdefault(self._wiring.inner, WeakValueDictionary())
-        mine, replaced = {*self._owned.parameters, *self._owned.fused}, []
+        mine, replaced = {*self._owned.parameters, *self._owned.fused}, {}
         for number_of, other in list(self._model_peers.items()):
             theirs = {*other._owned.parameters, *other._owned.fused}
             if theirs <= mine and other.config.loss_name == self.config.loss_name:
-                replaced.append(number_of)
+                replaced[number_of] = other
                 continue
             for name, part in self._sparsity().items():
                 if part is getattr(other, name):
@@ -359,8 +359,9 @@ class OptimScheduler(abc.ABC):
                     f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the model has "
                     f"{other.config.amp_dtype}, and they share its forward."
                 )
-        for number_of in replaced:
-            self._model_peers.pop(number_of)._early = None
+        for number_of, other in replaced.items():
+            del self._model_peers[number_of]
+            other._early = None
         self._model_peers[next(_numbers)] = self
 
     def _others(self) -> list[OptimScheduler]:
