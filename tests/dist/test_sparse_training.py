@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dist_sparse import SparseTraining, sparsify
-from tests.dist.cells import build, cells, gathered
+from tests.dist.cells import batch, build, cells, gathered
 from tests.dist.plugin import on_ranks
 
 PLAN: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4), "min_rows": 0}
@@ -107,3 +109,21 @@ def test_shown_on_a_sharded_model() -> None:
     assert "<pre>SparseTraining(step 0 of 9" in sparse._repr_html_()  # local: one rank may show it alone
     assert sparse.partial_tables == list(sparse.sparsifier.data_groups)
     assert sparse.sparsity == 0 and "row_wise" in sparse.summary()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dense_too", [True, False])
+def test_auto_step_follows_combined_optimizers(dense_too: bool) -> None:
+    """One step of the schedule for each step of the whole, fused tables alone included."""
+    model = build(cells(2)["row_wise"])
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = KeyedOptimizerWrapper(parameters, lambda given: torch.optim.SGD(given, lr=0.1))
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense] if dense_too else [model.fused_optimizer])
+    sparse = sparsify(model, optimizer, **PLAN, auto_step=True)
+    for step in range(10):
+        optimizer.zero_grad()
+        model(batch(cells(2)["row_wise"], seed=step)).sum().backward()
+        optimizer.step()
+    assert sparse.scheduler.last_epoch == 10 and sparse.finished
+    assert sparse.sparsity == pytest.approx(0.6, abs=0.01)
+    sparse.detach()
