@@ -116,6 +116,16 @@ def test_a_rider_is_carried_once() -> None:
     assert rider.summed is not None and rider.summed.tolist() == [[1, 20]]
     assert group.all_reduce(torch.tensor([4]), rider).tolist() == [8]
     assert traffic().collectives == before.collectives + 3
+    assert traffic().bytes == before.bytes + 8 * (1 + 2 + 2 + 1)
+
+
+@on_ranks(4)
+def test_an_error_in_a_small_group_reaches_all() -> None:
+    """Ranks 2 and 3 are not in the group in which it is found first."""
+    groups = [*([group_over((0, 1))] if dist.get_rank() < 2 else []), group_over(world_ranks())]
+    with pytest.raises(ValueError, match="mine"), agreeing("step()", groups):
+        if dist.get_rank() == 1:
+            raise ValueError("mine")
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.sparsifiers.recorder import MaskChange, Recorder
 from dist_sparse.tables.modules import model_source
-from tests.dist.cells import build, cells, set_weights, weights
+from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.pieces import by_rows, sharded, write
 from tests.dist.plugin import on_ranks
 
@@ -171,7 +171,10 @@ def test_another_block() -> None:
     sparsifier, recorder = stepped(model)
     for config in sparsifier.data_groups.values():
         config.update(sparse_block_shape=(1, 4), zeros_per_block=None)
+    set_weights(model, weights(cell, seed=1))
     sparsifier.step()
+    for name, weight in gathered(model).items():
+        assert not weight[sparsifier.full_mask(name) == 0].any()
     recorder.complete()
     _, second = recorder.take()
     assert [(c.flipped_blocks, c.regrown_blocks, c.churn) for c in second.tables] == [(None, None, None)] * 4
