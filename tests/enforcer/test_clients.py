@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer
 from tests.enforcer.test_enforce_errors import IDS, Net, hooks, sgd, sparse_net, train
@@ -316,3 +317,14 @@ def test_a_forward_with_other_weights_is_refused(trained: bool) -> None:
         assert all(bool((value == 1).all()) for value in others.values())
         train(model, optimizer)
         assert revived(model, sparsifier) == 0
+
+
+def test_only_the_innermost_of_wrapped_optimizers_is_hooked() -> None:
+    """Torch runs hooks of TorchRec's CombinedOptimizer too; masking twice would be for nothing."""
+    model, sparsifier = sparse_net()
+    inner = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.5))
+    combined = CombinedOptimizer([("all", inner)])
+    with MaskEnforcer(sparsifier).attach(combined):
+        train(model, combined)
+        assert revived(model, sparsifier) == 0
+        assert not any(hooks(combined, inner).values())
