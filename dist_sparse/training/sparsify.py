@@ -27,7 +27,7 @@ from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
-from dist_sparse.text import shape_text, table_lines
+from dist_sparse.text import block_shape_text, count, number_of, shape_text, table_lines
 from dist_sparse.training.plan import (
     BlockShape,
     Levels,
@@ -133,10 +133,10 @@ class SparseTraining:
                 table.name,
                 shape_text(table.shape),
                 table.sharding,
-                "x".join(map(str, table.sparse_block_shape or ())).lower().removeprefix("1xrow") or "row",
+                block_shape_text(table.sparse_block_shape),
                 f"{table.target:.4g}",
                 f"{table.sparsity:.4f}",
-                f"{table.removed_blocks:,}",
+                count(table.removed_blocks),
             )
             for table in self.sparsifier.table_stats()
         ]
@@ -204,7 +204,7 @@ class SparseTraining:
         parts = [
             f"step {self.scheduler.last_epoch}" + ("" if end is None else f" of {end}"),
             *([f"level {level}"] if level else []),
-            f"{tables} table{'' if tables == 1 else 's'}",
+            number_of(tables, "table"),
             *([f"{len(self.left_dense)} left dense"] if self.left_dense else []),
             "attached" if self.enforcer.attached else "detached",
         ]
