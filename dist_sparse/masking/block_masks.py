@@ -33,11 +33,13 @@ from dist_sparse.masking.selection import (
     REMOVED,
     REMOVED_CLEAN,
     Ballot,
+    JointScores,
     Segment,
     Threshold,
     first_histogram,
     select_smallest,
 )
+from dist_sparse.masking.small_tables import Batch, BatchedShard, batches, joint_masks
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "MadeMasks", "NewMask", "ScoredTable", "cuts_of", "new_masks", "score_table"]
@@ -139,6 +141,39 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
     return table
 
 
+def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
+    """:func:`score_table` of many tables, each with this rank in its group; small ones are scored together."""
+    scored: list[ScoredTable | None] = [None] * len(goals)
+    alike = []
+    for i, goal in enumerate(goals):
+        if not goal.by_element and len(goal.data.shards) == 1:
+            alike.append((i, goal.data, goal.data.shards[0], goal.block, goal.measure))
+    for places in batches([entry[1:] for entry in alike]):
+        together = [alike[place][0] for place in places]
+        together = [i for i in together if cuts_of(goals[i]) is None]
+        if len(together) > 1:
+            tables = _score_together([goals[i] for i in together], [ranks[i] for i in together])
+            for i, table in zip(together, tables, strict=True):
+                scored[i] = table
+    return [known or score_table(goal, rank) for known, goal, rank in zip(scored, goals, ranks, strict=True)]
+
+
+def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
+    shards = [goal.data.shards[0] for goal in goals]
+    batch = Batch.of(shards, goals[0].data.shape[1], goals[0].block, goals[0].measure)
+    if not _fine(batch.scores):
+        for i, goal in enumerate(goals):
+            _check(goal, shards[i], batch.part(i), shards[i].rect.row)
+    tables = []
+    grid = grid_of(shards[0].rect, goals[0].block)
+    columns = torch.arange(grid.col, grid.col + grid.cols, device=shards[0].tensor.device)
+    for goal, shard, rank in zip(goals, shards, ranks, strict=True):
+        segment = Segment(shard.rect.row, columns, goal.grid.cols, counts=shard.rect in goal.data.owned(rank))
+        tables.append(ScoredTable(goal, None, {shard.rect: segment}))
+    batch.fill([table.segments[shard.rect] for table, shard in zip(tables, shards, strict=True)])
+    return tables
+
+
 def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segment) -> Partials:
     """Fills ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and returns what is known of
     the cut ones. Where all are cut, the segment stays empty until the verdict."""
@@ -203,8 +238,7 @@ def _checked_histogram(goal: Goal, shard: Shard, segment: Segment) -> Tensor:
 def _check(goal: Goal, shard: Shard, scores: Tensor, first_row: int) -> None:
     """Refuses scores that are not finite or negative; ``scores`` ``(block rows, block columns)`` from block row
     ``first_row``."""
-    low, high = torch.aminmax(scores)  # NaN passes through to both
-    if bool((low >= 0) & (high < torch.inf)):
+    if _fine(scores):
         return
     i, j = (~((scores >= 0) & (scores < torch.inf))).nonzero()[0].tolist()
     row, col = (first_row + i) * goal.block[0], (grid_of(shard.rect, goal.block).col + j) * goal.block[1]
@@ -212,6 +246,11 @@ def _check(goal: Goal, shard: Shard, scores: Tensor, first_row: int) -> None:
         f"Table {goal.data.name!r}: the block at row {row}, column {col} scores {float(scores[i, j])}; "
         "scores must be finite and not negative, so no mask was moved."
     )
+
+
+def _fine(scores: Tensor) -> bool:
+    low, high = torch.aminmax(scores)  # NaN passes through to both
+    return bool((low >= 0) & (high < torch.inf))
 
 
 class NewMask(NamedTuple):
@@ -259,15 +298,34 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None =
         returned = return_verdicts(decisions, group, [table.goal.by_element for _, table, _ in cut], device)
         for (i, _, _), verdict in zip(cut, returned, strict=True):
             verdicts[i] = verdict
-    return [
-        MadeMasks(
-            [_new_mask(table, shard, threshold, verdict.get(shard.rect)) for shard in table.goal.data.shards],
-            (1, 1) if table.goal.by_element else table.goal.block,
-            threshold,
-            None if table.goal.by_element else table.goal.k,
-        )
-        for table, threshold, verdict in zip(scored, thresholds, verdicts, strict=True)
-    ]
+    small = _small_masks(scored, thresholds)
+    made = []
+    for i, (table, threshold, verdict) in enumerate(zip(scored, thresholds, verdicts, strict=True)):
+        goal, masks = table.goal, [small[i]] if i in small else []
+        masks += [
+            _new_mask(table, shard, threshold, verdict.get(shard.rect)) for shard in goal.data.shards[len(masks) :]
+        ]
+        block, k = ((1, 1), None) if goal.by_element else (goal.block, goal.k)
+        made.append(MadeMasks(masks, block, threshold, k))
+    return made
+
+
+def _small_masks(scored: Sequence[ScoredTable], thresholds: Sequence[Threshold]) -> dict[int, NewMask]:
+    """The new masks of shards that were scored together, by the place of their table."""
+    joints: dict[JointScores, list[int]] = {}
+    for i, table in enumerate(scored):
+        segment = next(iter(table.segments.values()), None)
+        if segment is not None and segment.joint is not None:
+            joints.setdefault(segment.joint[0], []).append(i)
+    found: dict[int, NewMask] = {}
+    for joint, places in joints.items():
+        parts = []
+        for i in places:
+            [(rect, segment)] = scored[i].segments.items()
+            parts.append(BatchedShard(rect, scored[i].goal.block, segment, thresholds[i]))
+        masks = joint_masks(joint, parts)
+        found.update((i, NewMask(mask, dirty)) for i, (mask, dirty) in zip(places, masks, strict=True))
+    return found
 
 
 def _decide(table: ScoredTable, own: Owned, threshold: Threshold) -> tuple[CutTable, dict[int, Tensor], Tensor | None]:

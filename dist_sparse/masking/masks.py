@@ -8,7 +8,7 @@ constant on blocks use blocks of (1, 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -61,6 +61,10 @@ _CHUNK = 1 << 20
 
 _WRITTEN = 1 << 15
 """Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much."""
+
+
+_SMALL = 1 << 11
+"""Bytes of a mask whose blocks are looked up together with those of others."""
 
 
 def wide(matrix: Tensor) -> Tensor:
@@ -187,13 +191,35 @@ class BlockMask:
             new = before.bits & ~self.bits
             self._zero(tensor, new if dirty is None else new | dirty)
 
+    @staticmethod
+    def apply_all_changed_(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:
+        """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. What is to be written is looked
+        up for many small masks at once."""
+        some: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
+        size = 0
+        for change in changes:
+            mask, tensor, before, dirty = change
+            if mask.bits.numel() > _SMALL or before.block != mask.block or mask._rows_of_blocks(tensor.data) is None:
+                mask.apply_changed_(tensor, before, dirty)
+                continue
+            if some and (size + mask.bits.numel() > _WRITTEN or some[0][0].bits.device != mask.bits.device):
+                _apply_together(some)
+                some, size = [], 0
+            some.append(change)
+            size += mask.bits.numel()
+        _apply_together(some)
+
+    def _rows_of_blocks(self, live: Tensor) -> Tensor | None:
+        """``live`` as a matrix with a block in each row; None where its blocks are not contiguous."""
+        width = self.rect.cols if self.grid.cols == 1 else self.block[1]
+        whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
+        return live.view(-1, width) if self.block[0] == 1 and whole and live.is_contiguous() else None
+
     def _zero(self, tensor: Tensor, gone: Tensor) -> None:
         """Writes zero to the blocks whose bit is set in ``gone``."""
         live = tensor.data  # autograd must not see the writes: a forward may be waiting for its backward
-        width = self.rect.cols if self.grid.cols == 1 else self.block[1]
-        whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
-        if self.block[0] == 1 and whole and live.is_contiguous():
-            by_block = wide(live.view(-1, width))
+        if (by_rows := self._rows_of_blocks(live)) is not None:
+            by_block = wide(by_rows)
             for start in range(0, gone.numel(), _WRITTEN):
                 part = gone[start : start + _WRITTEN]
                 blocks = positions(part)
@@ -234,3 +260,19 @@ class BlockMask:
                 f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()} blocks are unknown."
             )
         return BlockMask(rect, block, pack(kept.flatten()))
+
+
+def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:
+    if not changes:
+        return
+    gone = ~torch.cat([mask.bits for mask, *_ in changes])
+    gone &= torch.cat([before.bits for _, _, before, _ in changes])
+    gone |= torch.cat([torch.zeros_like(mask.bits) if dirty is None else dirty for mask, *_, dirty in changes])
+    starts = [0, *torch.tensor([mask.bits.numel() for mask, *_ in changes]).cumsum(0).mul_(8).tolist()]
+    found = positions(gone)
+    upto = torch.searchsorted(found, torch.tensor(starts, device=found.device)).tolist()
+    for i, (mask, tensor, _, _) in enumerate(changes):
+        if upto[i + 1] > upto[i]:
+            rows = mask._rows_of_blocks(tensor.data)
+            assert rows is not None
+            wide(rows).index_fill_(0, found[upto[i] : upto[i + 1]] - starts[i], 0)

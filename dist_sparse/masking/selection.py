@@ -69,6 +69,7 @@ class Segment:
 
     Attributes:
         first_histogram: that of the scores, where a scorer has summed it.
+        joint: where else the scores are, together with those of other tables, and the number of the table there.
         tied: positions of scores at the threshold, once found; None if they were not looked for or are too many to
             keep.
     """
@@ -85,6 +86,7 @@ class Segment:
         self.first_row, self.col_ids, self.grid_cols, self.counts = first_row, col_ids, grid_cols, counts
         self.first_histogram: Tensor | None = None
         self.tied: Tensor | None = None
+        self.joint: tuple[JointScores, int] | None = None
         self._read = read
         self._pieces: list[Tensor] = []
         self._starts: list[int] = []
@@ -99,6 +101,11 @@ class Segment:
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """``(first row, bits)`` of what was added, rows counted from the segment's own first; ``(rows, cols)``."""
         yield from zip(self._starts, self._pieces, strict=True)
+
+    @property
+    def blocks(self) -> int:
+        """How many scores have been added."""
+        return self._rows * self.col_ids.numel()
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows ``[first, last)``, a view ``(last - first, cols)``; they must lie in one piece."""
@@ -123,6 +130,44 @@ class Segment:
         """Notes in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64, ascending."""
         found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
         self.tied = torch.cat(found) if found else self.col_ids.new_zeros(0)
+
+
+class JointScores:
+    """The scores of several small tables, one after the other, so that they are counted in one pass.
+
+    Args:
+        bits: int32 ``(sum of sizes,)``; KEPT where there is no block.
+        sizes: int64 ``(tables,)``, how many of them belong to each table.
+    """
+
+    def __init__(self, bits: Tensor, sizes: Tensor) -> None:
+        self.bits, self.sizes = bits, sizes
+
+    def tables(self) -> Tensor:
+        """The number of the table of each score, int64 ``(scores,)``. Not kept: it is twice as large as the scores."""
+        numbers = torch.arange(self.sizes.numel(), device=self.bits.device)
+        return numbers.repeat_interleave(self.sizes, output_size=self.bits.numel())
+
+    def first_histograms(self) -> Tensor:
+        """:func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
+        leading = torch.bitwise_right_shift(self.bits, LEADING_SHIFT).add_(1).mul_(self.bits != 0)
+        at = self.tables().mul_(HISTOGRAM).add_(leading)
+        counts = torch.bincount(at, minlength=self.sizes.numel() * HISTOGRAM).view(-1, HISTOGRAM)
+        counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
+        return counts
+
+    def histograms(self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int) -> Tensor:
+        """For the given tables, how many of their scores other than 0 that have the prefix (all bits from ``before``
+        on) fall into each bucket of the next bits: int64 ``(len(numbers), buckets)``."""
+        device, count = self.bits.device, self.sizes.numel()
+        wanted = torch.full((count,), -1, dtype=torch.int32)
+        wanted[numbers] = torch.tensor(prefixes, dtype=torch.int32)
+        place = torch.zeros(count, dtype=torch.int64)
+        place[numbers] = torch.arange(len(numbers))
+        tables = self.tables()
+        inside = ((self.bits >> before) == wanted.to(device)[tables]) & (self.bits != 0)
+        at = place.to(device)[tables[inside]] * buckets + ((self.bits[inside] >> shift) & (buckets - 1))
+        return torch.bincount(at, minlength=len(numbers) * buckets).view(-1, buckets)
 
 
 def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
@@ -223,7 +268,10 @@ def select_smallest(ballots: Sequence[Ballot], group: Group, rider: Rider | None
     """
     answers = [_NOTHING if ballot.k <= 0 else _EVERYTHING for ballot in ballots]
     asked = [i for i, ballot in enumerate(ballots) if 0 < ballot.k < ballot.blocks]
-    searches = {i: _Search(ballots[i].k, partial(_counted, ballots[i]), first=_first(ballots[i])) for i in asked}
+    searches = {
+        i: _Search(ballots[i].k, partial(_counted, ballots[i]), first=_first(ballots[i]), joint=_joint(ballots[i]))
+        for i in asked
+    }
     rounds = list(zip(_SHIFTS, _BUCKETS, strict=True))
     _narrow(
         list(searches.values()), rounds, partial(group.all_reduce, rider=rider), names=[ballots[i].name for i in asked]
@@ -260,6 +308,7 @@ class _Search:
         keys: makes an iterator over chunks of this rank's keys; called once per round until few enough are left to be
             kept.
         first: the first round's histogram with zeros apart, of keys whose histogram is known already.
+        joint: where else the keys are, together with those of other tables, and the number of the table there.
 
     Attributes:
         last: the largest key that may go, once settled.
@@ -268,7 +317,13 @@ class _Search:
             needed.
     """
 
-    def __init__(self, k: int, keys: Callable[[], Iterator[Tensor]], first: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        k: int,
+        keys: Callable[[], Iterator[Tensor]],
+        first: Tensor | None = None,
+        joint: tuple[JointScores, int] | None = None,
+    ) -> None:
         self.left, self.last, self.inside, self.holders = k, 0, 0, 0
         self.settled = False
         self._keys, self._first = keys, first
@@ -276,6 +331,12 @@ class _Search:
         self._shift: int | None = None
         self._few: list[Tensor] | None = None
         self.first_counts: Tensor | None = None
+        self.joint = joint
+
+    @property
+    def prefix(self) -> tuple[int, int] | None:
+        """The bits found so far, and how many are not; None before the first round."""
+        return None if self._shift is None else (self._prefix, self._shift)
 
     def histogram(self, shift: int, buckets: int) -> Tensor:
         """How many of the keys that have the prefix fall into each bucket of the next bits, int64 on the CPU:
@@ -323,20 +384,45 @@ def _narrow(
         asked = [search for search in searches if not search.settled]
         if not asked:
             return
-        counts = torch.stack([search.histogram(shift, buckets) for search in asked])
-        counts = reduce(counts + (counts > 0) * _PRESENT)
-        holders, counts = counts >> _PRESENT.bit_length() - 1, counts & (_PRESENT - 1)
-        if names is not None and asked[0]._shift is None:
+        counts = _histograms(asked, shift, buckets)
+        counts = reduce(counts.add_((counts > 0).to(torch.int64).mul_(_PRESENT)))
+        holders = counts
+        counts = counts & (_PRESENT - 1)
+        if names is not None and asked[0].prefix is None:
             _refuse_not_finite(counts, names)
             for search, row_of in zip(asked, counts, strict=True):
                 search.first_counts = row_of
         upto = counts.cumsum(1)
         wanted = torch.tensor([search.left for search in asked]).unsqueeze(1)
         bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
-        inside = counts.gather(1, bucket)
-        table = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders.gather(1, bucket)], 1).tolist()
+        inside, holders = counts.gather(1, bucket), holders.gather(1, bucket) >> _PRESENT.bit_length() - 1
+        table = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
         for search, row in zip(asked, table, strict=True):
             search.descend(shift, buckets, *row)
+
+
+def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor:
+    """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: those of small tables in one pass."""
+    if searches[0].prefix is None:
+        return torch.stack([search.histogram(shift, buckets) for search in searches])
+    counts = torch.zeros(len(searches), buckets, dtype=torch.int64)
+    joint: dict[JointScores, list[int]] = {}
+    for i, search in enumerate(searches):
+        if search.joint is None:
+            counts[i] = search.histogram(shift, buckets)
+        else:
+            joint.setdefault(search.joint[0], []).append(i)
+    for scores, rows in joint.items():
+        numbers, prefixes, befores = [], [], set()
+        for i in rows:
+            where, found = searches[i].joint, searches[i].prefix
+            assert where is not None and found is not None
+            numbers.append(where[1])
+            prefixes.append(found[0])
+            befores.add(found[1])
+        [before] = befores  # all are in the same round
+        counts[rows] = scores.histograms(numbers, prefixes, before, shift, buckets).cpu()
+    return counts
 
 
 def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
@@ -355,7 +441,15 @@ def _counted(ballot: Ballot) -> Iterator[Tensor]:
                 yield bits
 
 
+def _joint(ballot: Ballot) -> tuple[JointScores, int] | None:
+    counted = [segment for segment in ballot.segments if segment.counts]
+    return counted[0].joint if len(counted) == 1 else None
+
+
 def _first(ballot: Ballot) -> Tensor:
+    if len(ballot.segments) == 1 and ballot.segments[0].counts and ballot.segments[0].joint is not None:
+        assert ballot.segments[0].first_histogram is not None
+        return ballot.segments[0].first_histogram
     counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
     for segment in ballot.segments:
         if segment.counts:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dist_sparse.checks import integer, number
 from dist_sparse.groups import Group, Rider, rank_in
-from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table
+from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table, score_tables
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -200,7 +200,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         if located:
             self._check_update_mask()
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
-        return {name: score_table(goal, rank_in(goal.data.ranks)) for name, goal in goals.items()}
+        scored = score_tables(list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()])
+        return dict(zip(goals, scored, strict=True))
 
     def select_masks(
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None

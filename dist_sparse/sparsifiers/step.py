@@ -205,9 +205,13 @@ def _apply(
     if recorder is not None:
         for name, new in made.items():
             recorder.note(located[name], packed.masks(name), packed.block(name), new, configs[name])
-    for name, new in made.items():
-        for shard, before, (mask, dirty) in zip(located[name].shards, packed.masks(name), new.masks, strict=True):
-            mask.apply_changed_(shard.tensor, before, dirty)
+    BlockMask.apply_all_changed_(
+        [
+            (mask, shard.tensor, before, dirty)
+            for name, new in made.items()
+            for shard, before, (mask, dirty) in zip(located[name].shards, packed.masks(name), new.masks, strict=True)
+        ]
+    )
     for name, new in made.items():
         packed.replace(located[name], [mask for mask, _ in new.masks], new.block, new.removed)
 
