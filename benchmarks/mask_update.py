@@ -43,6 +43,13 @@ CASES = [
     *[_case([1, 4], "L1", rows, 4, how, GATHER) for how in ("row_wise", "column_wise") for rows in (1 << 18, 1 << 20)],
 ]
 
+MANY = [
+    {"tables": tables, "rows": rows, "dim": dim, "block": block, "ranks": ranks}
+    for tables, rows, dim, rank_counts in ((1000, 50, 16, (1, 2)), (26, 20_000, 32, (1,)))
+    for block in ("rows", [1, 4])
+    for ranks in rank_counts
+]
+
 
 def main() -> int:
     """Runs the cases, prints the table, writes the dated result."""
@@ -50,13 +57,13 @@ def main() -> int:
     parser.add_argument("--only", choices=["one", "ranks"], help="only the one-process cases, or only those over ranks")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     options = parser.parse_args()
-    cases = [c for c in CASES if options.only is None or (c["ranks"] == 1) == (options.only == "one")]
+    chosen = {"one": [1], "ranks": [2, 4], None: [1, 2, 4]}[options.only]
+    cases = [c for c in [*CASES, *MANY] if c["ranks"] in chosen]
     found = []
     for case in tqdm(cases, disable=not sys.stderr.isatty()):
-        threads = 2 if case["ranks"] == 1 else 1
-        found.append(
-            {**fresh("benchmarks.mask_update_case", case, case["ranks"], threads), "threads_per_rank": threads}
-        )
+        threads = 2 if case["ranks"] == 1 and "tables" not in case else 1
+        module = "benchmarks.many_tables_case" if "tables" in case else "benchmarks.mask_update_case"
+        found.append({**fresh(module, case, case["ranks"], threads), "threads_per_rank": threads})
     text = table(found)
     print(text)
     keep(options.out, "mask-update", found, text)
@@ -74,8 +81,22 @@ def table(found: list[dict[str, Any]]) -> str:
     ]
     many[0] += " bytes sent | extra |"
     many.append("|---|---|---|---|---|---|---|---|---|---|---|")
+    small = [
+        "| case | growing | a table | by hand | by hand, a table | by hand / growing |",
+        "|---|---|---|---|---|---|",
+    ]
     for f in found:
         block = "rows" if f["block"] == "rows" else "x".join(map(str, f["block"]))
+        if "tables" in f:
+            where = "one process" if f["ranks"] == 1 else f"table-wise on {f['ranks']} ranks"
+            row = [f"{f['tables']:,} tables of {f['rows']:,} x {f['dim']}, {block} L2, {where}"]
+            for seconds in (f["growing_s"], f.get("by_hand_s")):
+                row += ["", ""] if seconds is None else [_ms(seconds), f"{seconds / f['tables'] * 1e3:.3f} ms"]
+            by_hand = f.get("by_hand_s")
+            small.append(
+                "| " + " | ".join([*row, "" if by_hand is None else f"{by_hand / f['growing_s']:.2f} x"]) + " |"
+            )
+            continue
         size = f["rows"] * f["dim"] * 4 / 1e6
         times = [_ms(f["first_s"]), _ms(f["growing_s"]), _ms(f["steady_s"])]
         extra = f"{_mb(f['peak_extra_bytes'])} of {_mb(f['shard_bytes'])}"
@@ -101,13 +122,17 @@ def table(found: list[dict[str, Any]]) -> str:
         "first: from dense to 50 %, so half of the table is overwritten with zeros. growing: the level rises by 1 % of "
         "the blocks. steady: the level stays. Peers only compute a mask, in memory, and write nothing to the weights. "
         "norm pass: one chunked float64 read of the table. extra: peak resident memory above the tables during the "
-        "first step in a fresh process, next to the bytes of a rank's shards. Shortest of several, slowest rank."
+        "first step in a fresh process, next to the bytes of a rank's shards. by hand: mean squares, topk and a "
+        "multiplication, table by table, without sharding, ties, checks or packed masks. Shortest of several, slowest "
+        "rank."
     )
     parts = [notes]
     if len(one) > 2:
         parts.append("\n".join(one))
     if len(many) > 2:
         parts.append("\n".join(many))
+    if len(small) > 2:
+        parts.append("\n".join(small))
     return "\n\n".join(parts)
 
 

@@ -29,6 +29,14 @@ def test_a_small_case_runs(ranks: int, sharding: str, block: str | list[int], pe
     assert ("torch.ao" if ranks == 1 else f"{sharding} on {ranks}") in table([found])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_case_of_many_tables_runs(ranks: int) -> None:
+    case = {"tables": 20, "rows": 50, "dim": 16, "block": [1, 4], "ranks": ranks}
+    found = fresh("benchmarks.many_tables_case", case, ranks, 1)
+    assert found["growing_s"] > 0 and ("by_hand_s" in found) == (ranks == 1)
+    assert "20 tables of 50 x 16, 1x4 L2" in table([found])
+
+
 @pytest.mark.parametrize("which", ["a", "main job", "tables"])
 def test_a_small_case_of_enforcement_runs(which: str) -> None:
     case = next(c for c in CASES if which in (c["kind"], c["model"]) and (c["kind"] == "a") == (which == "a"))

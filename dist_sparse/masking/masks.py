@@ -270,9 +270,10 @@ def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor
     gone |= torch.cat([torch.zeros_like(mask.bits) if dirty is None else dirty for mask, *_, dirty in changes])
     starts = [0, *torch.tensor([mask.bits.numel() for mask, *_ in changes]).cumsum(0).mul_(8).tolist()]
     found = positions(gone)
-    upto = torch.searchsorted(found, torch.tensor(starts, device=found.device)).tolist()
-    for i, (mask, tensor, _, _) in enumerate(changes):
-        if upto[i + 1] > upto[i]:
+    ends = [start + mask.blocks for start, (mask, *_) in zip(starts, changes, strict=False)]  # bits behind may be set
+    places = torch.searchsorted(found, torch.tensor([starts[:-1], ends], device=found.device)).T.tolist()
+    for (mask, tensor, _, _), start, (first, last) in zip(changes, starts, places, strict=False):
+        if first < last:
             rows = mask._rows_of_blocks(tensor.data)
             assert rows is not None
-            wide(rows).index_fill_(0, found[upto[i] : upto[i + 1]] - starts[i], 0)
+            wide(rows).index_fill_(0, found[first:last] - start, 0)
