@@ -98,7 +98,7 @@ class TestConstruction:
         assert scheduler.base_param == {"a": 1.0, "b": 1.0}
         assert scheduler.last_epoch == 0
         assert scheduler.state_dict()["_step_count"] == 1
-        assert scheduler.verbose is False and scheduler._get_sp_called_within_step is False
+        assert scheduler.verbose is False and scheduler.state_dict()["_get_sp_called_within_step"] is False
         assert scheduler.get_last_param() == {"a": 1.0, "b": 1.0}
         assert sparsifier.enable_mask_update is True
 
@@ -172,7 +172,7 @@ class TestStep:
         scheduler = Asks(sparsifier, "level")
         sparsifier.step()
         scheduler.step()
-        assert seen == [(True, 0), (True, 1)] and scheduler._get_sp_called_within_step is False
+        assert seen == [(True, 0), (True, 1)] and scheduler.state_dict()["_get_sp_called_within_step"] is False
 
     def test_enables_the_sparsifier_again(self, library: Library) -> None:
         sparsifier, scheduler = library.make()
