@@ -44,7 +44,7 @@ train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, spars
 	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
 
 test: lint  ## lint, then every test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check

@@ -18,8 +18,17 @@ __all__ = ["Crossed", "circles", "crossed", "main", "module_of", "private_reads"
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dist_sparse"
 READERS = ("getattr", "hasattr", "setattr", "delattr", "object")  # the last one is mock.patch.object
-OF_TORCH = {"_lookups", "_parameters", "_values", "_version"}
-"""Private names of torch and TorchRec, read from their objects, that a class of dist_sparse has too."""
+OF_TORCH = {
+    "_container",
+    "_delete_data",
+    "_get_sp_called_within_step",
+    "_lookups",
+    "_parameters",
+    "_values",
+    "_version",
+}
+"""Private names of torch and TorchRec, read from their objects, that a class of dist_sparse has too. The first three
+are those of torch.ao's data sparsifiers and schedulers, by which theirs and ours are compared."""
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:
@@ -33,7 +42,7 @@ def module_of(file: Path, root: Path = ROOT) -> str:
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")  # _repr_html_ is a protocol
 
 
 def private_names(tree: ast.AST) -> set[str]:

@@ -1,4 +1,4 @@
-"""What holds for every test? One thread per process, unless a test asks for more.
+"""Settings for all tests: one thread per process, tests on ranks, and the longest files first.
 
 Two test files run at a time, each with up to four ranks: threads of small operations would wait for each other, for
 most of the time on a busy machine. Processes that tests start take the variable over.
@@ -8,6 +8,32 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 pytest_plugins = ["tests.dist.plugin"]
+
+LONG = (
+    *(
+        "dist/test_enforce.py",
+        "examples/test_dlrm.py",
+        "dist/test_masks.py",
+        "test_sweep.py",
+        "examples/test_notebook.py",
+    ),
+    *(
+        "launch/test_signals.py",
+        "dist/test_enforce_equals.py",
+        "docs/test_code_blocks.py",
+        "examples/test_optim_scheduler.py",
+    ),
+    *("launch/test_jobs.py", "test_house.py", "test_benchmarks.py", "test_memory.py", "dist/test_plugin.py"),
+)
+"""Files that take long. pytest-xdist hands out files in this order, so that none of them runs alone at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = [str(config.rootpath / "tests" / name) for name in LONG]
+    order = {name: number for number, name in enumerate(names)}
+    items.sort(key=lambda item: order.get(str(item.path), len(order)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dist_sparse.enforcer.rows import Slot
 
-__all__ = ["TritonLookup"]
+__all__ = ["NOTHING", "TritonLookup", "zero_removed"]
 
 _TILE = 1024
 """Elements that a program looks at together: 8 for each thread of its 4 warps."""
@@ -26,7 +26,7 @@ _COLS = 32
 _WORDS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 """By bytes of an element: zero has the same bits in every type of a size."""
 
-_NOTHING = [0, 0, 0, 0, 0, 0, 1, 0, 1, 0]
+NOTHING = [0, 0, 0, 0, 0, 0, 1, 0, 1, 0]
 """What the kernel knows of a feature of which nothing is removed: no columns, and blocks that it can divide by."""
 
 
@@ -54,7 +54,7 @@ class TritonLookup:
         for slot in masked:
             if slot is not None:
                 self._alive.append((slot.weight, slot.mask.bits.contiguous()))
-            sizes.append(_NOTHING[:] if slot is None else [t.data_ptr() for t in self._alive[-1]] + _sizes(slot))
+            sizes.append(NOTHING[:] if slot is None else [t.data_ptr() for t in self._alive[-1]] + _sizes(slot))
         self.needed = bool(self._alive)
         if not self.needed:
             return
@@ -89,14 +89,14 @@ class TritonLookup:
         ends, ids = ends.to(ids.device, non_blocking=True), ids.contiguous()
         per_program = _TILE // self._cols
         with torch.cuda.device(ids.get_device()):  # Triton launches on the current device, wherever its arguments are
-            _zero_removed[(-(-count // per_program),)](
+            zero_removed[(-(-count // per_program),)](
                 ids,
                 count,
                 ends,
                 ends.stride(0),
                 self._table,
                 self._features,
-                FIELDS=len(_NOTHING),
+                FIELDS=len(NOTHING),
                 STEPS=(self._features - 1).bit_length(),
                 SHIFTS=self._shifts,
                 WORD=self._word,
@@ -142,7 +142,7 @@ def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
 
 # Counts change from batch to batch and from lookup to lookup: one kernel for all of them.
 @triton.jit(do_not_specialize=["count", "stride", "features"])  # type: ignore[untyped-decorator]
-def _zero_removed(
+def zero_removed(
     ids: tl.tensor,
     count: tl.tensor,
     ends: tl.tensor,

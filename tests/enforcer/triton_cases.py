@@ -74,7 +74,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """(grid, arguments...) of each launch from now on."""
     from dist_sparse.enforcer import rows_triton
 
-    kernel, seen = rows_triton._zero_removed, []
+    kernel, seen = rows_triton.zero_removed, []
 
     class Counted:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -84,7 +84,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
             return launch
 
-    monkeypatch.setattr(rows_triton, "_zero_removed", Counted())
+    monkeypatch.setattr(rows_triton, "zero_removed", Counted())
     return seen
 
 
@@ -315,13 +315,13 @@ def compile_for_cuda() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dist_sparse.enforcer.rows_triton import _NOTHING, _zero_removed
+    from dist_sparse.enforcer.rows_triton import NOTHING, zero_removed
 
     arguments = {"ids": "*i64", "count": "i32", "ends": "*i32", "stride": "i32", "table": "*i64", "features": "i32"}
     for ids, shifts, word, steps in (("*i64", True, tl.int32, 5), ("*i32", False, tl.int16, 0)):
-        constants = {"FIELDS": len(_NOTHING), "STEPS": steps, "SHIFTS": shifts, "WORD": word, "IDS": 32, "COLS": 32}
+        constants = {"FIELDS": len(NOTHING), "STEPS": steps, "SHIFTS": shifts, "WORD": word, "IDS": 32, "COLS": 32}
         signature = {**arguments, "ids": ids, **dict.fromkeys(constants, "constexpr")}
-        source = ASTSource(fn=_zero_removed, signature=signature, constexprs=constants)
+        source = ASTSource(fn=zero_removed, signature=signature, constexprs=constants)
         for capability in (80, 90):
             binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "st.global" in binary.asm["ptx"] and binary.asm["cubin"]
