@@ -84,7 +84,7 @@ def test_other_norm(bad: int) -> None:
     def fix() -> None:
         scene.sparsifier.norm = "L1"
 
-    scene.refused("config of table 'a'", "L1", "L2", "rank 1", fix=fix)
+    scene.refused("sparsifier.measure", "L1", "L2", "rank 1", fix=fix)
 
 
 @on_each_bad_rank

@@ -91,14 +91,6 @@ def test_an_enforcer_on_one_rank_is_named() -> None:
 
 
 @on_ranks(2)
-def test_norms_that_differ_are_named() -> None:
-    sparsifier, _ = updated("row_wise")
-    sparsifier.norm = "L1" if dist.get_rank() else "L2"
-    with pytest.raises(ValueError, match=r"sparsifier.measure is L1 on rank 1 and L2 on rank 0"):
-        sparsifier.step()
-
-
-@on_ranks(2)
 def test_memory_that_ends_while_replicas_are_hashed_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     sparsifier, _ = updated("data_parallel")
     if dist.get_rank():
