@@ -19,7 +19,9 @@ from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.cuts import CutTable, Owned, Partials, Verdict, exchange_partials, find_cuts, return_verdicts
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.masking.scores import (
+    Batch,
     Measure,
+    batches,
     block_sums,
     block_widths,
     element_scores,
@@ -39,7 +41,6 @@ from dist_sparse.masking.selection import (
     first_histogram,
     select_smallest,
 )
-from dist_sparse.masking.small_tables import Batch, BatchedShard, batches, joint_masks
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "MadeMasks", "NewMask", "ScoredTable", "cuts_of", "new_masks", "score_table"]
@@ -170,8 +171,21 @@ def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredT
     for goal, shard, rank in zip(goals, shards, ranks, strict=True):
         segment = Segment(shard.rect.row, columns, goal.grid.cols, counts=shard.rect in goal.data.owned(rank))
         tables.append(ScoredTable(goal, None, {shard.rect: segment}))
-    batch.fill([table.segments[shard.rect] for table, shard in zip(tables, shards, strict=True)])
+    _fill([table.segments[shard.rect] for table, shard in zip(tables, shards, strict=True)], batch)
     return tables
+
+
+def _fill(segments: Sequence[Segment], batch: Batch) -> None:
+    """Give the segments of the shards their part of the scores, which must be finite, and their histograms."""
+    bits = batch.scores.view(torch.int32)
+    bits.index_fill_(0, batch.gaps, KEPT)
+    ends = [*batch.starts[1:], bits.shape[0]]
+    sizes = [(end - start) * bits.shape[1] for start, end in zip(batch.starts, ends, strict=True)]
+    joint = JointScores(bits.view(-1), torch.tensor(sizes, device=bits.device))
+    for i, (segment, histogram) in enumerate(zip(segments, joint.first_histograms().cpu(), strict=True)):
+        segment.add(bits[batch.starts[i] : batch.starts[i] + batch.rows[i]])
+        segment.first_histogram = histogram
+        segment.joint = (joint, i)
 
 
 def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segment) -> Partials:
@@ -322,10 +336,48 @@ def _small_masks(scored: Sequence[ScoredTable], thresholds: Sequence[Threshold])
         parts = []
         for i in places:
             [(rect, segment)] = scored[i].segments.items()
-            parts.append(BatchedShard(rect, scored[i].goal.block, segment, thresholds[i]))
-        masks = joint_masks(joint, parts)
+            parts.append(_BatchedShard(rect, scored[i].goal.block, segment, thresholds[i]))
+        masks = _joint_masks(joint, parts)
         found.update((i, NewMask(mask, dirty)) for i, (mask, dirty) in zip(places, masks, strict=True))
     return found
+
+
+class _BatchedShard(NamedTuple):
+    """A shard that was scored together with others, and what decides about it."""
+
+    rect: Rect
+    block: Block
+    segment: Segment
+    threshold: Threshold
+
+
+def _joint_masks(joint: JointScores, shards: Sequence[_BatchedShard]) -> list[tuple[BlockMask, Tensor]]:
+    """The new masks of shards that were scored together by a norm, and which of the blocks that they remove are not
+    zero yet, as bits."""
+    limits = torch.full((joint.sizes.numel(),), -1, dtype=torch.int32)
+    numbers = [_number(shard) for shard in shards]
+    limits[numbers] = torch.tensor(
+        [-1 if shard.threshold.last == -1 else shard.threshold.bits for shard in shards], dtype=torch.int32
+    )
+    gone = joint.bits <= limits.to(joint.bits.device)[joint.tables()]
+    starts = (joint.sizes.cumsum(0) - joint.sizes).tolist()
+    counts = [shard.segment.blocks for shard in shards]
+    for number, count, (_, _, segment, threshold) in zip(numbers, counts, shards, strict=True):
+        if threshold.last is not None and threshold.last >= 0:  # the order of ties at the threshold matters
+            [(_, bits)] = segment.chunks()
+            gone[starts[number] : starts[number] + count] = threshold.removes(segment, 0, bits)
+    kept, dirty = pack(~gone & (joint.bits != KEPT)), pack(gone & (joint.bits != 0))
+    made = []
+    for number, count, (rect, block, _, _) in zip(numbers, counts, shards, strict=True):
+        first = starts[number] // 8
+        place = slice(first, first - (-count // 8))
+        made.append((BlockMask(rect, block, kept[place].clone()), dirty[place]))
+    return made
+
+
+def _number(shard: _BatchedShard) -> int:
+    assert shard.segment.joint is not None
+    return shard.segment.joint[1]
 
 
 def _decide(table: ScoredTable, own: Owned, threshold: Threshold) -> tuple[CutTable, dict[int, Tensor], Tensor | None]:

@@ -81,7 +81,7 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix
 
 
-@dataclass
+@dataclass(eq=False)  # == over tensors would be one of tensors
 class BlockMask:
     """The mask of one shard.
 

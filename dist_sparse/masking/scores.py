@@ -4,19 +4,33 @@ The score of a block is ``float32(float64 sum of the element scores / number of 
 compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a user's
 function. Sums are taken in float64 over chunks of rows, in an order that depends on neither the chunks nor the
 sharding, so that a block has the same score on every sharding.
+
+Small tables are scored together (:class:`Batch`): a call of torch costs as much as the work on a few kilobytes. Tables
+of one width, block and measure are laid one below the other; blocks of one row know nothing of their neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dist_sparse.tables.shards import Block, Rect, grid_of
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
 
-__all__ = ["Measure", "block_sums", "block_widths", "element_scores", "row_chunks", "smallest_in_blocks", "to_scores"]
+__all__ = [
+    "Batch",
+    "Measure",
+    "batches",
+    "block_sums",
+    "block_widths",
+    "element_scores",
+    "row_chunks",
+    "smallest_in_blocks",
+    "to_scores",
+]
 
 Measure = Literal["L1", "L2", "given"] | Callable[[Tensor, tuple[int, int]], Tensor]
 """How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and
@@ -177,3 +191,87 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     gone = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, smallest, True) & chosen.unsqueeze(-1)
     flat = gone.view(down, across, height, width).transpose(1, 2).reshape(down * height, across * width)
     return flat[:rows, :cols]
+
+
+SMALL = 1 << 14
+"""Elements of a shard that is batched."""
+
+_BATCH = 1 << 20
+"""Elements of a batch."""
+
+
+def batches(shards: Sequence[tuple[ShardedData, Shard, Block, Measure]]) -> Iterator[list[int]]:
+    """Group shards that can be scored together; yields their places in ``shards``. Others are in no group.
+
+    The caller leaves out shards that a border cuts, and those that lose only some elements of a block.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, (data, shard, block, measure) in enumerate(shards):
+        rect = shard.rect
+        if block[0] == 1 and block[1] > 1 and 0 < rect.numel <= SMALL and not callable(measure):
+            key = (data.ranks, data.shape[1], rect.col, rect.cols, shard.tensor.device, data.dtype, block, measure)
+            groups.setdefault(key, []).append(i)
+    for group in groups.values():
+        start = elements = 0
+        for at, i in enumerate(group):
+            elements += shards[i][1].rect.numel
+            if elements > _BATCH:
+                yield group[start:at]
+                start, elements = at, shards[i][1].rect.numel
+        yield group[start:]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Scores of several shards, one below the other.
+
+    Args:
+        scores: float32 ``(rows, block columns)``; rows between two shards are no block.
+        starts: the first row of each shard; it fills whole bytes of flags.
+        rows: how many rows each shard has.
+        gaps: the rows between shards, int64.
+    """
+
+    scores: Tensor
+    starts: list[int]
+    rows: list[int]
+    gaps: Tensor
+
+    @staticmethod
+    def of(shards: Sequence[Shard], width: int, block: Block, measure: Measure) -> Batch:
+        """Score shards that :func:`batches` has put together, of tables of ``width`` columns."""
+        first = shards[0]
+        grid = grid_of(first.rect, block)
+        whole_bytes = next(rows for rows in (1, 2, 4, 8) if rows * grid.cols % 8 == 0)
+        filling = first.tensor.new_zeros(whole_bytes, first.rect.cols)
+        parts: list[Tensor] = []
+        starts: list[int] = []
+        gaps: list[int] = []
+        at = 0
+        for shard in shards:
+            rows, rest = shard.rect.rows, -shard.rect.rows % whole_bytes
+            starts.append(at)
+            parts.append(shard.tensor)
+            if rest:
+                parts.append(filling[:rest])
+                gaps += range(at + rows, at + rows + rest)
+            at += rows + rest
+        everything = torch.cat(parts)
+        rect = Rect(0, first.rect.col, at, first.rect.cols)
+        device = everything.device
+        widths = block_widths((at, width), block, torch.arange(grid.col, grid.col + grid.cols, device=device))
+        scores = [
+            to_scores(sums, start, widths, (at, width), block)
+            for start, sums in block_sums(everything, rect, block, measure)
+        ]
+        together = scores[0] if len(scores) == 1 else torch.cat(scores)
+        return Batch(
+            together,
+            starts,
+            [shard.rect.rows for shard in shards],
+            torch.tensor(gaps, dtype=torch.int64, device=device),
+        )
+
+    def part(self, i: int) -> Tensor:
+        """The scores of one shard, a view ``(rows, block columns)``."""
+        return self.scores[self.starts[i] : self.starts[i] + self.rows[i]]

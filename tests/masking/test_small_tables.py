@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import ROW, DataNormSparsifier
-from dist_sparse.masking.small_tables import SMALL
+from dist_sparse.masking.scores import SMALL
 from tests.oracle import oracle_mask
 
 Sizes = list[tuple[int, int]]
