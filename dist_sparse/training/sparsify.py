@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import glob
-import html
 import importlib
 import math
 import sys
@@ -212,6 +211,7 @@ class SparseTraining:
 
     def _repr_html_(self) -> str:
         """Shown by notebooks. Local: the summary in one process, otherwise one line."""
+        html = importlib.import_module("html")  # only notebooks need it
         return f"<pre>{html.escape(self.summary() if world_ranks() is None else repr(self))}</pre>"
 
     def _attached_to(self, model: nn.Module, optimizers: Sequence[Any], auto_step: bool) -> None:
