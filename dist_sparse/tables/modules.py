@@ -89,7 +89,7 @@ class ModelTables:
             selected = self._select()
             self._names = {found.fqn: name for name, found in selected}
         else:
-            known, everything = self._names, _Walk(self.model).find(self.model)
+            known, everything = self._names, _Walk(self.model, dense=bool(self._dense)).find(self.model)
             selected = [(known[found.fqn], found) for found in everything if found.fqn in known]
         wanted = None if names is None else set(names)
         chosen = [(name, found) for name, found in selected if wanted is None or name in wanted]
@@ -185,10 +185,12 @@ class _Replicas(NamedTuple):
 class _Walk:
     """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, dense: bool = True) -> None:
         self._seen: set[int] = set()
+        self._dense = dense
         # A weight that an embedding shares with another module is a table, whichever comes first.
-        embeddings = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        modules = model.modules() if dense else ()
+        embeddings = (m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
         self._table_weights = {id(m._parameters.get("weight")) for m in embeddings}
         # TorchRec's part is looked up by name: a static import would make torchrec a need of every user.
         self._torchrec: Any = (
@@ -228,7 +230,8 @@ class _Walk:
             replicas = _Replicas(_ranks(module.process_group), ignored)
             yield from self.find(module.module, path, replicas, (*trail, "module"))
             return
-        yield from self._parameters(module, path, ddp, trail)
+        if self._dense:
+            yield from self._parameters(module, path, ddp, trail)
         for name, child in module.named_children():
             below = path if name in _WRAPPERS else _join(path, name)
             yield from self.find(child, below, ddp.child(name), (*trail, name))
