@@ -1,4 +1,4 @@
-"""How long does a due ``step()`` take, against torch.ao and against all-gather + topk?
+"""Time of a mask update, against torch.ao and against all-gather + topk.
 
 Each case runs in fresh processes; ratios are within a case, shortest of several. Results go to ``benchmarks/results/``
 as JSON and markdown.

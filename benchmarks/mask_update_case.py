@@ -31,7 +31,7 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
     """Times a due ``step()`` in three situations, and the peers that the case names.
 
     - first: from dense to half of the blocks, so half of the table is overwritten with zeros.
-    - growing: the level rises by 1 % of the blocks, as a due step of a schedule does. The headline.
+    - growing: the level rises by 1% of the blocks, as at a mask update of a schedule. The headline.
     - steady: the level stays.
     """
     rows, dim, norm = case["rows"], case["dim"], case["norm"]

@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=as_seed, default=0, metavar="N", help="of the weights and the order (default: %(default)s)")
     add("--nproc", type=as_positive, default=2, metavar="N", help="processes under torchrun (default: %(default)s)")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
-    add("--resume", action="store_true", help="keep the cells that today's CSV has; without it they are measured anew")
+    add("--resume", action="store_true", help="keep the cells that today's CSV has; without it they are measured again")
     add(
         "--quick",
         action="store_true",

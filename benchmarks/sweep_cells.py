@@ -88,7 +88,7 @@ def cells(
 
 
 def append(file: Path, row: Mapping[str, Any]) -> None:
-    """Adds a row to the CSV, which begins with a heading; nobody ever sees half a row, killed or not."""
+    """Adds a row to the CSV, which begins with a heading; no reader sees half a row, even if it is killed."""
     lines = io.StringIO(file.read_text() if file.exists() else "", newline="")
     writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
     if not lines.getvalue():

@@ -34,7 +34,7 @@ EVERY = 20
 
 
 class Timed(Sparsification):
-    """Keeps the seconds of each due step."""
+    """Keep the seconds of each mask update."""
 
     def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
         super().__init__(sharded, sparsity, steps)
@@ -114,7 +114,7 @@ class Job:
 
 
 def dense_and_post(job: Job, cells: list[Cell]) -> Iterator[Row]:
-    """Trains the dense model once; each cell sparsifies its tables anew, without more training.
+    """Train the dense model once; each cell sparsifies a fresh copy of its tables, without more training.
 
     Raises:
         RuntimeError: the dense model is another than that of the CSV.

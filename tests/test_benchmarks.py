@@ -1,4 +1,4 @@
-"""Do the benchmarks still run? Small cases; no figure is judged."""
+"""Small cases of the benchmarks run. No figure is asserted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory does a due step take beside the weights? Measured in fresh processes. (C4)
+"""Extra memory of a mask update beside the weights, measured in fresh processes. (C4)
 
 The high-water mark of the resident memory is the kernel's, of the process that exec made: ru_maxrss would start at that
 of the process that forked it.
@@ -89,4 +89,4 @@ def test_a_due_step_stays_within_its_memory(block: tuple[int, Any], norm: str, s
 def test_what_is_measured_shows() -> None:
     """The control: memory that is taken for a moment, before a step, is seen."""
     [extra], *_ = measured((1, "ROW"), "L2", (0.5,), waste=200 * MIB)
-    assert extra >= 150 * MIB  # pages that nobody uses may be taken away meanwhile
+    assert extra >= 150 * MIB  # the kernel may reclaim unused pages during the measurement

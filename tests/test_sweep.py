@@ -1,4 +1,4 @@
-"""Does the sweep run from its command line, say the truth about its cells, and go on where it was?"""
+"""The sweep runs from its command line, reports its cells correctly, and continues where it stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a run that was saved with torch.ao's data sparsifier and scheduler go on with ours?"""
+"""A run saved with torch.ao's data sparsifier and scheduler continues with those of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does `BaseDataScheduler` do what its ancestor does, its bug aside?
+"""`BaseDataScheduler` equals its ancestor, its bug aside.
 
 What both must do runs against both (``library`` is "ours" or "ancestor").
 """
@@ -315,7 +315,7 @@ class TestAllOrNothing:
     """Bug 18, an unknown name in the answer, and what else may go wrong while asking."""
 
     class Script(BaseDataScheduler):
-        """Answers what it is told to; raises what is an exception."""
+        """Returns what it was constructed with; raises it if it is an exception."""
 
         answers: Any = ()
 

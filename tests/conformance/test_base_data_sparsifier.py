@@ -1,4 +1,4 @@
-"""Does `BaseDataSparsifier` do what its ancestor does, its bugs aside?
+"""`BaseDataSparsifier` equals its ancestor, its bugs aside.
 
 What both must do runs against both (``library`` is "ours" or "ancestor"), so that the tests are known to describe the
 ancestor. States are in test_base_data_sparsifier_state.py, the ancestor's bugs in test_base_data_sparsifier_bugs.py.
@@ -197,7 +197,7 @@ class TestReading:
         mask.data = torch.eye(3, 2, dtype=torch.int8)
         assert sparsifier.get_mask("w") is mask and mask.dtype == torch.int8
         assert torch.equal(sparsifier.get_data("w", return_original=False), torch.eye(3, 2))
-        mask = mask * 0  # another object: nobody sees it
+        mask = mask * 0  # another object: the change is lost
         assert torch.equal(sparsifier.get_data("w", return_original=False), torch.eye(3, 2))
 
 

@@ -1,7 +1,6 @@
-"""Is `BaseDataSparsifier` without its ancestor's bugs?
+"""Bugs of the ancestor that `BaseDataSparsifier` does not have.
 
-A bug of the ancestor that is mended here is a test of ours alone, with the number that docs/conformance gives it in its
-name.
+Each has a test of ours alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Are the states of `BaseDataSparsifier` its ancestor's, after any sequence of calls?
+"""States of `BaseDataSparsifier` equal its ancestor's, after any sequence of calls.
 
 What both must do runs against both: ``library`` is "ours" or "ancestor".
 """

@@ -1,4 +1,4 @@
-"""Does `DataNormSparsifier` choose the ancestor's masks, its bugs aside?
+"""`DataNormSparsifier` chooses the ancestor's masks, its bugs aside.
 
 Without ties the masks must be the ancestor's own, element by element; in every case they must be those of the plain
 oracle of the rules.
@@ -148,7 +148,7 @@ class TestMask:
         assert mask_of(library, random(8, 8), sparsity_level=0.9, zeros_per_block=0).sum() == 64
 
     def test_edge_blocks_compete_by_mean(self, library: Any) -> None:
-        # Blocks of 4, 4 and 1 elements. Their means are 2, 3 and 2.5: the last has the least sum, but the first goes.
+        # Blocks of 4, 4 and 1 elements. Their means are 2, 3 and 2.5: the last has the least sum, the first is removed.
         data = torch.tensor([[2.0, 2, 2, 2, 3, 3, 3, 3, 2.5]])
         mask = mask_of(library, data, sparsity_level=1 / 3)
         assert mask.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 1]]
@@ -156,7 +156,7 @@ class TestMask:
         assert mask_of(library, data, sparsity_level=1 / 3).tolist() == [[1, 1, 1, 1, 1, 1, 1, 1, 0]]
 
     def test_edge_blocks_lose_real_elements_first(self, library: Any) -> None:
-        # The edge block has two real elements: with two zeros per block it goes entirely.
+        # The edge block has two real elements: with two zeros per block it is removed whole.
         data = torch.tensor([[4.0, 1, 3, 2, 0.5, 0.1]])
         assert mask_of(library, data, sparsity_level=1.0, zeros_per_block=2).tolist() == [[1, 0, 1, 0, 0, 0]]
 
@@ -202,7 +202,7 @@ class TestMask:
 
 
 class TestTies:
-    """The ancestor promises counts and whole blocks; here the smaller row-major index goes first."""
+    """The ancestor promises counts and whole blocks; here the smaller row-major index is removed first."""
 
     @pytest.mark.parametrize("level", LEVELS)
     @pytest.mark.parametrize("block", BLOCKS)

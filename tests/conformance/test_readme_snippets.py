@@ -1,7 +1,7 @@
-"""Does the code of the ancestors' READMEs run here, with nothing but the import changed?
+"""Code of the ancestors' READMEs runs here, with nothing but the import changed.
 
-The READMEs are those of torch.ao.pruning's data_sparsifier and data_scheduler. Each test is one of their examples, told
-in the same calls, with the one-line mends that they need to run anywhere at all (said where they are).
+The READMEs are those of torch.ao.pruning's data_sparsifier and data_scheduler. Each test is one of their examples, in
+the same calls, with the one-line fixes without which they run nowhere (marked where they are).
 """
 
 from __future__ import annotations

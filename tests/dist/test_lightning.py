@@ -31,7 +31,7 @@ class NumberedCollected(Numbered, Collected):
 
 
 class Before(pl.Callback):
-    """Notes the weights that masks are made from, and the level asked for; before the callback that makes them."""
+    """Notes the weights that masks are made from, and the level; before the callback that updates them."""
 
     def __init__(self, sparse: SparsifyCallback, name: str) -> None:
         self.sparse, self.name = sparse, name

@@ -125,7 +125,7 @@ def check_no_gradient(_: None) -> None:
 
 
 def check_placements(_: None) -> None:
-    """On one rank of two; and sums that nobody has added up yet, which have no norm."""
+    """On one rank of two; and partial sums, which have no norm."""
     here = DeviceMesh("cpu", [0])
     parameter = nn.Parameter(distribute_tensor(torch.tensor([3.0, 4.0]), here, [Replicate()]))
     parameter.grad = distribute_tensor(torch.tensor([3.0, 4.0]), here, [Replicate()])

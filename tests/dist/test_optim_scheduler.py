@@ -201,7 +201,7 @@ class Sometimes(nn.Module):
 
 
 def check_unused_and_foreign(used: tuple[tuple[bool, bool], ...]) -> None:
-    """DDP remembers over accumulated steps what was used; parameters of nobody's are as they were."""
+    """DDP remembers over accumulated steps what was used; parameters that no OptimScheduler owns are unchanged."""
     model, alone = Sometimes(), Sometimes()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     scheduler = Steady(
@@ -289,7 +289,7 @@ class Words(nn.Module):
 
 
 def check_refused(_: None) -> None:
-    """On every rank, though the reason is on one alone: nobody waits for somebody who has left."""
+    """Raised on every rank, though the reason is on one alone: no rank waits for one that has failed."""
     model = DistributedDataParallel(Words(), find_unused_parameters=True)
     conf: dict[str, Any] = {"distributed": True, "use_amp": False}
     pair = [
@@ -311,7 +311,7 @@ def check_refused(_: None) -> None:
 
 
 def check_foreign(views: bool) -> None:
-    """Gradients that belong to nobody here, or to one whose turn is later, come through a backward unharmed."""
+    """A backward leaves the gradients of other parameters, and of OptimSchedulers stepped later, unchanged."""
     model = DistributedDataParallel(Two(), gradient_as_bucket_view=views)
     late_plan = {"updated_modules": "decoder", "optim_loss": "late", "accum_grad": 2}
     mine, other = made(model, [{"updated_modules": "encoder"}, late_plan])

@@ -99,7 +99,7 @@ def test_records(world: int, name: str, block: str) -> None:
 
 
 def stepped(model: torch.nn.Module) -> tuple[DataNormSparsifier, Recorder]:
-    """Half of the rows, after one due step."""
+    """Half of the rows, after one mask update."""
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
     sparsifier.add_model(model)
     recorder = sparsifier.record()

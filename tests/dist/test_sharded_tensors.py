@@ -39,14 +39,14 @@ MESHES: dict[int, dict[str, list[Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One tensor, how it lies, and two steps of a sparsifier over it.
+    """One tensor, its tiling, and two steps of a sparsifier over it.
 
     Args:
         shape: global; (n,) is a 1-D tensor.
         tiling: pieces of a ShardedTensor by rank, or None.
         mesh: of a DTensor, or None.
         placements: of a DTensor: "0" and "1" shard that dimension, "r" replicates; one a mesh dimension.
-        steps: pattern, seed and level of each step; weights are written anew before each.
+        steps: pattern, seed and level of each step; new weights are written before each.
     """
 
     shape: tuple[int, ...]

@@ -130,7 +130,7 @@ def test_squash(world: int) -> None:
             sparsifier.full_mask("user")
         sparsifier.step()
         assert [stats.name for stats in sparsifier.table_stats()] == names[1:]
-        sparsifier.squash_mask(leave_parametrized=False)  # the mask goes, the weights stay as they are
+        sparsifier.squash_mask(leave_parametrized=False)  # the mask is dropped, the weights are unchanged
         left = gathered(model)
         set_weights(model, full)
         assert sparsifier.table_stats() == [] and sparsifier.data_groups == {}
@@ -139,7 +139,7 @@ def test_squash(world: int) -> None:
         assert not sent.calls
         assert all(torch.equal(gathered(model)[table], full[table]) for table in names)
         assert not all(torch.equal(left[table], full[table]) for table in names)
-        assert sparsifier.add_model(model) == names  # and can be registered anew
+        assert sparsifier.add_model(model) == names  # and can be registered again
         sparsifier.step()
         assert all(stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats())
 

@@ -1,4 +1,4 @@
-"""How much do ranks say to each other? Not more for larger tables, nothing when no schedule is due. (C3)
+"""What ranks send: no more for larger tables, nothing between mask updates. (C3)
 
 Collectives are counted twice: by the library, and by spies on torch.distributed.
 """
@@ -31,7 +31,7 @@ def three_rounds(rows: int, cols: int) -> Tensor:
 
 
 def due(sparsifier: DataNormSparsifier) -> Sent:
-    """A due step after one that has made the process groups; the library's own count must be true."""
+    """A mask update after one that has made the process groups; the library's own count must be right."""
     with watched() as sent:
         sparsifier.step()
     assert (sent.counted, sent.counted_bytes) == (len(sent.calls), sent.bytes), sent

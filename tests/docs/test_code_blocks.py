@@ -1,4 +1,4 @@
-"""Does the code in README.md and docs/ run, print what they say, and name things that exist?
+"""The code in README.md and docs/ runs, prints what they say, and uses names that exist.
 
 The Python blocks of a file run in order in one fresh process, as a reader would paste them. A ``text`` block right
 after a Python block is what it prints. A block that can't run here says so, visibly, in its first line:
@@ -24,7 +24,7 @@ TIMEOUT = 120
 OPT_OUT = re.compile(r"# Not run in CI: \S.{9,}")
 FENCE = re.compile(r"^```(?P<kind>[^`\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
-# Runs blocks by themselves, so that tracebacks name the line of the document; what each has printed goes to a file.
+# Runs blocks by themselves, so that tracebacks name the line of the document; the output of each is written to a file.
 RUNNER = """
 import contextlib, io, json, sys
 blocks, out = json.load(sys.stdin), []

@@ -1,4 +1,4 @@
-"""Do two launchers on one machine do what docs/several_nodes.md says?"""
+"""Two launchers on one machine do what docs/several_nodes.md says."""
 
 from __future__ import annotations
 

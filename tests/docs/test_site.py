@@ -1,4 +1,4 @@
-"""Does the documentation build as a site, with every public name, no wrong link, and nothing from elsewhere?"""
+"""The documentation builds as a site: every public name, no wrong link, nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the Triton form of a lookup true to the rule, in Triton's interpreter, through its compiler, and on a GPU?"""
+"""The Triton kernel equals the rule, in Triton's interpreter, through its compiler, and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the Triton kernel write zero to what is removed in the rows it is given, and to nothing else?
+"""Cases for the Triton kernel: it zeroes what is removed in the rows it is given, and nothing else.
 
 The checks, for a process of their own: ``python -m tests.enforcer.triton_cases DEVICE`` prints one JSON line for each,
 DEVICE being ``cpu`` (with ``TRITON_INTERPRET=1``), ``cuda`` or ``compiler``. Triton decides when a kernel is defined

@@ -1,4 +1,4 @@
-"""Is the main job honest about its data and its results, and does it run as the README says?"""
+"""The main job: real data, honest results, and output as in the README."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def printed(*arguments: object) -> Printed:
 
 
 def check(result: Printed, level: float, rows_per_block: int, columns_per_block: int) -> None:
-    """What is printed must agree with itself and with what was asked for."""
+    """The output is consistent in itself and with the arguments."""
     kept = 0
     for name, table in result.tables.items():
         rows, dim = map(int, table["rows x dim"].split(" x "))

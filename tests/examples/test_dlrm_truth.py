@@ -1,4 +1,4 @@
-"""Is what the main job prints about its tables what lies in the weights?"""
+"""What the main job prints about its tables equals what is in the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can `dist-sparse plan` take the main job's model, as its guide says?"""
+"""`dist-sparse plan` takes the main job's model, as its guide says."""
 
 from __future__ import annotations
 

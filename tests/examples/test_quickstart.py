@@ -1,4 +1,4 @@
-"""Does the script of the quick start print under torchrun what the page says?"""
+"""The script of the quick start prints under torchrun what the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is everything that can't be run refused when a spec is made, and does torchrun get exactly what the spec says?"""
+"""Specs: what can't be run is refused at construction, and torchrun gets exactly what a spec says."""
 
 from __future__ import annotations
 

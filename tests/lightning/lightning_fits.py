@@ -1,4 +1,4 @@
-"""What do the tests of the Lightning callbacks train, and how is a Trainer made quiet?"""
+"""Modules and quiet Trainers for the tests of the Lightning callbacks."""
 
 from __future__ import annotations
 

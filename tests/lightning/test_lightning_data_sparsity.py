@@ -1,4 +1,4 @@
-"""Do the two data sparsity callbacks do what torch.ao's do, without their faults?"""
+"""The two data sparsity callbacks do what torch.ao's do, without their faults."""
 
 from __future__ import annotations
 

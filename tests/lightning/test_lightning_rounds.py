@@ -1,4 +1,4 @@
-"""Does the schedule count what optimizers really did, however Lightning makes them do it?
+"""The schedule counts the steps that optimizers really made, however Lightning runs them.
 
 The reference is a loop without Lightning that calls ``sparse.step()`` where it belongs.
 """

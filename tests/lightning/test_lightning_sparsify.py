@@ -1,4 +1,4 @@
-"""Is the model that Lightning trains sparse where it is read, saved, resumed and left?"""
+"""The model that Lightning trains is sparse wherever it is read, saved or resumed."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class TestCheckpoints:
         other = SparsifyCallback(**PLAN)
         trainer(tmp_path, other)
         other.load_state_dict(state)
-        assert other.state_dict() == state, "it goes along though it was never trained with"
+        assert other.state_dict() == state, "it is saved though it was never trained with"
         assert SparsifyCallback(**PLAN).state_dict() == {}
         assert callback.state_key == "SparsifyCallback"
 

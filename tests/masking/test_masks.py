@@ -1,4 +1,4 @@
-"""Do packed masks say what the dense ones say?"""
+"""Packed masks equal dense ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a block score the same wherever it lies and however it is read?"""
+"""A block has the same score wherever it is stored and however it is read."""
 
 from __future__ import annotations
 

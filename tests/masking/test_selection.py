@@ -1,4 +1,4 @@
-"""Is the threshold exactly that of the k smallest, whatever the scores?"""
+"""The threshold is exactly that of the k smallest scores."""
 
 from __future__ import annotations
 

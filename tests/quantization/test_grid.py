@@ -1,4 +1,4 @@
-"""Does an 8-bit grid hold zero exactly, and is every weight within half a step of it?"""
+"""An 8-bit grid holds zero exactly, and every weight within half a step."""
 
 from __future__ import annotations
 

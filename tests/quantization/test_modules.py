@@ -1,4 +1,4 @@
-"""Do the quantized modules do what float modules with the same weights do?"""
+"""Quantized modules equal float modules with the same weights."""
 
 from __future__ import annotations
 

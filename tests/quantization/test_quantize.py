@@ -1,4 +1,4 @@
-"""Does a trained model become sparse and 8 bits wide, in place, with removed weights that are exactly 0?"""
+"""A trained model becomes sparse and 8 bits wide in place, with removed weights exactly 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does the result compare with torch.ao's own function on the same model?"""
+"""Comparison with torch.ao's own function on the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is everything that can't be quantized refused by name, and the model then as it was?"""
+"""What can't be quantized is refused by name, and the model is unchanged."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_run(tmp_path: Path) -> None:
     name = table["name"]
     assert (6, 0.5) in [(step, told[f"sparsity/{name}"]) for step, told in heard.told if f"sparsity/{name}" in told]
     assert [step for step, told in heard.told if "loss" in told] == list(range(9))
-    assert len([told for _, told in heard.told if "loss" not in told]) == 3, "one call a due step, however many tables"
+    assert len([told for _, told in heard.told if "loss" not in told]) == 3, "one call per mask update"
 
 
 def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
     with pytest.raises(KeyError), RunLog(tmp_path / "failed", sparsifier) as log:
         sparsifier.step()
         raise KeyError
-    assert sparsifier.recorder is None, "nobody would take what it counts"
+    assert sparsifier.recorder is None, "nothing would read its counts"
     sparsifier.step()
     own = sparsifier.record()
     sparsifier.step()

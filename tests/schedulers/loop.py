@@ -1,4 +1,4 @@
-"""What do tests of the ready schedulers train with, and how?"""
+"""Training loops and sparsifiers for the tests of the ready schedulers."""
 
 from __future__ import annotations
 

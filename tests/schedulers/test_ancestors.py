@@ -1,4 +1,4 @@
-"""Do `LambdaSL` and `CubicSL` give the levels of torch.ao's, and do masks move when those change, and only then?"""
+"""`LambdaSL` and `CubicSL` give torch.ao's levels, and update masks only when a level changes."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class TestLambda:
         assert "step" not in vars(sparsifier)
 
     def test_the_example_of_torch_ao_s_documentation(self) -> None:
-        """``epoch // 30`` leaves the unit interval: everything is removed there, and what follows goes on."""
+        """``epoch // 30`` leaves the unit interval: everything is removed there, and later steps work."""
         sparsifier = DataNormSparsifier([("w", torch.randn(10, 8))])
         scheduler = LambdaSL(sparsifier, lambda epoch: epoch // 30)
         removed = []

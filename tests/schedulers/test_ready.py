@@ -1,4 +1,4 @@
-"""Do the ready schedulers write what their curves say, when it is due, and refuse what they cannot?"""
+"""Ready schedulers write what their curves say at mask updates, and refuse invalid arguments."""
 
 from __future__ import annotations
 

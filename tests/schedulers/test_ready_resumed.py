@@ -1,4 +1,4 @@
-"""Do ready schedulers write the same when they are resumed, copied, or several on one sparsifier?"""
+"""Ready schedulers that are resumed, copied, or several on one sparsifier write the same values."""
 
 from __future__ import annotations
 

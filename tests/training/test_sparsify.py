@@ -1,6 +1,6 @@
-"""Does one call sparsify a model that trains, to the level asked for, and is it resumed exactly?
+"""One call sparsifies a model in training to the given level, and resumes exactly.
 
-And what becomes of an attached model when weights, masks or optimizer state are loaded, replaced, squashed or copied?
+Also: an attached model whose weights, masks or optimizer state are loaded, replaced, squashed or copied.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class TestOptimizerState:
             few(model, optimizers, 30)
 
     def test_that_does_not_begin_at_zero(self) -> None:
-        """A block that comes back starts afresh: Adagrad's first value is what it was told."""
+        """A regrown block starts afresh: Adagrad's state has its initial value."""
         make = one(optim.Adagrad, initial_accumulator_value=0.5)
         model, sparsifier, (optimizer,), _ = attached(make, register="all_of_it", state="reset")
         value, gone = optimizer.state[model.bag.weight]["sum"], sparsifier.get_mask("bag") == 0
