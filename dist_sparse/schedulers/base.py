@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from dist_sparse.checks import integer
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.text import number_of
 
 __all__ = ["BaseDataScheduler"]
 
@@ -139,7 +140,7 @@ class BaseDataScheduler:
     def __repr__(self) -> str:
         param = reprlib.Repr()
         param.maxdict = 3
-        values = f"{self.schedule_param} of {len(self.base_param)} names: {param.repr(self.base_param)}"
+        values = f"{self.schedule_param} of {number_of(len(self.base_param), 'name')}: {param.repr(self.base_param)}"
         return f"{type(self).__name__}(step {self.last_epoch}, {values})"
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,4 +88,4 @@ def test_a_step_kept_without_its_sparsifier_still_works() -> None:
 def test_repr_is_short_with_many_tables() -> None:
     sparsifier = DataNormSparsifier([(f"t{i}", torch.ones(4, 4)) for i in range(1000)], sparsity_level=0.5)
     scheduler = CubicDataScheduler(sparsifier, final=0.5, end=9)
-    assert len(repr(scheduler)) < 200 and "sparsity_level of 1000 names" in repr(scheduler)
+    assert len(repr(scheduler)) < 200 and "sparsity_level of 1,000 names" in repr(scheduler)
