@@ -238,7 +238,7 @@ class SparseTraining:
                     f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was never called: masks "
                     "are not updated. Call it after each optimizer step, or pass auto_step=True to sparsify().",
                     UserWarning,
-                    stacklevel=2,
+                    stacklevel=4,  # behind the hook and torch's wrapper of step()
                 )
 
     def _seen(self, *_: Any) -> None:
