@@ -1,16 +1,17 @@
-"""Checks of arguments: integers, numbers, levels, names and globs, by one rule each.
+"""Checks of arguments: integers, numbers, levels, choices, block shapes, names and globs, by one rule each.
 
 NumPy scalars are accepted, bools are not numbers. Every error reads ``Invalid {name}={value!r}: must be ...``.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["integer", "level", "name_list", "number", "parse_block"]
+__all__ = ["choice", "integer", "level", "name_list", "number", "parse_block"]
 
 
 def integer(
@@ -78,6 +79,27 @@ def name_list(name: str, value: object) -> tuple[str, ...]:
     if given is None or not all(isinstance(each, str) for each in given):
         raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
     return tuple(given)
+
+
+def choice(name: str, value: object, known: Iterable[str], more: str = "") -> str:
+    """Return the entry of ``known`` that ``value`` names; case does not matter.
+
+    Args:
+        name: of the argument, for the message.
+        known: the allowed values.
+        more: what else is allowed, for the message.
+
+    Raises:
+        ValueError: there is none; lists the known ones, and the closest.
+    """
+    spelled = {each.lower(): each for each in known}
+    text = value.lower() if isinstance(value, str) else ""
+    if text in spelled:
+        return spelled[text]
+    close = difflib.get_close_matches(text, spelled, n=1)
+    hint = f" Did you mean {spelled[close[0]]!r}?" if close else ""
+    listed = ", ".join(map(repr, spelled.values()))
+    raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{hint}")
 
 
 def parse_block(text: str) -> tuple[int, int | str]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_sparse.checks import integer, level, name_list, number
+from dist_sparse.checks import choice, integer, level, name_list, number
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3)])
@@ -54,6 +54,14 @@ def test_levels() -> None:
     for value in (-1e-9, 1.0000001):
         with pytest.raises(ValueError, match="must be a number in"):
             level("level", value)
+
+
+def test_choices() -> None:
+    assert choice("norm", "l2", ("L1", "L2")) == choice("norm", "L2", ("L1", "L2")) == "L2"
+    with pytest.raises(ValueError, match=r"^Invalid schedule='cubicc': .* 'cubic', 'linear'. Did you mean 'cubic'\?$"):
+        choice("schedule", "cubicc", ("cubic", "linear"))
+    with pytest.raises(ValueError, match=r"^Invalid norm=2: must be one of 'L1', 'L2' or a number\.$"):
+        choice("norm", 2, ("L1", "L2"), " or a number")
 
 
 def test_lists_of_names() -> None:

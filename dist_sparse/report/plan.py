@@ -21,7 +21,7 @@ from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.report.summary import table_json
-from dist_sparse.sparsifiers.score import DataNormSparsifier
+from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm
 from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import ROW, Rect, ShardedData, resolve_block
 from dist_sparse.text import block_shape_text, mib, number_of, shape_text, table_lines
@@ -157,8 +157,8 @@ def plan(
     level: float | None = None,
     byte_budget: int | None = None,
     batches: Iterable[Any] | None = None,
-    block: tuple[int, int | str] = (1, ROW),
-    norm: str = "L2",
+    block: BlockShape = (1, ROW),
+    norm: Norm = "L2",
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
 ) -> Plan:
@@ -177,7 +177,7 @@ def plan(
         batches: of this rank, read once. Each holds KeyedJaggedTensors, or mappings from features (or tables) to
             integer tensors or JaggedTensors: itself, among the items of a tuple or list, or among the attributes of an
             object. Everything else in it is ignored.
-        block: ``sparse_block_shape``.
+        block: ``sparse_block_shape``, as in :class:`~dist_sparse.DataNormSparsifier`.
         norm: ``"L1"`` or ``"L2"``.
         include, exclude: globs over tables, as for ``add_model``.
 
@@ -199,7 +199,10 @@ def plan(
     with world.agreeing("plan()") as facts:
         level, byte_budget = _checked(level, byte_budget, norm)
         sparsifier = DataNormSparsifier(sparsity_level=level or 0.0, sparse_block_shape=block, norm=norm)
-        facts.update(level=level, byte_budget=byte_budget, block=block, norm=norm, batches=batches is not None)
+        shape = sparsifier.defaults["sparse_block_shape"]
+        facts.update(
+            level=level, byte_budget=byte_budget, block=shape, norm=sparsifier.norm, batches=batches is not None
+        )
     sparsifier.add_model(model, include=include, exclude=exclude)
     located = sparsifier.packed_store.locate()
     with world.agreeing("plan()"):
@@ -214,16 +217,15 @@ def plan(
     return Plan(
         level=level,
         byte_budget=byte_budget,
-        block=block,
-        norm=norm,
+        block=shape,
+        norm=sparsifier.norm,
         batches=None if batches is None else count,
         tables=tuple(TablePlan(stats=table, **_named(found.get(table.name))) for table in preview.stats),
     )
 
 
 def _checked(level: float | None, byte_budget: int | None, norm: str) -> tuple[float | None, int | None]:
-    if norm not in ("L1", "L2"):
-        raise ValueError(f"Invalid {norm=}: must be 'L1' or 'L2'.")
+    checks.choice("norm", norm, ("L1", "L2"))
     if (level is None) == (byte_budget is None):
         raise ValueError(f"Invalid {level=}, {byte_budget=}: exactly one of the two must be given.")
     if byte_budget is None:

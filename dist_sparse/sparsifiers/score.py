@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from dist_sparse.sparsifiers.stats import TableStats, plain_stats, stats_of
 from dist_sparse.sparsifiers.step import make_masks
 from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, parse_block, resolve_block
 
-__all__ = ["DataNormSparsifier", "Preview", "ScoreSparsifier"]
+__all__ = ["BlockShape", "DataNormSparsifier", "Norm", "Preview", "ScoreSparsifier"]
 
-BlockShape = tuple[int, int | str] | str
-Norm = Literal["L1", "L2"]
+BlockShape: TypeAlias = tuple[int, int | str] | Literal["row", "1x4"] | str
+Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     """
 
     @property
-    def measure(self) -> Norm | None:
+    def measure(self) -> Literal["L1", "L2"] | None:
         return None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -305,16 +305,15 @@ class DataNormSparsifier(ScoreSparsifier):
         sparsity_level: float = 0.5,
         sparse_block_shape: BlockShape = (1, 4),
         zeros_per_block: int | None = None,
-        norm: str = "L1",
+        norm: Norm = "L1",
     ) -> None:
-        known = {"L1": "L1", "L2": "L2", "l1": "L1", "l2": "L2"}
-        if not isinstance(norm, str) or norm not in known:
+        if norm not in ("L1", "L2", "l1", "l2"):
             raise AssertionError(f"only L1 and L2 norm supported at the moment, got {norm!r}")
-        self.norm = known[norm]
+        self.norm = norm.upper()
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block)
 
     @property
-    def measure(self) -> Norm:
+    def measure(self) -> Literal["L1", "L2"]:
         return "L1" if self.norm == "L1" else "L2"
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:

@@ -5,10 +5,8 @@ Names are case-insensitive (``"l2"``, ``"cubic"``, ``"row"``), and an unknown on
 
 from __future__ import annotations
 
-import difflib
 import glob
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
@@ -27,6 +25,7 @@ from dist_sparse.schedulers.ready import (
     OneShotDataScheduler,
     ReadyDataScheduler,
 )
+from dist_sparse.sparsifiers.score import BlockShape, Norm
 from dist_sparse.tables.shards import ROW, Rect, ShardedData, grid_of, resolve_block
 
 __all__ = [
@@ -41,9 +40,7 @@ __all__ = [
     "left_dense",
 ]
 
-BlockShape: TypeAlias = tuple[int, int | str] | Literal["row", "1x4"] | str
 Levels: TypeAlias = float | Mapping[str, float]
-Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
 OptimizerState: TypeAlias = Literal["keep", "reset"]
 ScheduleName: TypeAlias = Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"]
 Schedule: TypeAlias = ScheduleName | Callable[..., ReadyDataScheduler]
@@ -94,11 +91,11 @@ class Plan:
             "level": _levels(self.level),
             **{"begin": window.begin, "end": window.end, "every": every},
             "block": _block(self.block),
-            "norm": _choice("norm", self.norm, ("L1", "L2")),
+            "norm": checks.choice("norm", self.norm, ("L1", "L2")),
             "schedule": self.schedule
             if callable(self.schedule)
-            else _SCHEDULES[_choice("schedule", self.schedule, _SCHEDULES, " or the class of a ready scheduler")],
-            "optimizer_state": _choice("optimizer_state", self.optimizer_state, ("keep", "reset")),
+            else _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, " or the class of a ready scheduler")],
+            "optimizer_state": checks.choice("optimizer_state", self.optimizer_state, ("keep", "reset")),
             "min_rows": checks.integer("min_rows", self.min_rows, least=0),
         }
         for name, value in resolved.items():
@@ -114,30 +111,13 @@ def _levels(level: object) -> Levels:
 
 
 def _block(block: Any) -> tuple[int, int | str]:
-    sizes: Any = block
-    if isinstance(block, str):
-        found = re.fullmatch(r"(?:(\d+)x)?(\d+|row)", block.strip().lower())
-        sizes = (found[1] or "1", found[2]) if found and (found[1] or found[2] == "row") else ()
-        sizes = [ROW if size == "row" else int(size) for size in sizes]
     try:
-        rows, columns = sizes
-        rows = checks.integer("rows", rows, least=1)
-        return rows, ROW if isinstance(columns, str) and columns == ROW else checks.integer("columns", columns, least=1)
+        rows, columns = checks.parse_block(block) if isinstance(block, str) else block
+        whole_rows = isinstance(columns, str) and columns == ROW
+        return checks.integer("rows", rows, least=1), ROW if whole_rows else checks.integer("columns", columns, least=1)
     except (TypeError, ValueError):
         rule = 'must be "row", text such as "1x4" or "2xrow", or (rows, columns) of ints >= 1 (columns may be ROW)'
         raise ValueError(f"Invalid {block=}: {rule}.") from None
-
-
-def _choice(name: str, value: object, known: Iterable[str], more: str = "") -> str:
-    """The entry of ``known`` that ``value`` spells, in any case."""
-    spelled = {each.lower(): each for each in known}
-    text = value.lower() if isinstance(value, str) else ""
-    if text in spelled:
-        return spelled[text]
-    close = difflib.get_close_matches(text, spelled, n=1)
-    hint = f" Did you mean {spelled[close[0]]!r}?" if close else ""
-    listed = ", ".join(map(repr, spelled.values()))
-    raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{hint}")
 
 
 def left_dense(model: nn.Module, located: Sequence[ShardedData], min_rows: int) -> dict[str, str]:

@@ -137,6 +137,13 @@ class Raising:
         raise RuntimeError("no more data")
 
 
+def test_names_of_blocks_and_norms_are_as_everywhere() -> None:
+    for block, shape in (("row", (1, ROW)), ("1x4", (1, 4))):
+        by_name = plan(Two(), level=0.5, block=block, norm="l1")
+        assert by_name.block == shape and by_name.norm == "L1"
+        assert str(by_name) == str(plan(Two(), level=0.5, block=shape, norm="L1"))
+
+
 def test_what_is_wrong_is_said() -> None:
     for arguments, message in (
         ({}, "exactly one of the two must be given"),
