@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["1x1", "1x4", "1xROW"],
         metavar="R,C",
-        help="of the post cells (default: 1,1 1,4 1,ROW)",
+        help="of the post cells (default: 1x1 1x4 row)",
     )
     add(
         "--norms",
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         default=["1x4", "1xROW"],
         metavar="R,C",
-        help="of the training cells, by L2 (default: 1,4 1,ROW)",
+        help="of the training cells, by L2 (default: 1x4 row)",
     )
     add("--train-examples", type=as_positive, metavar="N", help="train on the first N only (default: all)")
     add("--seed", type=as_seed, default=0, metavar="N", help="of the weights and the order (default: %(default)s)")

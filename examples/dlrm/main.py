@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from dist_sparse.report.page import write_report
+from dist_sparse.text import block_shape_text
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset
 from dlrm.model import DIM, sharding_of
@@ -77,7 +78,7 @@ def main(options: argparse.Namespace) -> None:
     dense = finished(run("dense", dataset, settings, options.run_dir / "dense"))
     sparse = finished(run("sparsified", dataset, settings, options.run_dir, sparsity))
     small = finished(run("small dense", shrunk(dataset, sparse), settings, options.run_dir / "small_dense"))
-    block = ",".join(map(str, options.block))
+    block = block_shape_text(options.block)
     say(f"\nTables of the sparsified run (block {block}, {options.norm})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
     say(f"\n{overhead(sparse)}")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist_sparse import ROW
+from dist_sparse.checks import parse_block
 from dist_sparse.report.run_log import RUN
 from dlrm.model import DIM, SHARDINGS
 
@@ -37,8 +38,8 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "--block",
         type=as_block,
         default=(1, ROW),
-        metavar="R,C",
-        help="block that is kept or removed: `1,ROW` (whole rows, the default) or e.g. `1,4`",
+        metavar="BLOCK",
+        help="block that is kept or removed as a whole: `row` (the default), or such as `1x4`",
     )
     add(
         "--norm",
@@ -152,13 +153,7 @@ def as_level(text: str) -> float:
 
 
 def as_block(text: str) -> tuple[int, int | str]:
-    height, _, width = text.partition(",")
-    if (
-        not height.isdecimal()
-        or not (width.isdecimal() or width == ROW)
-        or "0" in (height.lstrip("0") or "0", width.lstrip("0") or "0")
-    ):
-        raise argparse.ArgumentTypeError(
-            f"invalid value: {text!r} (must be `rows,columns`, both at least 1, or `rows,ROW`)"
-        )
-    return int(height), ROW if width == ROW else int(width)
+    try:
+        return parse_block(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

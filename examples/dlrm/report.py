@@ -12,7 +12,7 @@ __all__ = ["overhead", "runs_table", "tables_table"]
 
 def tables_table(tables: Sequence[TableRow]) -> str:
     """Return one line per table of the sparsified run; dashes for a table that was left dense."""
-    head = ("table", "rows x dim", "sharding", "blocks", "target", "sparsity", "mask bytes", "bytes kept")
+    head = ("table", "rows x dim", "sharding", "blocks", "level", "sparsity", "mask bytes", "bytes kept")
     lines = []
     for table in tables:
         dense = table.blocks == 0

@@ -253,9 +253,9 @@ class TestOptions:
             ("--sparsity -0.1", "--sparsity: invalid value: '-0.1' (must be in [0, 1])"),
             ("--sparsity nan", "(must be in [0, 1])"),
             ("--sparsity much", "(must be in [0, 1])"),
-            ("--block 0,4", "--block: invalid value: '0,4'"),
-            ("--block ROW,1", "(must be `rows,columns`, both at least 1, or `rows,ROW`)"),
-            ("--block 4", "--block: invalid value: '4'"),
+            ("--block 0,4", "--block: Invalid block '0,4'"),
+            ("--block ROW,1", "must be ROWSxCOLUMNS"),
+            ("--block 4", "--block: Invalid block '4'"),
             ("--every 0", "at least 1"),
             ("--epochs 1.5", "at least 1"),
             ("--seed -1", "at least 0"),
@@ -295,7 +295,8 @@ class TestOptions:
 
     def test_blocks(self) -> None:
         assert parse(None, ["--block", "1,ROW"]).block == (1, "ROW")
-        assert parse(None, ["--block", "10,4"]).block == (10, 4)
+        assert parse(None, ["--block", "10x4"]).block == (10, 4)
+        assert parse(None, ["--block", "row"]).block == (1, "ROW")
 
     def test_the_mixed_plan_has_all_four_types(self) -> None:
         rows = {"a": 50_000, "b": 2_000, "c": 900, "d": 20}
@@ -339,7 +340,7 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         assert dim == DIM
         blocks = -(-rows // rows_per_block) * -(-dim // columns_per_block)
         assert int(table["blocks"]) == blocks, name
-        assert float(table["target"]) == level
+        assert float(table["level"]) == level
         assert abs(float(table["sparsity"]) - level) <= 1 / blocks + 1e-4
         bytes_kept = int(table["bytes kept"])
         removed_blocks = round(blocks * level)
