@@ -151,7 +151,8 @@ class BaseDataScheduler:
         """
         state = {key: value for key, value in state_dict.items() if key != "data_sparsifier"}
         # A subclass may add attributes at any time, so unknown keys are its own, unless they are methods here.
-        methods = [key for key in state if callable(getattr(type(self), str(key), None)) and key not in self.__dict__]
+        of_class = {key: getattr(type(self), str(key), None) for key in state if key not in self.__dict__}
+        methods = [key for key, found in of_class.items() if callable(found) or isinstance(found, property)]
         if methods:
             raise ValueError(f"the entries {methods} would replace methods of {type(self).__name__}")
         for key, least in (("last_epoch", -1), ("_step_count", 0)):

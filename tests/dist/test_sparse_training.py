@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,16 @@ def test_shown_on_a_sharded_model() -> None:
     )  # local: one rank may show it alone
     assert sparse.partial_tables == list(sparse.sparsifier.data_groups)
     assert sparse.sparsity == 0 and "row_wise" in sparse.summary()
+
+
+@on_ranks(2)
+def test_partial_tables_where_a_shard_is_empty() -> None:
+    """Of a table with one row, rank 0 holds all and rank 1 a shard without rows."""
+    cell = cells(2)["row_wise"]
+    cell = replace(cell, tables=tuple(replace(table, rows=1) for table in cell.tables))
+    model = build(cell)
+    sparse = sparsify(model, model.fused_optimizer, **PLAN)
+    assert sparse.partial_tables == (list(sparse.sparsifier.data_groups) if dist.get_rank() else [])
 
 
 @on_ranks(2)

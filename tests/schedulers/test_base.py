@@ -65,6 +65,16 @@ def test_a_state_can_not_replace_a_method(key: str) -> None:
         assert scheduler.last_epoch == 0
 
 
+def test_a_state_can_not_replace_a_property() -> None:
+    """It would be saved from then on, and a SparseTraining would miss it in every other state."""
+    sparsifier = DataNormSparsifier([("w", torch.randn(8, 4))], sparsity_level=0.5)
+    scheduler = CubicDataScheduler(sparsifier, final=0.5, end=9)
+    before = scheduler.state_dict()
+    with pytest.raises(ValueError, match=r"\['window'\] would replace"):
+        scheduler.load_state_dict({**before, "window": 3})
+    assert scheduler.state_dict() == before
+
+
 @pytest.mark.parametrize("wrong", [{"last_epoch": "7"}, {"last_epoch": -2}, {"last_epoch": True}, {"_step_count": 1.5}])
 def test_counters_of_a_state_are_integers(wrong: dict[str, Any]) -> None:
     sparsifier = DataNormSparsifier([("w", torch.randn(8, 4))], sparsity_level=0.5)
