@@ -12,7 +12,7 @@ of the model that its optimizer does not own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.groups import group_over
+from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.tensors import is_sharded
 
 __all__ = ["Backward", "Claim", "Gradients", "Owned", "Wiring", "owned_by", "wiring_of"]
 
 Gradients = list[Tensor | None]
-
-_WRAPPERS = {"DataParallel", "DistributedDataParallel", "DistributedModelParallel", "FullyShardedDataParallel"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class Wiring:
     """How gradients reach the parameters of a model.
 
     Args:
-        inner: the user's own module, inside DDP, DistributedModelParallel, FSDP and torch.compile.
+        modules: by path from the user's own module, which is ``""``; wrappers are left out.
         fused: whether it has tables whose optimizer runs inside the backward.
         hooked: whether the forward reads other tensors than the parameters, so that gradients reach these only by hooks
             in a backward through the whole graph: FSDP puts whole parameters in the place of shards, and a TorchRec
@@ -45,10 +44,15 @@ class Wiring:
         replicating: the modules that average gradients over ranks, each with ``no_sync()``.
     """
 
-    inner: nn.Module
+    modules: Mapping[str, nn.Module]
     fused: bool
     hooked: bool
     replicating: list[Any]
+
+    @property
+    def inner(self) -> nn.Module:
+        """The user's own module, inside its wrappers."""
+        return self.modules[""]
 
     @property
     def ddp(self) -> list[DistributedDataParallel]:
@@ -237,14 +241,7 @@ class Backward:
 
 def wiring_of(model: nn.Module) -> Wiring:
     """Return how gradients reach the parameters of ``model``, wrapped or not."""
-    inner = model
-    while True:
-        if isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile has no public name
-            inner = compiled
-        elif _WRAPPERS & {kind.__name__ for kind in type(inner).__mro__}:
-            inner = inner.module  # type: ignore[assignment]
-        else:
-            break
+    modules = modules_by_path(model)
     if hasattr(model, "no_sync"):
         replicating: list[Any] = [model]
     else:  # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree
@@ -252,8 +249,8 @@ def wiring_of(model: nn.Module) -> Wiring:
         replicating = list({part: None for part in parts if isinstance(part, DistributedDataParallel)})
     marks = ("set_requires_gradient_sync", "_fsdp_wrapped_module", "module_sharding_plan")
     return Wiring(
-        inner=inner,
-        fused=bool(_fused(inner)),
+        modules=modules,
+        fused=bool(_fused(modules[""])),
         hooked=any(getattr(module, mark, None) for module in model.modules() for mark in marks),
         replicating=replicating,
     )
@@ -270,13 +267,12 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
         ValueError: there is no such module, it is a part of a sharded collection, it has no parameters, or torch
             itself updates some of them inside the backward.
     """
-    inner = wiring.inner
+    inner, known = wiring.inner, wiring.modules
     roots = [inner]
     if names is not None:
-        known = dict(inner.named_modules())
         unknown = [name for name in names if not name or name not in known]
         if unknown or not names:
-            children = [name for name, _ in inner.named_children()]
+            children = [path for path in known if path and "." not in path]
             raise ValueError(f"Invalid updated_modules={list(names)}: {unknown} are not modules; there are {children}.")
         collections = [path for path, module in known.items() if getattr(module, "module_sharding_plan", None)]
         inside = [name for name in names if any(name.startswith(f"{path}." if path else "") for path in collections)]

@@ -25,13 +25,41 @@ from torch.nn.parameter import is_lazy
 from dist_sparse.checks import name_list
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, Source, check_data
 
-__all__ = ["ModelTables", "model_source"]
+__all__ = ["ModelTables", "model_source", "modules_by_path"]
 
 Patterns = str | Sequence[str] | None
 
-# Attributes of wrappers, which torch and TorchRec leave out of the fully qualified names in a state_dict: DMP,
-# torch.compile, FSDP, activation checkpoints.
-_WRAPPERS: Final = {"_dmp_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Where wrappers keep the user's module: DMP, torch.compile, FSDP, activation checkpointing. These attributes are no
+# part of the fully qualified names in a state_dict.
+_WRAPPED: Final = {"_dmp_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Wrappers whose attribute is called "module", as many a user's is. By name, for those of other packages (apex) too.
+_WRAPPERS: Final = {"DataParallel", "DistributedDataParallel"}
+
+
+def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules of ``model`` by their path from the user's own module, which is ``""``.
+
+    Wrappers (DMP, DDP, FSDP, torch.compile, activation checkpointing) add nothing to a path, which is that of the
+    module inside them. A module that is reached twice has its first path.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, path: str) -> None:
+        if module not in seen:
+            seen.add(module)
+            found[path] = module
+            for name, child in module.named_children():
+                visit(child, _child_path(module, path, name))
+
+    visit(model, "")
+    return found
+
+
+def _child_path(module: nn.Module, path: str, name: str) -> str:
+    """The path of the child ``name`` of the module at ``path``."""
+    wraps = name in _WRAPPED or (name == "module" and _WRAPPERS & {kind.__name__ for kind in type(module).__mro__})
+    return path if wraps else _join(path, name)
 
 
 def model_source(
@@ -233,8 +261,7 @@ class _Walk:
         if self._dense:
             yield from self._parameters(module, path, ddp, trail)
         for name, child in module.named_children():
-            below = path if name in _WRAPPERS else _join(path, name)
-            yield from self.find(child, below, ddp.child(name), (*trail, name))
+            yield from self.find(child, _child_path(module, path, name), ddp.child(name), (*trail, name))
 
     def _first(self, thing: object) -> bool:
         first = id(thing) not in self._seen
