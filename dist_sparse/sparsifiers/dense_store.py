@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from dist_sparse.tables.shards import check_memory
+
 __all__ = ["DenseStore", "Masked", "as_matrix", "check_name", "name_for"]
 
 
@@ -68,6 +70,7 @@ class DenseStore:
 
         If ``parametrization`` refuses it, the old data stays.
         """
+        check_memory(name, weight)
         if name in self:
             _attach(Container(), name, weight, mask, parametrization)  # raises before the old data is released
             self.drop(name)

@@ -19,13 +19,12 @@ from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.digest import hash_tensor, shared_bits
 from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, Source, grid_of
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, Source, Span, grid_of, overlapping
 
 __all__ = ["PackedStore"]
 
 Ranks = tuple[int, ...] | None
 Tiling = tuple[tuple[Rect, ...], ...]
-Place = tuple[str, int]
 
 
 @dataclass
@@ -52,7 +51,7 @@ class PackedStore:
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
         self._groups: dict[Ranks, list[str]] | None = None
-        self._places: dict[Place, str] = {}
+        self._spans: dict[str, list[Span]] = {}
         self._edited: tuple[str, Tensor] | None = None
         self.version = 0
 
@@ -92,7 +91,7 @@ class PackedStore:
     # Registration.
 
     def check_new(self, located: Sequence[ShardedData], plain: Mapping[str, Tensor]) -> None:
-        """Refuse tables that are registered already, under this name or another.
+        """Refuse tables that are registered already, under this name or another, whole or in part.
 
         Args:
             located: what is to be registered.
@@ -104,13 +103,16 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        known = {_place(tensor): name for name, tensor in plain.items()}
-        for data in located:
-            places = [_place(shard.tensor) for shard in data.shards if shard.tensor.numel()]
-            for other in (known.get(place) or self._held_at(place) for place in places):
-                if other is not None:
-                    raise ValueError(f"Table {data.name!r} is registered already, as {other!r}.")
-            known |= dict.fromkeys(places, data.name)
+        entries = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
+        entries += [(span, name) for name, spans in self._spans.items() for span in spans]
+        old = len(entries)
+        entries += [(span, data.name) for data in located for span in _spans(data)]
+        for i, j in overlapping([span for span, _ in entries]):
+            (span, known), name = entries[i], entries[j][1]
+            if j < old or known == name:
+                continue
+            if known not in self or span in _spans(self.find(known)):  # the memory may have a new owner
+                raise ValueError(f"Table {name!r} is registered already, as {known!r}: they share memory.")
 
     def add(self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block]) -> None:
         """Register what ``source`` has just located, all blocks kept."""
@@ -118,14 +120,14 @@ class PackedStore:
             block = blocks[data.name]
             masks = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
             self._tables[data.name] = _Table(source, data.shape, data.ranks, data.tiling, block, masks)
-            self._places |= {_place(shard.tensor): data.name for shard in data.shards}
+            self._spans[data.name] = _spans(data)
         self._groups = None
         self.version += 1
 
     def drop(self, name: str) -> None:
         """Forget one table, and its source once none of its tables is left."""
         del self._tables[name]
-        self._places = {place: other for place, other in self._places.items() if other != name}
+        self._spans.pop(name, None)
         self._groups = None
         self.version += 1
 
@@ -146,7 +148,7 @@ class PackedStore:
             raise ValueError(f"The registered tables {missing} are no longer in the model; it holds {sorted(located)}.")
         for name in self._tables:
             self._check_shape(located[name])
-        self._places = {_place(shard.tensor): data.name for data in located.values() for shard in data.shards}
+        self._spans = {name: _spans(data) for name, data in located.items()}
         return {name: located[name] for name in self._tables}
 
     def current(self, action: str | None = None) -> dict[str, ShardedData]:
@@ -355,13 +357,6 @@ class PackedStore:
                     facts[f"the state of table {name!r}"] = [block, configs[name], *entry]
                     facts.replicas |= shared_bits(data, block, masks[name], group_over(data.ranks).rank)
 
-    def _held_at(self, place: Place) -> str | None:
-        """The registered table whose weights are stored at ``place``. Checked again: memory may have a new owner."""
-        name = self._places.get(place)
-        if name is None or all(place != _place(shard.tensor) for shard in self.find(name).shards):
-            return None
-        return name
-
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
         if data.shape != shape:
@@ -466,8 +461,8 @@ def _check_single(name: str, shards: int) -> None:
         raise ValueError(f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r}).")
 
 
-def _place(tensor: Tensor) -> Place:
-    return str(tensor.device), tensor.data_ptr()
+def _spans(data: ShardedData) -> list[Span]:
+    return [Span.of(shard.tensor) for shard in data.shards if shard.tensor.numel()]
 
 
 def _transfers(

@@ -7,7 +7,7 @@ stashing replace the storage behind it. Nothing here communicates: the rectangle
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol
@@ -25,10 +25,13 @@ __all__ = [
     "Shard",
     "ShardedData",
     "Source",
+    "Span",
     "check_data",
+    "check_memory",
     "check_tiling",
     "check_writable",
     "grid_of",
+    "overlapping",
     "parse_block",
     "resolve_block",
 ]
@@ -174,11 +177,11 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
 
 
 def check_data(data: ShardedData) -> None:
-    """Refuses what can't be sparsified.
+    """Refuse what can't be sparsified.
 
     Raises:
-        ValueError: another dtype than those of :data:`DTYPES`, the meta device, or shards that do not tile the shape;
-            names the table.
+        ValueError: another dtype than those of :data:`DTYPES`, the meta device, elements that share memory, or shards
+            that do not tile the shape; names the table.
     """
     if data.dtype not in DTYPES:
         raise ValueError(
@@ -189,6 +192,8 @@ def check_data(data: ShardedData) -> None:
         raise ValueError(
             f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the model first."
         )
+    for shard in data.shards:
+        check_memory(data.name, shard.tensor)
     check_tiling(data)
 
 
@@ -199,17 +204,64 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the table.
     """
     for shard in data.shards:
-        tensor = shard.tensor
-        repeats = any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        if tensor.is_neg() or tensor.is_inference() or repeats:
-            kind = (
-                "negated view"
-                if tensor.is_neg()
-                else "tensor made in inference mode"
-                if not repeats
-                else "repeated view"
-            )
+        check_memory(data.name, shard.tensor)
+        if shard.tensor.is_neg() or shard.tensor.is_inference():
+            kind = "negated view" if shard.tensor.is_neg() else "tensor made in inference mode"
             raise ValueError(f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place.")
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with several elements in the same memory, such as a broadcast one: they can't be masked apart.
+
+    Raises:
+        ValueError: names the table, shape and strides.
+    """
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ():
+        if size > 1 and stride <= span:
+            raise ValueError(
+                f"Table {name!r}: its weights of shape {tuple(tensor.shape)} have the strides {tensor.stride()}, so "
+                "several elements share memory and can't be masked apart; register a clone()."
+            )
+        span += stride * (size - 1)
+
+
+class Span(NamedTuple):
+    """The memory of a matrix, in bytes: rows of ``width`` every ``pitch`` from ``start``, the last one ending at
+    ``end``."""
+
+    device: str
+    start: int
+    end: int
+    pitch: int
+    width: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Span:
+        """Return the memory of a tensor that is not empty and has passed :func:`check_memory`."""
+        size, start = tensor.element_size(), tensor.data_ptr()
+        sides = [(s * size, count - 1) for s, count in zip(tensor.stride(), tensor.shape, strict=True) if count > 1]
+        *sides, (pitch, steps) = sorted(sides) or [(size, 0)]
+        width = size + sum(stride * count for stride, count in sides)
+        return Span(str(tensor.device), start, start + pitch * steps + width, pitch, width)
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether two matrices have memory in common."""
+        if self.device != other.device or self.start >= other.end or other.start >= self.end:
+            return False
+        if self.pitch != other.pitch:
+            return True
+        lead = (other.start - self.start) % self.pitch  # columns of one matrix, side by side, have nothing in common
+        return lead < self.width or lead + other.width > self.pitch
+
+
+def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    """Yield the indices of each two of ``spans`` that have memory in common, the smaller first."""
+    alive: list[int] = []
+    for i in sorted(range(len(spans)), key=spans.__getitem__):
+        alive = [j for j in alive if spans[j].device == spans[i].device and spans[j].end > spans[i].start]
+        yield from ((min(i, j), max(i, j)) for j in alive if spans[j].overlaps(spans[i]))
+        alive.append(i)
 
 
 def check_tiling(data: ShardedData) -> None:
