@@ -11,13 +11,13 @@ owner what they know of it (:class:`Partials`), the owner scores it (:class:`Own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group
+from dist_sparse.groups import Group, Parcels
 from dist_sparse.masking.masks import pack, unpack
 from dist_sparse.masking.scores import block_sums, block_widths, to_scores
 from dist_sparse.masking.selection import KEPT, Segment
@@ -81,7 +81,7 @@ class Partials:
     clean: Tensor
     elements: dict[int, Tensor]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forgets what has been sent."""
         self.sums = self.sums.new_zeros(0)
         self.elements = {}
@@ -137,24 +137,30 @@ def exchange_partials(
             whose sums and element scores are let go of.
         device: where the owner's part is to be.
     """
-    pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
-    sizes = [0] * group.size
+    parcels = Parcels(group)
+    arrivals: list[list[_Arrival]] = []
     for table, known in tables:
         for owner in range(group.size):
             for rect, rows in _sent(table, group.rank, owner, group.size):
-                grid = grid_of(rect, table.block)
-                pieces[owner].append(known[rect].sums[rows.start - grid.row : rows.stop - grid.row])
-                pieces[owner] += [known[rect].elements[i] for i in table.rows_in(rows.start, rows.stop)]
+                first = rows.start - grid_of(rect, table.block).row
+                parcels.send(owner, known[rect].sums[first : first + len(rows)])
+                for i in table.rows_in(rows.start, rows.stop):
+                    parcels.send(owner, known[rect].elements[i])
         for partials in known.values():
-            partials.let_go()
+            partials.release()
+        arriving = []
         for sender in range(group.size):
             for rect, rows in _sent(table, sender, group.rank, group.size):
-                grid = grid_of(rect, table.block)
-                numel = len(rows) * len(table.cols_in(grid))
-                numel += sum(_common(rect, table.slab(i)).numel for i in table.rows_in(rows.start, rows.stop))
-                sizes[sender] += numel * 8
-    streams = [_Stream(raw) for raw in group.all_to_all(pieces, sizes, device)]
-    return [_own(table, streams, group) for table, _ in tables]
+                shape = len(rows), len(table.cols_in(grid_of(rect, table.block)))
+                sums = parcels.expect(sender, shape, torch.float64)
+                elements = {
+                    i: parcels.expect(sender, _common(rect, table.slab(i))[2:], torch.float64)
+                    for i in table.rows_in(rows.start, rows.stop)
+                }
+                arriving.append(_Arrival(rect, rows, sums, elements))
+        arrivals.append(arriving)
+    parcels.exchange(device)
+    return [_own(table, arriving, group, device) for (table, _), arriving in zip(tables, arrivals, strict=True)]
 
 
 def return_verdicts(
@@ -172,9 +178,9 @@ def return_verdicts(
             columns, ``(owned rows, cut columns)``.
         by_element: for each table, whether the flags of its slabs are by element.
     """
-    pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
-    sizes = [0] * group.size
-    mine = group.rank
+    parcels, mine = Parcels(group), group.rank
+    results: list[dict[Rect, Verdict]] = []
+    arriving: list[tuple[Tensor, Callable[[], Tensor]]] = []
     for (table, slabs, columns), fine in zip(tables, by_element, strict=True):
         owned = table.owned_rows(mine, group.size)
         for holder in range(group.size):
@@ -184,62 +190,62 @@ def return_verdicts(
                 cols = [table.cols.index(j) for j in table.cols_in(grid)]
                 if columns is not None and rows and cols:
                     part = columns[rows.start - owned.start : rows.stop - owned.start, cols[0] : cols[-1] + 1]
-                    pieces[holder].append(pack(part.flatten()))
+                    parcels.send(holder, pack(part.flatten()))
                 for i in table.rows_in(rows.start, rows.stop):
-                    pieces[holder].append(pack(_slab_part(slabs[i], table.slab(i), rect, grid, fine).flatten()))
-        for owner in range(group.size):
-            for rect in dict.fromkeys(table.data.tiling[mine]):
-                grid = grid_of(rect, table.block)
-                rows = _overlap(grid, table.owned_rows(owner, group.size))
-                sizes[owner] += -(-len(rows) * len(table.cols_in(grid)) // 8)
-                for i in table.rows_in(rows.start, rows.stop):
-                    sizes[owner] += -(-_slab_shape(table.slab(i), rect, grid, fine).numel() // 8)
-    streams = [_Stream(raw) for raw in group.all_to_all(pieces, sizes, device)]
-    verdicts = []
-    for (table, _, _), fine in zip(tables, by_element, strict=True):
+                    parcels.send(holder, pack(_slab_part(slabs[i], table.slab(i), rect, grid, fine).flatten()))
         decided: dict[Rect, Verdict] = {}
         for rect in dict.fromkeys(table.data.tiling[mine]):
             grid = grid_of(rect, table.block)
-            width = len(table.cols_in(grid))
-            decided[rect] = Verdict(torch.zeros(grid.rows, width, dtype=torch.bool, device=streams[0].raw.device), {})
-        for owner in range(group.size):
-            for rect, verdict in decided.items():
-                grid = grid_of(rect, table.block)
+            flags = torch.zeros(grid.rows, len(table.cols_in(grid)), dtype=torch.bool, device=device)
+            decided[rect] = Verdict(flags, {})
+            for owner in range(group.size):
                 rows = _overlap(grid, table.owned_rows(owner, group.size))
-                width = verdict.columns.shape[1]
-                flags = streams[owner].flags(len(rows) * width).view(len(rows), width)
-                verdict.columns[rows.start - grid.row : rows.stop - grid.row] = flags
+                places = [flags[rows.start - grid.row : rows.stop - grid.row]]
                 for i in table.rows_in(rows.start, rows.stop):
                     shape = _slab_shape(table.slab(i), rect, grid, fine)
-                    verdict.slabs[i] = streams[owner].flags(shape.numel()).view(shape)
-        verdicts.append(decided)
-    return verdicts
+                    decided[rect].slabs[i] = torch.empty(shape, dtype=torch.bool, device=device)
+                    places.append(decided[rect].slabs[i])
+                arriving += [(place, parcels.expect(owner, (-(-place.numel() // 8),))) for place in places]
+        results.append(decided)
+    parcels.exchange(device)
+    for place, read in arriving:
+        place.copy_(unpack(read(), place.numel()).view_as(place))
+    return results
 
 
-def _own(table: CutTable, streams: list[_Stream], group: Group) -> Owned:
-    """Reads this rank's part of ``table`` from what the ranks sent, adds it up in ascending column offset, and scores
+@dataclass
+class _Arrival:
+    """What one shard sends to the owner of the block rows ``rows``: functions that read it once it has arrived.
+
+    Args:
+        sums: float64 ``(len(rows), its cut columns)``.
+        elements: for each cut block row among ``rows``, float64 element scores.
+    """
+
+    rect: Rect
+    rows: range
+    sums: Callable[[], Tensor]
+    elements: dict[int, Callable[[], Tensor]]
+
+
+def _own(table: CutTable, arriving: list[_Arrival], group: Group, device: torch.device) -> Owned:
+    """Read this rank's part of ``table`` from what the ranks sent, add it up in ascending column offset, and score
     it."""
     owned, whole = table.owned_rows(group.rank, group.size), table.grid
-    device = streams[0].raw.device
     sums = torch.zeros(len(owned), len(table.cols), dtype=torch.float64, device=device)
     slabs = {
         i: torch.zeros(*table.slab(i)[2:], dtype=torch.float64, device=device)
         for i in table.rows_in(owned.start, owned.stop)
     }
-    parts: list[tuple[Rect, range, Tensor]] = []
-    for sender in range(group.size):
-        for rect, rows in _sent(table, sender, group.rank, group.size):
-            width = len(table.cols_in(grid_of(rect, table.block)))
-            parts.append((rect, rows, streams[sender].doubles(len(rows) * width).view(len(rows), width)))
-            for i in table.rows_in(rows.start, rows.stop):
-                inner = _common(rect, table.slab(i))
-                top = inner.row - table.slab(i).row
-                piece = streams[sender].doubles(inner.numel).view(inner.rows, inner.cols)
-                slabs[i][top : top + inner.rows, inner.col : inner.col_end] = piece
-    for rect, rows, part in sorted(parts, key=lambda known: (known[0].col, known[0].row)):
-        cols = [table.cols.index(j) for j in table.cols_in(grid_of(rect, table.block))]
+    for part in sorted(arriving, key=lambda part: (part.rect.col, part.rect.row)):
+        for i, read in part.elements.items():
+            inner = _common(part.rect, table.slab(i))
+            top = inner.row - table.slab(i).row
+            slabs[i][top : top + inner.rows, inner.col : inner.col_end] = read()
+        cols = [table.cols.index(j) for j in table.cols_in(grid_of(part.rect, table.block))]
         if cols:
-            sums[rows.start - owned.start : rows.stop - owned.start, cols[0] : cols[-1] + 1] += part
+            rows = slice(part.rows.start - owned.start, part.rows.stop - owned.start)
+            sums[rows, cols[0] : cols[-1] + 1] += part.sums()
     result = Owned()
     if table.cols and len(owned):
         chosen = torch.tensor(table.cols, device=device)
@@ -288,19 +294,3 @@ def _slab_part(flags: Tensor, slab: Rect, rect: Rect, grid: Grid, fine: bool) ->
         return flags[grid.col : grid.col + grid.cols]
     inner = _common(rect, slab)
     return flags[inner.row - slab.row : inner.row_end - slab.row, inner.col : inner.col_end]
-
-
-class _Stream:
-    """Reads one rank's bytes in the order in which it wrote them."""
-
-    def __init__(self, raw: Tensor) -> None:
-        self.raw, self._at = raw, 0
-
-    def doubles(self, count: int) -> Tensor:
-        start, self._at = self._at, self._at + count * 8
-        part = self.raw[start : self._at]
-        return (part if start % 8 == 0 and part.storage_offset() % 8 == 0 else part.clone()).view(torch.float64)
-
-    def flags(self, count: int) -> Tensor:
-        start, self._at = self._at, self._at + -(-count // 8)
-        return unpack(self.raw[start : self._at], count)
