@@ -75,7 +75,7 @@ class Goal:
     @property
     def blocks(self) -> int:
         """Number of blocks in the whole table."""
-        return self.grid.rows * self.grid.cols
+        return self.grid.blocks
 
     @property
     def by_element(self) -> bool:
@@ -411,8 +411,7 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: V
     # at a threshold of 0 so is all that goes. Other scores say nothing.
     norm = table.goal.measure in ("L1", "L2")
     settled = norm and threshold.bits == 0 and verdict is None
-    blocks = grid.rows * grid.cols
-    kept, dirty = _BitWriter(blocks, device), None if settled else _BitWriter(blocks, device)
+    kept, dirty = _BitWriter(grid.blocks, device), None if settled else _BitWriter(grid.blocks, device)
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
         if dirty is not None:

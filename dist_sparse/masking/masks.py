@@ -98,7 +98,7 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         self.grid = grid_of(self.rect, self.block)
-        need = -(-self.grid.rows * self.grid.cols // 8)
+        need = self.grid.bytes
         if self.bits.dtype != torch.uint8 or self.bits.shape != (need,):
             raise ValueError(
                 f"The mask of {self.rect} by blocks {self.block} needs {need} bytes, got {tuple(self.bits.shape)}."
@@ -108,10 +108,9 @@ class BlockMask:
     def full(rect: Rect, block: Block, device: torch.device) -> BlockMask:
         """A mask that keeps everything."""
         grid = grid_of(rect, block)
-        count = grid.rows * grid.cols
-        bits = torch.full((-(-count // 8),), 0xFF, dtype=torch.uint8, device=device)
-        if count % 8:
-            bits[-1] = (1 << count % 8) - 1
+        bits = torch.full((grid.bytes,), 0xFF, dtype=torch.uint8, device=device)
+        if grid.blocks % 8:
+            bits[-1] = (1 << grid.blocks % 8) - 1
         return BlockMask(rect, block, bits)
 
     @staticmethod
@@ -124,7 +123,7 @@ class BlockMask:
     @property
     def blocks(self) -> int:
         """Number of blocks that touch the shard."""
-        return self.grid.rows * self.grid.cols
+        return self.grid.blocks
 
     @cached_property
     def removes(self) -> bool:

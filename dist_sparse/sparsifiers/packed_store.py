@@ -19,7 +19,7 @@ from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.digest import hash_tensor, shared_bits
 from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, Source, Span, grid_of, overlapping
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, Source, Span, grid_of, overlapping, owners
 
 __all__ = ["PackedStore"]
 
@@ -420,8 +420,7 @@ def block_of(entry: Mapping[str, Any]) -> Block:
 
 def mask_bytes(rect: Rect, block: Block) -> int:
     """Return how many bytes the bits of a shard take."""
-    grid = grid_of(rect, block)
-    return -(-grid.rows * grid.cols // 8)
+    return grid_of(rect, block).bytes
 
 
 def _masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
@@ -469,14 +468,11 @@ def _transfers(
     old: Tiling, new: Tiling, *, sender: int | None = None, receiver: int | None = None
 ) -> Iterator[tuple[int, int, Rect, Rect]]:
     """``(sender, receiver, common rectangle, old rectangle)`` of every message from an old owner to a new holder."""
-    owners = [
-        [rect for rect in dict.fromkeys(held) if all(rect not in o for o in old[:rank])]
-        for rank, held in enumerate(old)
-    ]
+    owned = owners(old)
     for to in range(len(new)) if receiver is None else (receiver,):
         for target in dict.fromkeys(new[to]):
             for origin in range(len(old)) if sender is None else (sender,):
-                for rect in owners[origin]:
+                for rect in owned[origin]:
                     common = rect.intersect(target)
                     if common is not None:
                         yield origin, to, common, rect

@@ -32,6 +32,7 @@ __all__ = [
     "check_writable",
     "grid_of",
     "overlapping",
+    "owners",
     "parse_block",
     "resolve_block",
 ]
@@ -128,17 +129,22 @@ class ShardedData:
 
     @cached_property
     def _owned(self) -> list[list[Rect]]:
-        seen: set[Rect] = set()
-        owned = []
-        for held in self.tiling:
-            owned.append([rect for rect in dict.fromkeys(held) if rect not in seen])
-            seen.update(held)
-        return owned
+        return owners(self.tiling)
 
     @property
     def rects(self) -> list[Rect]:
         """The distinct rectangles over all ranks, in row-major order of their corners."""
         return sorted({rect for held in self.tiling for rect in held if rect.numel})
+
+
+def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
+    """Return for each rank the rectangles that it owns: the first of several holders does."""
+    seen: set[Rect] = set()
+    owned = []
+    for held in tiling:
+        owned.append([rect for rect in dict.fromkeys(held) if rect not in seen])
+        seen.update(held)
+    return owned
 
 
 class Source(Protocol):
@@ -304,6 +310,16 @@ class Grid(NamedTuple):
     col: int
     rows: int
     cols: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.rows * self.cols
+
+    @property
+    def bytes(self) -> int:
+        """Size of their packed bits."""
+        return -(-self.blocks // 8)
 
 
 def grid_of(rect: Rect, block: Block) -> Grid:
