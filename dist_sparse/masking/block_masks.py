@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
-from dist_sparse.masking.cuts import CutTable, Owned, Partials, Verdict, exchange_partials, find_cuts, return_verdicts
+from dist_sparse.masking.cuts import CutTable, Decision, Owned, Partials, exchange_partials, find_cuts, return_decisions
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.masking.scores import (
     Batch,
@@ -34,7 +34,7 @@ from dist_sparse.masking.selection import (
     KEPT,
     REMOVED,
     REMOVED_CLEAN,
-    Ballot,
+    Candidates,
     JointScores,
     Segment,
     Threshold,
@@ -93,21 +93,80 @@ class ScoredTable:
     partials: dict[Rect, Partials] = field(default_factory=dict)
 
 
-def cuts_of(goal: Goal) -> CutTable | None:
-    """The goal's cut blocks, if any.
+class NewMask(NamedTuple):
+    """A shard's new mask, and which of the blocks that it removes are not zero yet, as bits (None: none but newly
+    removed ones)."""
 
-    Raises:
-        ValueError: a column border cuts blocks that are to lose only some of their elements.
+    mask: BlockMask
+    dirty: Tensor | None
+
+
+class MadeMasks(NamedTuple):
+    """The new masks of a table: those of this rank's shards, the block that one of their bits stands for, what has
+    decided, where scores do, and how many blocks they remove over all ranks, where that is known."""
+
+    masks: list[NewMask]
+    block: Block
+    threshold: Threshold | None
+    removed: int | None = None
+
+
+def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None) -> list[MadeMasks]:
+    """The new masks of this rank's shards, per table in the order of its shards. Collective over ``group``: every rank
+    must call it.
+
+    At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces if scores tie over
+    ranks, the first of which carries ``rider``.
     """
-    data, cuts = goal.data, find_cuts(goal.data, goal.block)
-    if goal.by_element and cuts is not None and cuts.cols:
-        borders = sorted({rect.col for rect in data.rects if rect.col})
-        fits = [w for w in range(1, min(goal.block[1], 64)) if all(border % w == 0 for border in borders)]
-        raise ValueError(
-            f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block {goal.block}, so a column "
-            f"border may not cut blocks, but borders lie at columns {borders}; block widths that fit: {fits or [1]}."
+    device = next((shard.tensor.device for table in scored for shard in table.goal.data.shards), torch.device("cpu"))
+    candidates = [
+        Candidates(
+            table.goal.data.name, table.goal.k, table.goal.blocks, [*table.segments.values()], _spread(table.goal.data)
         )
-    return cuts
+        for table in scored
+    ]
+
+    # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one rank that owns it.
+    cut = {i: table.cuts for i, table in enumerate(scored) if table.cuts is not None}
+    owned = exchange_partials([(cuts, scored[i].partials) for i, cuts in cut.items()], group, device) if cut else []
+    for i, own in zip(cut, owned, strict=True):
+        candidates[i].segments += own.segments
+
+    # 2. Select: the exact threshold of every table.
+    thresholds = select_smallest(candidates, group, rider)
+
+    # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and threshold.
+    decisions: dict[int, dict[Rect, Decision]] = {}
+    if cut:
+        removed = [_decide(scored[i], own, thresholds[i]) for i, own in zip(cut, owned, strict=True)]
+        by_element = [scored[i].goal.by_element for i in cut]
+        decisions = dict(zip(cut, return_decisions(removed, group, by_element, device), strict=True))
+    small = _small_masks(scored, thresholds)
+    made = []
+    for i, (table, threshold) in enumerate(zip(scored, thresholds, strict=True)):
+        goal, masks = table.goal, [small[i]] if i in small else []
+        for shard in goal.data.shards[len(masks) :]:
+            masks.append(_new_mask(table, shard, threshold, decisions.get(i, {}).get(shard.rect)))
+        block, k = ((1, 1), None) if goal.by_element else (goal.block, goal.k)
+        made.append(MadeMasks(masks, block, threshold, k))
+    return made
+
+
+def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
+    """:func:`score_table` of many tables, each with this rank in its group; small ones are scored together."""
+    scored: list[ScoredTable | None] = [None] * len(goals)
+    alike = []
+    for i, goal in enumerate(goals):
+        if not goal.by_element and len(goal.data.shards) == 1:
+            alike.append((i, goal.data, goal.data.shards[0], goal.block, goal.measure))
+    for places in batches([entry[1:] for entry in alike]):
+        together = [alike[place][0] for place in places]
+        together = [i for i in together if cuts_of(goals[i]) is None]
+        if len(together) > 1:
+            tables = _score_together([goals[i] for i in together], [ranks[i] for i in together])
+            for i, table in zip(together, tables, strict=True):
+                scored[i] = table
+    return [known or score_table(goal, rank) for known, goal, rank in zip(scored, goals, ranks, strict=True)]
 
 
 def score_table(goal: Goal, rank: int) -> ScoredTable:
@@ -142,21 +201,21 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
     return table
 
 
-def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
-    """:func:`score_table` of many tables, each with this rank in its group; small ones are scored together."""
-    scored: list[ScoredTable | None] = [None] * len(goals)
-    alike = []
-    for i, goal in enumerate(goals):
-        if not goal.by_element and len(goal.data.shards) == 1:
-            alike.append((i, goal.data, goal.data.shards[0], goal.block, goal.measure))
-    for places in batches([entry[1:] for entry in alike]):
-        together = [alike[place][0] for place in places]
-        together = [i for i in together if cuts_of(goals[i]) is None]
-        if len(together) > 1:
-            tables = _score_together([goals[i] for i in together], [ranks[i] for i in together])
-            for i, table in zip(together, tables, strict=True):
-                scored[i] = table
-    return [known or score_table(goal, rank) for known, goal, rank in zip(scored, goals, ranks, strict=True)]
+def cuts_of(goal: Goal) -> CutTable | None:
+    """The goal's cut blocks, if any.
+
+    Raises:
+        ValueError: a column border cuts blocks that are to lose only some of their elements.
+    """
+    data, cuts = goal.data, find_cuts(goal.data, goal.block)
+    if goal.by_element and cuts is not None and cuts.cols:
+        borders = sorted({rect.col for rect in data.rects if rect.col})
+        fits = [w for w in range(1, min(goal.block[1], 64)) if all(border % w == 0 for border in borders)]
+        raise ValueError(
+            f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block {goal.block}, so a column "
+            f"border may not cut blocks, but borders lie at columns {borders}; block widths that fit: {fits or [1]}."
+        )
+    return cuts
 
 
 def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
@@ -190,7 +249,7 @@ def _fill(segments: Sequence[Segment], batch: Batch) -> None:
 
 def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segment) -> Partials:
     """Fills ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and returns what is known of
-    the cut ones. Where all are cut, the segment stays empty until the verdict."""
+    the cut ones. Where all are cut, the segment stays empty until the decision."""
     rect, device = shard.rect, shard.tensor.device
     grid = grid_of(rect, goal.block)
     cut_cols = cuts.local_cols(grid) if cuts else []
@@ -265,63 +324,6 @@ def _check(goal: Goal, shard: Shard, scores: Tensor, first_row: int) -> None:
 def _fine(scores: Tensor) -> bool:
     low, high = torch.aminmax(scores)  # NaN passes through to both
     return bool((low >= 0) & (high < torch.inf))
-
-
-class NewMask(NamedTuple):
-    """A shard's new mask, and which of the blocks that it removes are not zero yet, as bits (None: none but newly
-    removed ones)."""
-
-    mask: BlockMask
-    dirty: Tensor | None
-
-
-class MadeMasks(NamedTuple):
-    """The new masks of a table: those of this rank's shards, the block that one of their bits stands for, what has
-    decided, where scores do, and how many blocks they remove over all ranks, where that is known."""
-
-    masks: list[NewMask]
-    block: Block
-    threshold: Threshold | None
-    removed: int | None = None
-
-
-def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None) -> list[MadeMasks]:
-    """The new masks of this rank's shards, per table in the order of its shards. Collective over ``group``: every rank
-    must call it.
-
-    At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces if scores tie over
-    ranks, the first of which carries ``rider``.
-    """
-    ballots = [
-        Ballot(
-            table.goal.data.name, table.goal.k, table.goal.blocks, [*table.segments.values()], _spread(table.goal.data)
-        )
-        for table in scored
-    ]
-    cut = [(i, table, table.cuts) for i, table in enumerate(scored) if table.cuts is not None]
-    owned: list[Owned] = []
-    device = next((shard.tensor.device for table in scored for shard in table.goal.data.shards), torch.device("cpu"))
-    if cut:
-        owned = exchange_partials([(cuts, table.partials) for _, table, cuts in cut], group, device)
-        for (i, _, _), own in zip(cut, owned, strict=True):
-            ballots[i].segments += own.segments
-    thresholds = select_smallest(ballots, group, rider)
-    verdicts: list[dict[Rect, Verdict]] = [{} for _ in scored]
-    if cut:
-        decisions = [_decide(table, own, thresholds[i]) for (i, table, _), own in zip(cut, owned, strict=True)]
-        returned = return_verdicts(decisions, group, [table.goal.by_element for _, table, _ in cut], device)
-        for (i, _, _), verdict in zip(cut, returned, strict=True):
-            verdicts[i] = verdict
-    small = _small_masks(scored, thresholds)
-    made = []
-    for i, (table, threshold, verdict) in enumerate(zip(scored, thresholds, verdicts, strict=True)):
-        goal, masks = table.goal, [small[i]] if i in small else []
-        masks += [
-            _new_mask(table, shard, threshold, verdict.get(shard.rect)) for shard in goal.data.shards[len(masks) :]
-        ]
-        block, k = ((1, 1), None) if goal.by_element else (goal.block, goal.k)
-        made.append(MadeMasks(masks, block, threshold, k))
-    return made
 
 
 def _small_masks(scored: Sequence[ScoredTable], thresholds: Sequence[Threshold]) -> dict[int, NewMask]:
@@ -399,30 +401,30 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return torch.cat(parts) if parts else segment.col_ids.new_zeros(0, dtype=torch.bool)
 
 
-def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdict | None) -> NewMask:
-    """The new mask of one shard, from its scores and from the verdict on its cut blocks."""
-    if verdict is not None:
-        _note_verdict(table, shard, verdict)
+def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: Decision | None) -> NewMask:
+    """The new mask of one shard, from its scores and from the decision on its cut blocks."""
+    if decision is not None:
+        _note_decision(table, shard, decision)
     if table.goal.by_element:
-        return _mask_of_elements(table, shard, threshold, verdict)
+        return _mask_of_elements(table, shard, threshold, decision)
     segment, device = table.segments[shard.rect], shard.tensor.device
     grid = grid_of(shard.rect, table.goal.block)
     # A norm of 0 says that the block is zero already (or that its squares underflow float32: weights below 1e-22), and
     # at a threshold of 0 so is all that goes. Other scores say nothing.
     norm = table.goal.measure in ("L1", "L2")
-    settled = norm and threshold.bits == 0 and verdict is None
+    settled = norm and threshold.bits == 0 and decision is None
     kept, dirty = _BitWriter(grid.blocks, device), None if settled else _BitWriter(grid.blocks, device)
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
         if dirty is not None:
             stale = gone & (bits != 0) if norm else gone
-            dirty.add(stale if verdict is None else stale & (bits != REMOVED_CLEAN))
+            dirty.add(stale if decision is None else stale & (bits != REMOVED_CLEAN))
         kept.add(~gone)
     mask = BlockMask(shard.rect, table.goal.block, kept.close())
     return NewMask(mask, None if dirty is None else dirty.close())
 
 
-def _note_verdict(table: ScoredTable, shard: Shard, verdict: Verdict) -> None:
+def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None:
     """Puts what was decided about cut blocks in the place of their scores."""
     goal, cuts = table.goal, table.cuts
     assert cuts is not None
@@ -432,7 +434,7 @@ def _note_verdict(table: ScoredTable, shard: Shard, verdict: Verdict) -> None:
 
     def decided(first: int, last: int) -> Tensor:
         gone = torch.where(clean[first:last], REMOVED_CLEAN, REMOVED) if norm else REMOVED
-        return torch.where(verdict.columns[first:last], gone, KEPT).to(torch.int32)
+        return torch.where(decision.columns[first:last], gone, KEPT).to(torch.int32)
 
     some_cut, all_cut = len(cuts.cols_in(grid)) > 0, len(cuts.cols_in(grid)) == grid.cols
     if all_cut:
@@ -441,12 +443,12 @@ def _note_verdict(table: ScoredTable, shard: Shard, verdict: Verdict) -> None:
         last = first + bits.shape[0]
         if some_cut and not all_cut:
             bits[:, cuts.local_cols(grid)] = decided(first, last)
-        for i, flags in verdict.slabs.items():
+        for i, flags in decision.slabs.items():
             if first <= i - grid.row < last and not goal.by_element:
                 bits[i - grid.row - first] = torch.where(flags, REMOVED, KEPT).to(torch.int32)
 
 
-def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, verdict: Verdict | None) -> NewMask:
+def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, decision: Decision | None) -> NewMask:
     """The new mask of a shard whose blocks lose only their smallest elements."""
     goal, segment, device = table.goal, table.segments[shard.rect], shard.tensor.device
     grid = grid_of(shard.rect, goal.block)
@@ -457,7 +459,7 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, ve
         chosen = threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         scores = element_scores(shard.tensor[start:stop], goal.measure, (shard.rect.row + start, shard.rect.col))
         gone = smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros)
-        for i, flags in verdict.slabs.items() if verdict is not None else ():
+        for i, flags in decision.slabs.items() if decision is not None else ():
             top = max(i * goal.block[0], shard.rect.row) - shard.rect.row - start
             if 0 <= top < stop - start:
                 gone[top : top + flags.shape[0]] = flags

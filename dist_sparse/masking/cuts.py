@@ -23,7 +23,7 @@ from dist_sparse.masking.scores import block_sums, block_widths, to_scores
 from dist_sparse.masking.selection import KEPT, Segment
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
 
-__all__ = ["CutTable", "Owned", "Partials", "Verdict", "exchange_partials", "find_cuts", "return_verdicts"]
+__all__ = ["CutTable", "Decision", "Owned", "Partials", "exchange_partials", "find_cuts", "return_decisions"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Owned:
 
 
 @dataclass
-class Verdict:
+class Decision:
     """What was decided about the cut blocks of one shard, True = removed.
 
     Args:
@@ -163,12 +163,12 @@ def exchange_partials(
     return [_own(table, arriving, group, device) for (table, _), arriving in zip(tables, arrivals, strict=True)]
 
 
-def return_verdicts(
+def return_decisions(
     tables: Sequence[tuple[CutTable, dict[int, Tensor], Tensor | None]],
     group: Group,
     by_element: Sequence[bool],
     device: torch.device,
-) -> list[dict[Rect, Verdict]]:
+) -> list[dict[Rect, Decision]]:
     """Brings the owners' decisions to every holder, replicas included. Collective over ``group``; one all-to-all of
     packed bits.
 
@@ -179,7 +179,7 @@ def return_verdicts(
         by_element: for each table, whether the flags of its slabs are by element.
     """
     parcels, mine = Parcels(group), group.rank
-    results: list[dict[Rect, Verdict]] = []
+    results: list[dict[Rect, Decision]] = []
     arriving: list[tuple[Tensor, Callable[[], Tensor]]] = []
     for (table, slabs, columns), fine in zip(tables, by_element, strict=True):
         owned = table.owned_rows(mine, group.size)
@@ -193,11 +193,11 @@ def return_verdicts(
                     parcels.send(holder, pack(part.flatten()))
                 for i in table.rows_in(rows.start, rows.stop):
                     parcels.send(holder, pack(_slab_part(slabs[i], table.slab(i), rect, grid, fine).flatten()))
-        decided: dict[Rect, Verdict] = {}
+        decided: dict[Rect, Decision] = {}
         for rect in dict.fromkeys(table.data.tiling[mine]):
             grid = grid_of(rect, table.block)
             flags = torch.zeros(grid.rows, len(table.cols_in(grid)), dtype=torch.bool, device=device)
-            decided[rect] = Verdict(flags, {})
+            decided[rect] = Decision(flags, {})
             for owner in range(group.size):
                 rows = _overlap(grid, table.owned_rows(owner, group.size))
                 places = [flags[rows.start - grid.row : rows.stop - grid.row]]

@@ -28,7 +28,7 @@ __all__ = [
     "NOT_FINITE",
     "REMOVED",
     "REMOVED_CLEAN",
-    "Ballot",
+    "Candidates",
     "Segment",
     "Threshold",
     "first_histogram",
@@ -200,7 +200,7 @@ _CHUNK = 1 << 19
 
 
 @dataclass
-class Ballot:
+class Candidates:
     """One table's question: which ``k`` of its ``blocks`` blocks score least?
 
     Args:
@@ -256,8 +256,8 @@ _NOTHING = Threshold(bits=0, last=-1)
 _EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
-def select_smallest(ballots: Sequence[Ballot], group: Group, rider: Rider | None = None) -> list[Threshold]:
-    """For every ballot the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``:
+def select_smallest(candidates: Sequence[Candidates], group: Group, rider: Rider | None = None) -> list[Threshold]:
+    """For every table the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``:
     every rank must call it.
 
     At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose threshold ties over
@@ -266,35 +266,42 @@ def select_smallest(ballots: Sequence[Ballot], group: Group, rider: Rider | None
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
     """
-    answers = [_NOTHING if ballot.k <= 0 else _EVERYTHING for ballot in ballots]
-    asked = [i for i, ballot in enumerate(ballots) if 0 < ballot.k < ballot.blocks]
+    answers = [_NOTHING if table.k <= 0 else _EVERYTHING for table in candidates]
+    asked = [i for i, table in enumerate(candidates) if 0 < table.k < table.blocks]
     searches = {
-        i: _Search(ballots[i].k, partial(_counted, ballots[i]), first=_first(ballots[i]), joint=_joint(ballots[i]))
+        i: _Search(
+            candidates[i].k, partial(_counted, candidates[i]), first=_first(candidates[i]), joint=_joint(candidates[i])
+        )
         for i in asked
     }
     rounds = list(zip(_SHIFTS, _BUCKETS, strict=True))
     _narrow(
-        list(searches.values()), rounds, partial(group.all_reduce, rider=rider), names=[ballots[i].name for i in asked]
+        list(searches.values()),
+        rounds,
+        partial(group.all_reduce, rider=rider),
+        names=[candidates[i].name for i in asked],
     )
     over_ranks: dict[int, _Search] = {}
     for i, search in searches.items():
-        ballot, bits = ballots[i], search.last
+        table, bits = candidates[i], search.last
         answers[i] = Threshold(bits=bits, last=None, histogram=search.first_counts)
         if search.left == search.inside:
             continue  # all that tie at the threshold go
         if search.inside <= _CHUNK:
-            for segment in ballot.segments:
+            for segment in table.segments:
                 segment.find_tied(bits)
-        if search.holders > 1 or ballot.spread_replicas:
-            over_ranks[i] = _Search(search.left, partial(_ties, ballot, bits, counted=True))
+        if search.holders > 1 or table.spread_replicas:
+            over_ranks[i] = _Search(search.left, partial(_ties, table, bits, counted=True))
             continue
         # One rank speaks for all that tie. It, and any replica of it, sees them all and settles the order alone; the
         # others see none.
-        ties = _Search(search.left, partial(_ties, ballot, bits, counted=False))
-        _narrow([ties], _index_rounds(ballot.blocks), lambda counts: counts)
+        ties = _Search(search.left, partial(_ties, table, bits, counted=False))
+        _narrow([ties], _index_rounds(table.blocks), lambda counts: counts)
         answers[i] = replace(answers[i], last=ties.last)
     if over_ranks:
-        _narrow(list(over_ranks.values()), _index_rounds(max(ballots[i].blocks for i in over_ranks)), group.all_reduce)
+        _narrow(
+            list(over_ranks.values()), _index_rounds(max(candidates[i].blocks for i in over_ranks)), group.all_reduce
+        )
         for i, ties in over_ranks.items():
             answers[i] = replace(answers[i], last=ties.last)
     return answers
@@ -434,24 +441,24 @@ def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
             )
 
 
-def _counted(ballot: Ballot) -> Iterator[Tensor]:
-    for segment in ballot.segments:
+def _counted(table: Candidates) -> Iterator[Tensor]:
+    for segment in table.segments:
         if segment.counts:
             for _, bits in segment.chunks():
                 yield bits
 
 
-def _joint(ballot: Ballot) -> tuple[JointScores, int] | None:
-    counted = [segment for segment in ballot.segments if segment.counts]
+def _joint(table: Candidates) -> tuple[JointScores, int] | None:
+    counted = [segment for segment in table.segments if segment.counts]
     return counted[0].joint if len(counted) == 1 else None
 
 
-def _first(ballot: Ballot) -> Tensor:
-    if len(ballot.segments) == 1 and ballot.segments[0].counts and ballot.segments[0].joint is not None:
-        assert ballot.segments[0].first_histogram is not None
-        return ballot.segments[0].first_histogram
+def _first(table: Candidates) -> Tensor:
+    if len(table.segments) == 1 and table.segments[0].counts and table.segments[0].joint is not None:
+        assert table.segments[0].first_histogram is not None
+        return table.segments[0].first_histogram
     counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
-    for segment in ballot.segments:
+    for segment in table.segments:
         if segment.counts:
             known = segment.first_histogram
             parts = [known] if known is not None else (first_histogram(bits) for _, bits in segment.chunks())
@@ -461,10 +468,10 @@ def _first(ballot: Ballot) -> Tensor:
     return counts
 
 
-def _ties(ballot: Ballot, threshold: int, *, counted: bool) -> Iterator[Tensor]:
+def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tensor]:
     """Global indices of the blocks that score exactly ``threshold``: those this rank speaks for, or all that it
     sees."""
-    for segment in ballot.segments:
+    for segment in table.segments:
         if segment.tied is not None and (segment.counts or not counted):
             yield segment.ids(segment.tied)
         elif segment.counts or not counted:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 from dist_sparse.masking import selection
-from dist_sparse.masking.selection import Ballot, Segment, select_smallest
+from dist_sparse.masking.selection import Candidates, Segment, select_smallest
 
 ALONE = Group(None, None)
 
@@ -25,7 +25,7 @@ def smallest(scores: Tensor, k: int, cols: int = 1, pieces: int = 1) -> Tensor:
         segments.append(Segment(start, torch.arange(cols), cols))
         segments[-1].add(bits.view(-1, cols))
         start = stop
-    [threshold] = select_smallest([Ballot("t", k, scores.numel(), segments)], ALONE)
+    [threshold] = select_smallest([Candidates("t", k, scores.numel(), segments)], ALONE)
     return torch.cat([threshold.removes(s, at, bits) for s in segments for at, bits in s.chunks()])
 
 
@@ -72,12 +72,14 @@ def test_many_tables_are_settled_in_different_rounds() -> None:
     tables = [torch.rand(1000), torch.zeros(50), torch.randint(0, 3, (999,)).float(), torch.rand(1), torch.rand(77)]
     ks = [400, 20, 500, 1, 0]
     segments = [segment(t) for t in tables]
-    ballots = [Ballot(str(i), k, t.numel(), [s]) for i, (k, t, s) in enumerate(zip(ks, tables, segments, strict=True))]
-    for threshold, known, table, k in zip(select_smallest(ballots, ALONE), segments, tables, ks, strict=True):
+    candidates = [
+        Candidates(str(i), k, t.numel(), [s]) for i, (k, t, s) in enumerate(zip(ks, tables, segments, strict=True))
+    ]
+    for threshold, known, table, k in zip(select_smallest(candidates, ALONE), segments, tables, ks, strict=True):
         removed = torch.cat([threshold.removes(known, at, bits) for at, bits in known.chunks()])
         assert torch.equal(removed, expected(table, k))
 
 
 def test_scores_that_are_not_finite_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'user'.*finite"):
-        select_smallest([Ballot("user", 1, 3, [segment(torch.tensor([1.0, torch.inf, 2.0]))])], ALONE)
+        select_smallest([Candidates("user", 1, 3, [segment(torch.tensor([1.0, torch.inf, 2.0]))])], ALONE)
