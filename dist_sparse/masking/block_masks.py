@@ -1,8 +1,8 @@
 """New masks of many tables over many ranks: score, select, mask.
 
-:func:`score_table` is the local half: each shard is read once, in chunks. It communicates nothing, so an error found
+:func:`score_tables` is the local half: each shard is read once, in chunks. It communicates nothing, so an error found
 there stops all ranks before anything has changed. :func:`new_masks` is the collective half. Neither writes to weights
-or to old masks.
+or to old masks. Score, select and mask are the three steps in :func:`new_masks`; what they call is below.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Goal:
     """What is to be removed from one table.
 
     Args:
-        data: the table as it lies now.
+        data: the table as it is stored now.
         block: the sparse block, in elements.
-        k: number of blocks to hit.
-        zeros: elements removed in a block that is hit; the block's area removes all of it, however small an edge block
+        k: number of blocks to prune.
+        zeros: elements removed in a pruned block; the block's area removes all of it, however small an edge block
             is.
         measure: how elements are scored.
     """
@@ -85,7 +85,7 @@ class Goal:
 
 @dataclass
 class ScoredTable:
-    """One table between scoring and masks: scores by shard, and what is known of cut blocks."""
+    """One table between scoring and masks: scores by shard, and what this rank knows of cut blocks."""
 
     goal: Goal
     cuts: CutTable | None
@@ -102,8 +102,8 @@ class NewMask(NamedTuple):
 
 
 class MadeMasks(NamedTuple):
-    """The new masks of a table: those of this rank's shards, the block that one of their bits stands for, what has
-    decided, where scores do, and how many blocks they remove over all ranks, where that is known."""
+    """The new masks of a table: those of this rank's shards, the block that one of their bits stands for, the
+    threshold, where scores decide, and how many blocks they remove over all ranks, where that is known."""
 
     masks: list[NewMask]
     block: Block
@@ -112,11 +112,10 @@ class MadeMasks(NamedTuple):
 
 
 def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None) -> list[MadeMasks]:
-    """The new masks of this rank's shards, per table in the order of its shards. Collective over ``group``: every rank
-    must call it.
+    """Return the new masks of this rank's shards, per table in the order of its shards. Collective over ``group``.
 
     At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces if scores tie over
-    ranks, the first of which carries ``rider``.
+    ranks. The first all-reduce carries ``rider``.
     """
     device = next((shard.tensor.device for table in scored for shard in table.goal.data.shards), torch.device("cpu"))
     candidates = [
@@ -170,7 +169,7 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
 
 
 def score_table(goal: Goal, rank: int) -> ScoredTable:
-    """Scores this rank's shards of one table. Local: sends nothing.
+    """Score this rank's shards of one table. Local: sends nothing.
 
     Args:
         goal: the same on every rank, but for the live views in it.
@@ -202,7 +201,7 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
 
 
 def cuts_of(goal: Goal) -> CutTable | None:
-    """The goal's cut blocks, if any.
+    """Return the goal's cut blocks, if any.
 
     Raises:
         ValueError: a column border cuts blocks that are to lose only some of their elements.
@@ -213,7 +212,7 @@ def cuts_of(goal: Goal) -> CutTable | None:
         fits = [w for w in range(1, min(goal.block[1], 64)) if all(border % w == 0 for border in borders)]
         raise ValueError(
             f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block {goal.block}, so a column "
-            f"border may not cut blocks, but borders lie at columns {borders}; block widths that fit: {fits or [1]}."
+            f"border may not cut blocks, but borders are at columns {borders}; block widths that fit: {fits or [1]}."
         )
     return cuts
 
@@ -248,7 +247,7 @@ def _fill(segments: Sequence[Segment], batch: Batch) -> None:
 
 
 def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segment) -> Partials:
-    """Fills ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and returns what is known of
+    """Fill ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and return what is known of
     the cut ones. Where all are cut, the segment stays empty until the decision."""
     rect, device = shard.rect, shard.tensor.device
     grid = grid_of(rect, goal.block)
@@ -294,7 +293,7 @@ def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segm
 
 
 def _element_bits(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
-    """Scores of single elements, made anew in each pass: to keep them would take as much memory as the weights."""
+    """Scores of single elements, computed again in each pass: to keep them would take as much memory as the weights."""
     for first, sums in block_sums(shard.tensor, shard.rect, (1, 1), goal.measure):
         yield first * shard.rect.cols, sums.to(torch.float32).view(torch.int32).flatten()
 
@@ -309,7 +308,7 @@ def _checked_histogram(goal: Goal, shard: Shard, segment: Segment) -> Tensor:
 
 
 def _check(goal: Goal, shard: Shard, scores: Tensor, first_row: int) -> None:
-    """Refuses scores that are not finite or negative; ``scores`` ``(block rows, block columns)`` from block row
+    """Refuse scores that are not finite or negative; ``scores`` ``(block rows, block columns)`` from block row
     ``first_row``."""
     if _fine(scores):
         return
@@ -317,7 +316,7 @@ def _check(goal: Goal, shard: Shard, scores: Tensor, first_row: int) -> None:
     row, col = (first_row + i) * goal.block[0], (grid_of(shard.rect, goal.block).col + j) * goal.block[1]
     raise ValueError(
         f"Table {goal.data.name!r}: the block at row {row}, column {col} scores {float(scores[i, j])}; "
-        "scores must be finite and not negative, so no mask was moved."
+        "scores must be finite and not negative, so no mask was changed."
     )
 
 
@@ -409,11 +408,11 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
         return _mask_of_elements(table, shard, threshold, decision)
     segment, device = table.segments[shard.rect], shard.tensor.device
     grid = grid_of(shard.rect, table.goal.block)
-    # A norm of 0 says that the block is zero already (or that its squares underflow float32: weights below 1e-22), and
-    # at a threshold of 0 so is all that goes. Other scores say nothing.
+    # A norm of 0 means that the block is zero already (or that its squares underflow float32: weights below 1e-22). At
+    # a threshold of 0 that holds for all that is removed. Other scores imply nothing.
     norm = table.goal.measure in ("L1", "L2")
-    settled = norm and threshold.bits == 0 and decision is None
-    kept, dirty = _BitWriter(grid.blocks, device), None if settled else _BitWriter(grid.blocks, device)
+    clean = norm and threshold.bits == 0 and decision is None
+    kept, dirty = _BitWriter(grid.blocks, device), None if clean else _BitWriter(grid.blocks, device)
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
         if dirty is not None:
@@ -425,7 +424,7 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
 
 
 def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None:
-    """Puts what was decided about cut blocks in the place of their scores."""
+    """Put what was decided about cut blocks in the place of their scores."""
     goal, cuts = table.goal, table.cuts
     assert cuts is not None
     grid = grid_of(shard.rect, goal.block)
@@ -469,7 +468,7 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, de
 
 
 class _BitWriter:
-    """Packs ``count`` flags that come in pieces of any length, at once into their place: small tensors that outlive the
+    """Pack ``count`` flags that come in pieces of any length, at once into their place: small tensors that outlive the
     large ones they are made from would leave holes in the heap."""
 
     def __init__(self, count: int, device: torch.device) -> None:

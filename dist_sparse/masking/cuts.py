@@ -1,4 +1,4 @@
-"""Blocks that shard borders cut: which they are, who decides about them, and their way there and back.
+"""Blocks that shard borders cut: each is scored by one rank, which sends its decision to all holders.
 
 Every block row of a table has an owner, rank ``block_row * world // block_rows``. The holders of a cut block send the
 owner what they know of it (:class:`Partials`), the owner scores it (:class:`Owned`) and returns its decision
@@ -71,8 +71,8 @@ class Partials:
     """What a shard knows of its cut blocks.
 
     Args:
-        sums: float64 ``(grid.rows, len(cut columns))``: partial sums, for every block row of the shard; let go of once
-            they are sent.
+        sums: float64 ``(grid.rows, len(cut columns))``: partial sums, for every block row of the shard; released
+            once they are sent.
         clean: bool, of the same shape: which of them are 0.
         elements: for each cut block row of the shard, float64 element scores ``(its rows here, rect.cols)``.
     """
@@ -82,7 +82,7 @@ class Partials:
     elements: dict[int, Tensor]
 
     def release(self) -> None:
-        """Forgets what has been sent."""
+        """Drop what has been packed."""
         self.sums = self.sums.new_zeros(0)
         self.elements = {}
 
@@ -119,8 +119,8 @@ class Decision:
 
 
 def find_cuts(data: ShardedData, block: Block) -> CutTable | None:
-    """The cut blocks of a table, or None when every block lies within one shard. Known from metadata: the same on every
-    rank."""
+    """Return the cut blocks of a table, or None if every block is within one shard. Known from metadata: the same on
+    every rank."""
     rows = {rect.row // block[0] for rect in data.rects if rect.row % block[0]}
     cols = {rect.col // block[1] for rect in data.rects if rect.col % block[1]}
     return CutTable(data, block, tuple(sorted(rows)), tuple(sorted(cols))) if rows or cols else None
@@ -129,13 +129,13 @@ def find_cuts(data: ShardedData, block: Block) -> CutTable | None:
 def exchange_partials(
     tables: Sequence[tuple[CutTable, dict[Rect, Partials]]], group: Group, device: torch.device
 ) -> list[Owned]:
-    """Brings the parts of every cut block to its owner. Collective over ``group``: every rank must call it; one
+    """Bring the parts of every cut block to its owner. Collective over ``group``: every rank must call it; one
     all-to-all.
 
     Args:
         tables: the cut tables, the same ones in the same order on every rank, with the partials of this rank's shards,
-            whose sums and element scores are let go of.
-        device: where the owner's part is to be.
+            whose sums and element scores are released.
+        device: of the owner's part.
     """
     parcels = Parcels(group)
     arrivals: list[list[_Arrival]] = []
@@ -169,7 +169,7 @@ def return_decisions(
     by_element: Sequence[bool],
     device: torch.device,
 ) -> list[dict[Rect, Decision]]:
-    """Brings the owners' decisions to every holder, replicas included. Collective over ``group``; one all-to-all of
+    """Bring the owners' decisions to every holder, replicas included. Collective over ``group``; one all-to-all of
     packed bits.
 
     Args:
@@ -266,7 +266,7 @@ def _own(table: CutTable, arriving: list[_Arrival], group: Group, device: torch.
 
 
 def _sent(table: CutTable, sender: int, owner: int, size: int) -> Iterator[tuple[Rect, range]]:
-    """What ``sender`` speaks for of the block rows of ``owner``: its rectangles and the common block rows."""
+    """What ``sender`` owns in the block rows of ``owner``: its rectangles and the common block rows."""
     for rect in table.data.owned(sender):
         rows = _overlap(grid_of(rect, table.block), table.owned_rows(owner, size))
         if rows:

@@ -24,7 +24,7 @@ _GATHER = 0x0102040810204080
 
 
 def pack(flags: Tensor) -> Tensor:
-    """Bools ``(n,)`` to bytes ``(ceil(n / 8),)``, uint8; the bits behind the last are 0."""
+    """Pack bools ``(n,)`` into bytes ``(ceil(n / 8),)``, uint8; the bits behind the last are 0."""
     rest = -flags.numel() % 8
     if rest:
         flags = torch.cat([flags, flags.new_zeros(rest)])
@@ -34,13 +34,13 @@ def pack(flags: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
-    """Bytes ``(ceil(count / 8),)`` to bools ``(count,)``."""
+    """Unpack bytes ``(ceil(count / 8),)`` into bools ``(count,)``."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:count].to(torch.bool)
 
 
 def count_bits(packed: Tensor) -> int:
-    """How many bits of ``packed`` (uint8, any length) are 1."""
+    """Return how many bits of ``packed`` (uint8, any length) are 1."""
     total = 0
     for part in torch.split(packed, _CHUNK):
         pairs = part - ((part >> 1) & 0x55)
@@ -50,7 +50,8 @@ def count_bits(packed: Tensor) -> int:
 
 
 def positions(packed: Tensor) -> Tensor:
-    """Which bits of ``packed`` (uint8) are 1: int64, ascending. Quick when few are: it looks at bytes first."""
+    """Return the positions of bits of ``packed`` (uint8) that are 1: int64, ascending. Quick when few are: it looks at
+    bytes first."""
     touched = packed.nonzero().flatten()
     byte, bit = unpack(packed[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
     return touched[byte] * 8 + bit
@@ -68,7 +69,7 @@ _SMALL = 1 << 11
 
 
 def wide(matrix: Tensor) -> Tensor:
-    """The same memory as a ``matrix``, if it is contiguous in words of up to 16 bytes, so that its rows have fewer.
+    """Return a ``matrix``, if it is contiguous, as one of words of up to 16 bytes in the same memory.
 
     For filling rows with zeros and copying them: torch does both word by word.
     """
@@ -106,7 +107,7 @@ class BlockMask:
 
     @staticmethod
     def full(rect: Rect, block: Block, device: torch.device) -> BlockMask:
-        """A mask that keeps everything."""
+        """Return a mask that keeps everything."""
         grid = grid_of(rect, block)
         bits = torch.full((grid.bytes,), 0xFF, dtype=torch.uint8, device=device)
         if grid.blocks % 8:
@@ -115,7 +116,7 @@ class BlockMask:
 
     @staticmethod
     def of_elements(rect: Rect, kept: Tensor) -> BlockMask:
-        """A mask of (1, 1) blocks from a dense one: ``kept`` ``(rect.rows, rect.cols)``, any dtype, zero = removed."""
+        """Return a mask of (1, 1) blocks from a dense one ``(rect.rows, rect.cols)`` of any dtype: 0 = removed."""
         if tuple(kept.shape) != (rect.rows, rect.cols):
             raise ValueError(f"A mask of shape {tuple(kept.shape)} does not fit the shard {rect}.")
         return BlockMask(rect, (1, 1), pack((kept != 0).flatten()))
@@ -127,13 +128,13 @@ class BlockMask:
 
     @cached_property
     def removes(self) -> bool:
-        """Whether anything is removed. Asked once: masks are replaced, not edited."""
+        """Whether anything is removed. Computed once: masks are replaced, not edited."""
         whole, rest = divmod(self.blocks, 8)
         return bool((self.bits[:whole] != 0xFF).any()) or (rest > 0 and int(self.bits[whole]) != (1 << rest) - 1)
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` a multiple of 8
-        (or grid.cols is)."""
+        """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` must be a
+        multiple of 8 (or grid.cols be)."""
         last = self.grid.rows if last is None else last
         start = first * self.grid.cols
         assert start % 8 == 0
@@ -141,14 +142,14 @@ class BlockMask:
         return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(last - first, self.grid.cols)
 
     def dense(self, dtype: torch.dtype = torch.int8) -> Tensor:
-        """The mask element by element, ``(rect.rows, rect.cols)``: 1 = kept, 0 = removed."""
+        """Return the mask element by element, ``(rect.rows, rect.cols)``: 1 = kept, 0 = removed."""
         out = torch.empty(self.rect.rows, self.rect.cols, dtype=dtype, device=self.bits.device)
         for rows, kept in self.element_chunks():
             out[rows].copy_(kept)
         return out
 
     def element_chunks(self, bits: Tensor | None = None, skip: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """The mask in chunks of the shard's rows: ``(rows, kept)`` with ``kept`` bool ``(len(rows), rect.cols)``.
+        """Yield the mask in chunks of the shard's rows: ``(rows, kept)`` with ``kept`` bool ``(len(rows), rect.cols)``.
 
         Args:
             bits: other bits of the same grid to expand instead of the mask's own.
@@ -177,12 +178,12 @@ class BlockMask:
             yield slice(top - self.rect.row, bottom - self.rect.row), kept
 
     def apply_(self, tensor: Tensor) -> None:
-        """Writes zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
+        """Write zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
         becomes zero too."""
         self._zero(tensor, ~self.bits)
 
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
-        """Writes zero to what this mask removes and is not known to be zero already: what ``before``, of the same
+        """Write zero to what this mask removes and is not known to be zero already: what ``before``, of the same
         shard, kept, and the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
         if before.block != self.block:
             self.apply_(tensor)
@@ -192,8 +193,8 @@ class BlockMask:
 
     @staticmethod
     def apply_all_changed_(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:
-        """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. What is to be written is looked
-        up for many small masks at once."""
+        """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. Many small masks are
+        looked up at once."""
         some: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
         size = 0
         for change in changes:
@@ -215,7 +216,7 @@ class BlockMask:
         return live.view(-1, width) if self.block[0] == 1 and whole and live.is_contiguous() else None
 
     def _zero(self, tensor: Tensor, gone: Tensor) -> None:
-        """Writes zero to the blocks whose bit is set in ``gone``."""
+        """Write zero to the blocks whose bit is set in ``gone``."""
         live = tensor.data  # autograd must not see the writes: a forward may be waiting for its backward
         if (by_rows := self._rows_of_blocks(live)) is not None:
             by_block = wide(by_rows)
@@ -230,7 +231,7 @@ class BlockMask:
             live[rows].masked_fill_(~kept, 0)
 
     def cut(self, rect: Rect) -> BlockMask:
-        """The part of the mask over ``rect``, which lies within this shard."""
+        """Return the part of the mask over ``rect``, which must be within this shard."""
         inner = grid_of(rect, self.block)
         rows = slice(inner.row - self.grid.row, inner.row - self.grid.row + inner.rows)
         cols = slice(inner.col - self.grid.col, inner.col - self.grid.col + inner.cols)
@@ -238,7 +239,7 @@ class BlockMask:
 
     @staticmethod
     def assemble(rect: Rect, block: Block, pieces: list[BlockMask], device: torch.device) -> BlockMask:
-        """The mask of ``rect`` from pieces that cover it, such as other shards' :meth:`cut`.
+        """Return the mask of ``rect`` from pieces that cover it, such as other shards' :meth:`cut`.
 
         Raises:
             ValueError: the pieces leave a block of ``rect`` uncovered, or differ where they overlap.

@@ -1,4 +1,4 @@
-"""Scores: how much each sparse block matters, and which elements of a chosen block are the smallest.
+"""Scores of sparse blocks, and the smallest elements of chosen blocks.
 
 The score of a block is ``float32(float64 sum of the element scores / number of real elements)``: a mean, so edge blocks
 compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a user's
@@ -95,7 +95,7 @@ def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
     per_chunk = max(1, CHUNK_ELEMENTS // (rect.cols * block[0])) * block[0]
     start = 0
     while start < rect.rows:
-        ahead = (rect.row + start) % block[0]  # rows of this block row that lie above the shard
+        ahead = (rect.row + start) % block[0]  # rows of this block row above the shard
         stop = min(rect.rows, start + (block[0] - ahead if ahead else per_chunk))
         if not ahead and (rest := (stop - start) % block[0]) and stop - start > block[0]:
             stop -= rest
@@ -174,7 +174,7 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
 
     Args:
         scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks at the right and
-            lower edge may be smaller; one with no more than ``zeros`` elements goes as a whole.
+            lower edge may be smaller; one with no more than ``zeros`` elements is removed whole.
         chosen: bool ``(block rows, block columns)``.
         zeros: at least 1, at most the block's area.
 

@@ -39,7 +39,7 @@ NOT_FINITE = 0x7F800000
 """The bit pattern of infinity; those of NaN are larger, those of finite scores smaller."""
 
 KEPT = 0x7FFFFFFF
-"""Stands in the place of a score that is decided elsewhere: never among the smallest."""
+"""In the place of a score that is decided elsewhere: never among the smallest."""
 
 REMOVED = -1
 """Likewise, of a block that was decided to be removed: always below the threshold."""
@@ -65,7 +65,7 @@ class Segment:
         col_ids: global block column of each column, int64 ``(cols,)``.
         grid_cols: block columns of the whole table; the global index of a block is ``row * grid_cols + col_id``.
         read: instead of pieces, makes an iterator over ``(start, bits)`` chunks; called once per pass.
-        counts: whether this rank speaks for these blocks; replicas are thresholded, not counted.
+        counts: whether this rank owns these blocks; replicas are thresholded, not counted.
 
     Attributes:
         first_histogram: that of the scores, where a scorer has summed it.
@@ -93,7 +93,7 @@ class Segment:
         self._rows = 0
 
     def add(self, bits: Tensor) -> None:
-        """Appends rows of scores, int32 ``(rows, cols)``, contiguous. They are held, and may be written later."""
+        """Append rows of scores, int32 ``(rows, cols)``, contiguous. They are held, and may be written later."""
         self._pieces.append(bits)
         self._starts.append(self._rows)
         self._rows += bits.shape[0]
@@ -108,7 +108,7 @@ class Segment:
         return self._rows * self.col_ids.numel()
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows ``[first, last)``, a view ``(last - first, cols)``; they must lie in one piece."""
+        """Return rows ``[first, last)``, a view ``(last - first, cols)``; they must be in one piece."""
         at = bisect_right(self._starts, first) - 1
         start = self._starts[at]
         assert last - start <= self._pieces[at].shape[0]
@@ -127,7 +127,7 @@ class Segment:
         return (positions // cols + self.first_row) * self.grid_cols + self.col_ids[positions % cols]
 
     def find_tied(self, threshold: int) -> None:
-        """Notes in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64, ascending."""
+        """Keep in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64, ascending."""
         found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
         self.tied = torch.cat(found) if found else self.col_ids.new_zeros(0)
 
@@ -174,7 +174,7 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits those
     that are not. A scorer may sum it while the chunk is in the cache.
 
-    Zeros are apart because what was removed before scores 0: a threshold among them is settled at once.
+    Zeros are apart because what was removed before scores 0: a threshold among them is found at once.
 
     Args:
         bits: int32 ``(n,)``.
@@ -193,7 +193,7 @@ _SHIFTS = (LEADING_SHIFT, 10, 0)
 _BUCKETS = (LEADING_BUCKETS, 1024, 1024)
 
 _PRESENT = 1 << 44
-"""Added to a bucket by each rank that has something in it: tells whether ties lie on one rank (2**44 blocks, 2**19
+"""Added to a bucket by each rank that has something in it: tells whether all ties are on one rank (2**44 blocks, 2**19
 ranks fit)."""
 
 _CHUNK = 1 << 19
@@ -201,7 +201,7 @@ _CHUNK = 1 << 19
 
 @dataclass
 class Candidates:
-    """One table's question: which ``k`` of its ``blocks`` blocks score least?
+    """The blocks of one table, of which the ``k`` with the smallest scores are removed.
 
     Args:
         name: of the table, for messages.
@@ -227,18 +227,18 @@ class Threshold:
     bits: int
     last: int | None
     histogram: Tensor | None = field(default=None, compare=False, repr=False)
-    """How the scores of all ranks lie: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None where nothing or
-    everything goes."""
+    """The scores of all ranks: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None where nothing or
+    everything is removed."""
 
     @property
     def score(self) -> float | None:
-        """The largest score that goes; None where nothing or everything does."""
+        """The largest score that is removed; None where nothing or everything is."""
         if self in (_NOTHING, _EVERYTHING):
             return None
         return float(torch.tensor(self.bits, dtype=torch.int32).view(torch.float32))
 
     def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
-        """Removed flags, bool, of the chunk ``bits`` that starts at ``start`` of ``segment``."""
+        """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of ``segment``."""
         if self.last is None:
             return bits <= self.bits
         removed = bits <= self.bits
@@ -257,8 +257,8 @@ _EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
 def select_smallest(candidates: Sequence[Candidates], group: Group, rider: Rider | None = None) -> list[Threshold]:
-    """For every table the exact threshold of its ``k`` smallest blocks over all ranks. Collective over ``group``:
-    every rank must call it.
+    """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks. Collective over
+    ``group``: every rank must call it.
 
     At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose threshold ties over
     ranks. None of the sizes depends on the number of scores. ``rider`` is carried by the first all-reduce, if any.
@@ -286,15 +286,15 @@ def select_smallest(candidates: Sequence[Candidates], group: Group, rider: Rider
         table, bits = candidates[i], search.last
         answers[i] = Threshold(bits=bits, last=None, histogram=search.first_counts)
         if search.left == search.inside:
-            continue  # all that tie at the threshold go
+            continue  # all that tie at the threshold are removed
         if search.inside <= _CHUNK:
             for segment in table.segments:
                 segment.find_tied(bits)
         if search.holders > 1 or table.spread_replicas:
             over_ranks[i] = _Search(search.left, partial(_ties, table, bits, counted=True))
             continue
-        # One rank speaks for all that tie. It, and any replica of it, sees them all and settles the order alone; the
-        # others see none.
+        # One rank owns all that tie. It, and any replica of it, sees them all and finds the order alone; the others
+        # see none.
         ties = _Search(search.left, partial(_ties, table, bits, counted=False))
         _narrow([ties], _index_rounds(table.blocks), lambda counts: counts)
         answers[i] = replace(answers[i], last=ties.last)
@@ -318,9 +318,9 @@ class _Search:
         joint: where else the keys are, together with those of other tables, and the number of the table there.
 
     Attributes:
-        last: the largest key that may go, once settled.
-        left: how many are wanted of the ``inside`` keys of the last bucket, which lie on ``holders`` ranks.
-        settled: all or nothing of what shares the prefix is wanted, or there are no more bits: no further round is
+        last: the largest key that is removed, once found.
+        left: how many are wanted of the ``inside`` keys of the last bucket, which are on ``holders`` ranks.
+        done: all or nothing of what shares the prefix is wanted, or there are no more bits: no further round is
             needed.
     """
 
@@ -332,7 +332,7 @@ class _Search:
         joint: tuple[JointScores, int] | None = None,
     ) -> None:
         self.left, self.last, self.inside, self.holders = k, 0, 0, 0
-        self.settled = False
+        self.done = False
         self._keys, self._first = keys, first
         self._prefix = 0
         self._shift: int | None = None
@@ -368,15 +368,15 @@ class _Search:
         return counts
 
     def descend(self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int) -> None:
-        """Keeps one bucket: ``below`` keys lie before it, ``inside`` in it, on ``holders`` ranks."""
+        """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
         zeros_apart = self._shift is None and self._first is not None
         self.left, self.inside, self.holders, self._shift = self.left - below, inside, holders, shift
         if zeros_apart and bucket == 0:
-            self.settled = True
+            self.done = True
             return
         self._prefix = self._prefix * buckets + bucket - zeros_apart
         self.last = ((self._prefix + 1) << shift) - 1
-        self.settled = self.left == self.inside or shift == 0
+        self.done = self.left == self.inside or shift == 0
 
 
 def _narrow(
@@ -385,10 +385,10 @@ def _narrow(
     reduce: Callable[[Tensor], Tensor],
     names: Sequence[str] | None = None,
 ) -> None:
-    """Runs all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one
-    host sync. Which searches are settled is known to all ranks."""
+    """Run all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one
+    host sync. All ranks know which searches are done."""
     for shift, buckets in rounds:
-        asked = [search for search in searches if not search.settled]
+        asked = [search for search in searches if not search.done]
         if not asked:
             return
         counts = _histograms(asked, shift, buckets)
@@ -469,7 +469,7 @@ def _first(table: Candidates) -> Tensor:
 
 
 def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tensor]:
-    """Global indices of the blocks that score exactly ``threshold``: those this rank speaks for, or all that it
+    """Global indices of the blocks that score exactly ``threshold``: those this rank owns, or all that it
     sees."""
     for segment in table.segments:
         if segment.tied is not None and (segment.counts or not counted):
@@ -480,7 +480,7 @@ def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tenso
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:
-    """Shifts and bucket counts that settle an index below ``blocks`` in as few rounds as 2048 buckets allow, three at
+    """Shifts and bucket counts that find an index below ``blocks`` in as few rounds as 2048 buckets allow, three at
     most."""
     need = max(1, (blocks - 1).bit_length())
     rounds = min(3, -(-need // 11))

@@ -1,9 +1,9 @@
-"""Which tables, and on request which dense parameters, does a model hold?
+"""The tables of a model, on request its dense parameters too, and the paths of its modules.
 
 :func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports torch only: TorchRec's
-modules are left to :mod:`dist_sparse.tables.torchrec`, which is imported when torchrec already is, because a model that
-holds its modules implies that. The walk is repeated at each ``locate()``, so that what it yields is never stale, and
-does not communicate.
+modules are handled by :mod:`dist_sparse.tables.torchrec`, which is imported only once torchrec is, as it must be for a
+model that holds its modules. Each ``locate()`` repeats the walk, so that its result is never stale. Nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _child_path(module: nn.Module, path: str, name: str) -> str:
 def model_source(
     model: nn.Module, *, include: Patterns = None, exclude: Patterns = None, dense: bool | Patterns = None
 ) -> Source:
-    """The tables of a model, and on request its dense parameters, as something to register. Does not communicate.
+    """Return the tables of a model, and on request its dense parameters, to be registered. Does not communicate.
 
     Args:
         model: a ``DistributedModelParallel``, a DDP module, or any module.

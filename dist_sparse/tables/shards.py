@@ -1,8 +1,8 @@
-"""Which rectangle of which global tensor does every rank hold?
+"""The rectangles of a global tensor that each rank holds, and the grid of its sparse blocks.
 
-A :class:`ShardedData` is the answer for one tensor at one moment: its global shape, the rectangles of all ranks and
-this rank's live views. It is made anew each time it is needed and never kept, because resharding, loading and memory
-stashing replace the storage behind it. Nothing here communicates: the rectangles of the other ranks come from metadata.
+A :class:`ShardedData` describes one tensor at one moment: its global shape, the rectangles of all ranks and this rank's
+live views. It is located again each time it is needed and never kept, because resharding, loading and memory stashing
+replace the storage behind it. Nothing here communicates: the rectangles of the other ranks come from metadata.
 """
 
 from __future__ import annotations
@@ -85,15 +85,14 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedData:
-    """One registered tensor, as it lies over the ranks at this moment.
+    """One registered tensor, as it is stored over the ranks at this moment.
 
     Args:
         name: the name under which it was registered.
         shape: the global (rows, columns).
         dtype: of the weights.
-        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``; for people, nothing
-            decides on it.
-        ranks: global ranks of the group over which the tensor lies, in group order; ``None`` is a world of one.
+        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``; for messages only.
+        ranks: global ranks of the group that holds the tensor, in group order; ``None`` is a world of one.
         tiling: for each group rank the rectangles it holds, in the order of its shards. Equal rectangles on several
             ranks are replicas.
         shards: this rank's own, in the order of ``tiling[rank]``.
@@ -123,8 +122,7 @@ class ShardedData:
         return len(set(rects)) < len(rects)
 
     def owned(self, rank: int) -> list[Rect]:
-        """The rectangles for which group rank ``rank`` speaks: of several replicas the lowest rank's (and its first)
-        one."""
+        """Return the rectangles that group rank ``rank`` owns: of several replicas the lowest rank owns its first."""
         return self._owned[rank]
 
     @cached_property
@@ -165,10 +163,10 @@ class Source(Protocol):
 
 
 def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
-    """A user's ``sparse_block_shape`` as two ints, with ``ROW`` resolved for a matrix of ``shape``.
+    """Return a user's ``sparse_block_shape`` as two ints, with ``ROW`` resolved for a matrix of ``shape``.
 
     Raises:
-        ValueError: it is not two positive ints, or ``ROW`` stands elsewhere than second.
+        ValueError: it is not two positive ints, or ``ROW`` is not the second.
     """
     rule = f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, or (int, ROW)."
     if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
@@ -271,10 +269,10 @@ def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
 
 
 def check_tiling(data: ShardedData) -> None:
-    """Refuses rectangles that do not cover the global shape exactly once (replicas counted once).
+    """Refuse rectangles that do not cover the global shape exactly once (replicas counted once).
 
     Raises:
-        ValueError: a rectangle lies out of bounds, or there is a gap or an overlap; names the table, the rank and the
+        ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table, the rank and the
             place.
     """
     rows, cols = data.shape
@@ -282,7 +280,7 @@ def check_tiling(data: ShardedData) -> None:
         for rect in held:
             if min(rect) < 0 or rect.row_end > rows or rect.col_end > cols:
                 raise ValueError(
-                    f"Table {data.name!r}: the shard {rect} of rank {rank} lies outside the shape {data.shape}."
+                    f"Table {data.name!r}: the shard {rect} of rank {rank} is outside the shape {data.shape}."
                 )
     rects = data.rects
     row_cuts = sorted({0, rows} | {edge for rect in rects for edge in (rect.row, rect.row_end)})
@@ -323,7 +321,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(rect: Rect, block: Block) -> Grid:
-    """The blocks that touch ``rect``. The grid is anchored at the global (0, 0); an empty rectangle touches none."""
+    """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it is empty."""
     if rect.numel == 0:
         return Grid(rect.row // block[0], rect.col // block[1], 0, 0)
     row, col = rect.row // block[0], rect.col // block[1]

@@ -1,7 +1,7 @@
-"""Where do the pieces of a ShardedTensor or a DTensor lie?
+"""ShardedTensors and DTensors as registered data.
 
-Both carry the rectangles of all ranks in their metadata, so nothing is communicated. The objects are held; their local
-views are taken anew at each ``locate()``.
+Both carry the rectangles of all ranks in their metadata, so nothing is communicated. The objects are held; each
+``locate()`` takes their local views again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["TensorSource", "is_sharded"]
 
 
 def is_sharded(data: object) -> bool:
-    """Whether ``data`` is a ShardedTensor or a DTensor. Their modules are imported only by those who use them, so not
-    here."""
+    """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported only by
+    programs that use them."""
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
     return bool(
         kinds & {"torch.distributed._shard.sharded_tensor.api.ShardedTensor", "torch.distributed.tensor.DTensor"}
@@ -32,7 +32,7 @@ class TensorSource:
     """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one column per element: ``(1, n)``.
 
     Raises:
-        ValueError: the tensor has more than two dimensions, this rank is not among those over which it lies, or
+        ValueError: the tensor has more than two dimensions, this rank is not among those that hold it, or
             :func:`~dist_sparse.tables.shards.check_data` refuses it.
     """
 
@@ -95,7 +95,7 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
 
 def _here(name: str, ranks: tuple[int, ...]) -> int:
     if dist.get_rank() not in ranks:
-        raise ValueError(f"Data {name!r} lies over the ranks {ranks}, and this is rank {dist.get_rank()}.")
+        raise ValueError(f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}.")
     return ranks.index(dist.get_rank())
 
 

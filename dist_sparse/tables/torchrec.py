@@ -1,4 +1,4 @@
-"""Where are the tables of a TorchRec module?
+"""The tables of TorchRec modules, sharded or not.
 
 The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it shards a module, so
 nothing communicates; the views come from the kernels. Both are read at each call, because
@@ -165,7 +165,7 @@ class _Collection:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """For each global rank over which the tables lie, in order: its number among those that share one copy."""
+        """For each global rank that holds the tables, in order: its number among those that share one copy."""
         env = self._module._env
         if isinstance(env, ShardingEnv2D):
             copies = env.device_mesh.mesh.tolist()  # a row of ranks for each copy
@@ -262,7 +262,7 @@ def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
     """The live weights behind one lookup, shard by shard, as (config, view)."""
     for kernel in _kernels_of(lookup):
         configs = kernel._config.embedding_tables
-        # Key-value and virtual tables materialise their weights when asked: locate() refuses them, nothing reads them.
+        # Key-value and virtual tables materialise their weights when read: locate() refuses them, nothing reads them.
         if all(config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value for config in configs):
             yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)
 

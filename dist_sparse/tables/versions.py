@@ -1,7 +1,7 @@
-"""Which releases of torch, TorchRec and FBGEMM fit together?
+"""The releases of torch, TorchRec and FBGEMM that fit together.
 
-TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others. Imports none of them, so that a
-mix that does not load can be talked about.
+TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others. Imports none of them, so that it
+can report a mix that does not load.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _TESTED: Final = ((1, 7), (1, 8))
 
 
 def fitting(torch_version: str) -> str | None:
-    """The release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where none is known."""
+    """Return the release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where none is known."""
     base = _minor(torch_version)
     return next((f"{rec[0]}.{rec[1]}" for rec in _TESTED if base == _torch_of(rec)), None)
 
 
 def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
-    """The releases of torch, and of TorchRec and FBGEMM, to install where these are: such as ``("2.13", "1.8")``.
+    """Return the releases of torch, and of TorchRec and FBGEMM, to install instead, such as ``("2.13", "1.8")``.
 
-    What goes with the torch; where nothing is known to, with the TorchRec; else the latest.
+    Those that fit the torch; if none is known, those that fit the TorchRec; else the latest.
     """
     base, rec = _minor(torch_version), _minor(torchrec_version)
     by_torch = [each for each in _TESTED if base == _torch_of(each)]
@@ -34,7 +34,7 @@ def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
 
 
 def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
-    """Refuses a mix of releases that were not built for each other.
+    """Refuse a mix of releases that were not built for each other.
 
     Raises:
         ImportError: two of them don't fit, or TorchRec is older than 1.0; says which part is wrong. Unknown (nightly,

@@ -1,4 +1,4 @@
-"""Which tables does a model hold: in one process. Names, globs, dense parameters, and what is refused."""
+"""The tables of a model, in one process: names, globs, dense parameters, and what is refused."""
 
 from __future__ import annotations
 
