@@ -20,15 +20,12 @@ PACKAGE = "dist_sparse"
 READERS = ("getattr", "hasattr", "setattr", "delattr", "object")  # the last one is mock.patch.object
 OF_TORCH = {
     "_container",
-    "_delete_data",
-    "_get_sp_called_within_step",
     "_lookups",
     "_parameters",
-    "_values",
     "_version",
 }
-"""Private names of torch and TorchRec, read from their objects, that a class of dist_sparse has too. The first three
-are those of torch.ao's data sparsifiers and schedulers, by which theirs and ours are compared."""
+"""Private names of torch and TorchRec, read from their objects, that a class of dist_sparse has too. The first is
+that of torch.ao's data sparsifiers, by which theirs and ours are compared."""
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:

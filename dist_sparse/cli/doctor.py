@@ -170,9 +170,9 @@ def _torchrec(
     )
     if rec is None or not gemms or wrong or "torch" not in versions:
         return
-    fits, said = _fit(versions["torch"], rec, versions[gemms[0]])
+    fits, message = _fit(versions["torch"], rec, versions[gemms[0]])
     yield Finding(
-        what="versions fit", status="ok" if fits else "wrong", needed=True, says=said, fix=None if fits else fix
+        what="versions fit", status="ok" if fits else "wrong", needed=True, says=message, fix=None if fits else fix
     )
     if not fits or torch.fault is not None:
         return

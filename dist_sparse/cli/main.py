@@ -217,9 +217,9 @@ def _add_plan(commands: Commands) -> None:
 
     parser = _subcommand(commands, "plan", "says what a level or a byte budget would prune: a dry run", _PLAN)
     parser.add_argument("function", metavar="FUNCTION", help="package.module:function or file.py:function")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
-    asked.add_argument("--keep", type=parse_bytes, metavar="SIZE", help="bytes to keep, such as 512MiB")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
+    target.add_argument("--keep", type=parse_bytes, metavar="SIZE", help="bytes to keep, such as 512MiB")
     parser.add_argument("--block", type=parse_block, default=(1, "ROW"), help="such as 1x4; default: row")
     parser.add_argument("--norm", type=str.upper, choices=("L1", "L2"), default="L2", help="default: L2")
     parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")

@@ -59,12 +59,12 @@ def ask_torch(environment: Mapping[str, str]) -> Torch:
 
 
 def fails(code: str, environment: Mapping[str, str]) -> str | None:
-    """Run ``code`` in a process of its own; return what goes wrong, None if nothing does."""
+    """Run ``code`` in a process of its own; return its error, None if there is none."""
     return _probe(code, environment)[0]
 
 
 def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """Run ``code`` in a process of its own; return what goes wrong, if anything, and what it prints."""
+    """Run ``code`` in a process of its own; return its error, if any, and its output."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])])
     try:
         done = subprocess.run(

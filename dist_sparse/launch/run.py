@@ -72,7 +72,7 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         words = argv(spec, program=program, output=output, before=[_CHILD, "rank"])
         mark = secrets.token_hex(16)
         variables[_JOB] = " ".join([*filter(None, [os.environ.get(_JOB)]), mark])
-        # A torchrun or torchx around this job may have said where it looks for the error.
+        # A torchrun or torchx around this job may have set where it looks for the error.
         variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
         variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         sys.stdout.flush()

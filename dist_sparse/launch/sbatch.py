@@ -24,7 +24,7 @@ unset "${!PET_@}"  # torchrun would take options from these
 
 _MEETING = """
 # The first node keeps the store through which all find each other. torch has no authentication there: the nodes must be
-# in a network that nobody else is in.
+# in a network of their own.
 read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 

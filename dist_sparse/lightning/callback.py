@@ -198,11 +198,11 @@ class SparsifyCallback(Callback):
         assert training is not None
         while training.scheduler.last_epoch - self._first < self._rounds.rounds:
             groups = training.sparsifier.data_groups
-            asked = {name: float(group["sparsity_level"]) for name, group in groups.items()}
+            levels = {name: float(group["sparsity_level"]) for name, group in groups.items()}
             due = training.sparsifier.enable_mask_update
             training.step()
             if due and self._logs:
-                self._report(trainer, training, asked)
+                self._report(trainer, training, levels)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End enforcement. Removed weights are 0, also where callbacks before this one have written to them."""
@@ -251,10 +251,10 @@ class SparsifyCallback(Callback):
                 f"those of that training. The callbacks here are {here}."
             )
 
-    def _report(self, trainer: Trainer, training: SparseTraining, asked: Mapping[str, float]) -> None:
+    def _report(self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, float]) -> None:
         stats = training.sparsifier.table_stats()
         blocks = sum(table.blocks for table in stats)
-        level = sum(asked[table.name] * table.blocks for table in stats) / max(blocks, 1)
+        level = sum(levels[table.name] * table.blocks for table in stats) / max(blocks, 1)
         metrics = {"sparsity/level": level, **{f"sparsity/{table.name}": table.sparsity for table in stats}}
         # Not through log(): log_every_n_steps would drop most of the few mask updates.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})

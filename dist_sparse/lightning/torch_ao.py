@@ -175,7 +175,7 @@ def _register(model: nn.Module, data_sparsifier: Any) -> None:
     the shape is the same. Names that the model no longer has are removed."""
     named = dict(_named(model))
     for name in [name for name in data_sparsifier.data_groups if name not in named]:
-        data_sparsifier._delete_data(name)
+        data_sparsifier.delete_data(name)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Replacing existing data", UserWarning)  # intended here
         for name, (_, parameter) in named.items():

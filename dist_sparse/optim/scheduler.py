@@ -180,7 +180,7 @@ class OptimScheduler(abc.ABC):
     def update_lr(self, real_step: int, epoch_num: int) -> float:
         """Return the learning rate, without ``ft_factor``, of a real step and an epoch, both counted from 1.
 
-        A pure function of its arguments: it is called for every due step, micro-steps included, sometimes repeatedly.
+        A pure function of its arguments: called at every step that contributes to an update, sometimes repeatedly.
         """
 
     def extra_repr_fn(self) -> str:

@@ -217,7 +217,7 @@ def _find_tables(model: nn.Module, selected: Any) -> list[_FloatTable]:
 
 
 def _all_of(model: nn.Module) -> set[int]:
-    # Sharded tables are TorchRec's: whoever has some has imported it. Others do not need it.
+    # Sharded tables are TorchRec's: where there are some, it is imported. Other models do not need it.
     torchrec: Any = importlib.import_module("dist_sparse.tables.torchrec") if "torchrec" in sys.modules else None
     for path, module in model.named_modules():
         if hasattr(module, "split_embedding_weights") or (torchrec and torchrec.shards_tables(module)):

@@ -55,7 +55,7 @@ _CHUNK = 1 << 16
 
 
 class LogFile:
-    """An open, locked log. A write that fails (a full disk) is a warning and the end of the log: training goes on.
+    """An open, locked log. A write that fails (a full disk) is a warning and the end of the log; training continues.
 
     Args:
         file: created if missing.
@@ -81,8 +81,8 @@ class LogFile:
         try:
             _write_all(self._held, f"{text}\n".encode())
         except OSError as error:
-            said = f"{self._file} could not be written ({error}): the log ends here."
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            message = f"{self._file} could not be written ({error}): the log ends here."
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
             self.close()
 
     def cut(self) -> int:

@@ -127,15 +127,15 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a text table."""
-        asked = f"sparsity level {self.level!r}"
+        title = f"sparsity level {self.level!r}"
         if self.byte_budget is not None:
-            asked += f", the lowest that keeps at most {mib(self.byte_budget)} MiB"
+            title += f", the lowest that keeps at most {mib(self.byte_budget)} MiB"
         head = ["table", "shape", "sharding", "blocks", "pruned", "sparsity", "MiB", "kept MiB", "mask MiB"]
         known = self.batches is not None
         head += ["lookups", "dead rows", "dead weights"] if known else []
         rows = [_cells(table, known) for table in self.tables]
         total = ["all", "", "", *_sums(self, known)]
-        lines = [f"{asked}, blocks {block_shape_text(self.block)}, {self.norm}; a dry run, nothing was changed", ""]
+        lines = [f"{title}, blocks {block_shape_text(self.block)}, {self.norm}; a dry run, nothing was changed", ""]
         lines += table_lines(head, rows, right=range(3, len(head)), total=total)
         saved = self.table_bytes - self.kept_bytes
         lines += [

@@ -160,7 +160,7 @@ class _Reader:
     """Collects the lines of a log one by one."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[tuple[int, float | None]]] = {}
+        self._series: dict[str, list[tuple[int, float | None]]] = {}
         self._due: list[tuple[int, DueStep]] = []
         """With their sessions."""
         self._scores: list[Scored] = []
@@ -201,7 +201,7 @@ class _Reader:
         if kind == "values":
             self._tell_session(_seconds(line["seconds"]))
             for name, value in line["values"].items():
-                self._put(self._values.setdefault(_str(name), []), step, _optional(_float, value))
+                self._put(self._series.setdefault(_str(name), []), step, _optional(_float, value))
         elif kind == "end":
             seconds = line["seconds"]
             self._tell_session(_seconds(seconds["total"]))
@@ -221,7 +221,7 @@ class _Reader:
             self._scores.append(new)
 
     def _tell_session(self, elapsed: float | None) -> None:
-        """Begin another session where the clock goes back or a line follows an end."""
+        """Begin another session where time decreases or a line follows an end."""
         if self._ended or (elapsed is not None and elapsed < self._elapsed):
             self._begin_session()
         self._elapsed = self._elapsed if elapsed is None else elapsed
@@ -246,7 +246,7 @@ class _Reader:
             "finished": self._ended,
             "sessions": self._sessions,
             "last_step": self._last,
-            "values": {name: tuple(series) for name, series in self._values.items()},
+            "values": {name: tuple(series) for name, series in self._series.items()},
             "due": tuple(due for _, due in self._due),
             "tables": self._tables,
             "dead_rows": self._dead,

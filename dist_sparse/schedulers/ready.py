@@ -112,10 +112,10 @@ class ReadyDataScheduler(BaseDataScheduler):
         def commit() -> None:
             self.__dict__.update(loaded.__dict__)
             self._apply(values)
-            if gone := _matching_nothing(self._given(), self.data_sparsifier.data_groups):
+            if unmatched := _matching_nothing(self._given(), self.data_sparsifier.data_groups):
                 warnings.warn(
-                    f"The names or globs {gone} match data that the sparsifier had when the scheduler was made, and "
-                    f"none that it has now: {list(self.data_sparsifier.data_groups)}.",
+                    f"The names or globs {unmatched} match data that the sparsifier had when the scheduler was made, "
+                    f"and none that it has now: {list(self.data_sparsifier.data_groups)}.",
                     UserWarning,
                     stacklevel=3,
                 )

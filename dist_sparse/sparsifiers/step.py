@@ -27,7 +27,7 @@ __all__ = ["Enforcer", "MaskMaker", "make_masks", "masks_by_shard", "update_mask
 Located = Mapping[str, ShardedData]
 Configs = Mapping[str, Mapping[str, Any]]
 
-_WAITING = "what of earlier mask updates is still to be summed"
+_WAITING = "the list of unsent counts of earlier mask updates"
 
 
 class Enforcer(Protocol):
@@ -232,7 +232,7 @@ def _note_facts(
         facts["whether an enforcer is attached"] = sparsifier.enforcer is not None
         if recorder is not None:
             facts[_WAITING] = recorder.waiting_for(located[names[0]].ranks)
-        facts["the tables that have moved"] = [name for name in names if name in moved]
+        facts["the list of moved tables"] = [name for name in names if name in moved]
         for name in names:
             data = located[name]
             facts[f"the config of table {name!r}"] = configs[name]

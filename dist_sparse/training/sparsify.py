@@ -375,7 +375,7 @@ def sparsify(
     window = {"begin": plan.begin, "end": plan.end, "every": plan.every}
     try:
         scheduler = plan.schedule(sparsifier, "sparsity_level", final=final, **window)
-    except TypeError as fault:  # of the call itself: no scheduler has told the other ranks
+    except TypeError as fault:  # of the call itself, before any communication
         together.agree("sparsify()", {}, fault)
     training = SparseTraining(sparsifier, scheduler, enforcer, source=source, left_dense=unpruned)
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -236,7 +236,7 @@ def test_a_late_error_of_one_rank() -> None:
         sparsifier.packed_store.replace = commit  # type: ignore[method-assign]
     else:
         sparsifier.step()
-    with pytest.raises(ValueError, match="what of earlier mask updates is still to be summed is"):
+    with pytest.raises(ValueError, match="the list of unsent counts of earlier mask updates is"):
         sparsifier.step()
     for seed in (1, 2):
         set_weights(model, weights(cell, seed=seed))

@@ -98,7 +98,7 @@ def check_pair(ours: Any, others: Any) -> None:
         assert ours.data_sparsifier.data_groups[name] == others.data_sparsifier.data_groups[name]
         found, expected = (each.sparsified.get_parameter(path) for each in (ours, others))
         assert torch.equal(found, expected) and 0 < int((found == 0).sum()) < found.numel()
-        assert not parametrize.is_parametrized(ours.data_sparsifier._container, name)
+        assert not parametrize.is_parametrized(ours.data_sparsifier.dense_store.container, name)
 
 
 @pytest.mark.filterwarnings("ignore")  # the ancestor's own
