@@ -11,16 +11,15 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.masks import BlockMask, wide
+from dist_sparse.masking.masks import WORDS, BlockMask, spread, wide
 
-__all__ = ["DirtyRows", "Lookup", "Slot", "TorchLookup", "in_table", "lookup_on", "zero_rows"]
+__all__ = ["DirtyRows", "Lookup", "Slot", "TorchLookup", "in_table", "lookup_on", "many", "zero_rows"]
 
 CHUNK = 1 << 18
 """Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
@@ -28,7 +27,8 @@ CHUNK = 1 << 18
 TAKEN = 1 << 20
 """Rows whose flags are searched at a time."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WHOLE = 5
+"""A table is masked whole for a fifth as many ids as it has rows: for each of those rows, memory is read at random."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,14 @@ class TorchLookup:
     def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         if isinstance(ends, Tensor):
             ends = ends.tolist()
+        if self._dirty is not None and not self._dirty:
+            return
         for feature, (slot, (start, stop)) in enumerate(zip(self._slots, pairwise(ends), strict=True)):
             if slot is None or start == stop:
                 continue
-            if self._dirty is not None:
+            if many(slot.mask, stop - start):
+                slot.mask.apply_(slot.weight)
+            elif self._dirty is not None:
                 rows = self._dirty.among(feature, ids[start:stop])
                 if self._dirty.whole(feature):
                     wide(slot.weight.data).index_fill_(0, rows, 0)
@@ -86,6 +90,11 @@ class TorchLookup:
                 slot.mask.apply_(slot.weight)
             else:
                 zero_rows(slot.weight, slot.mask, in_table(ids[start:stop], slot.mask.rect.rows))
+
+
+def many(mask: BlockMask, rows: int) -> bool:
+    """Whether to mask a whole shard is quicker than to mask so many of its rows, in any order, with repeats."""
+    return mask.in_one_pass and rows * WHOLE >= mask.rect.rows
 
 
 def lookup_on(device: torch.device, slots: Sequence[Slot | None], dirty: DirtyRows) -> Lookup:
@@ -115,7 +124,7 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
         kept = mask.bits.index_select(0, block_rows >> 3) >> (block_rows & 7).to(torch.uint8)
         wide(live).index_fill_(0, rows.masked_select((kept & 1) == 0), 0)
         return
-    table, word = wide(live), _WORDS[live.element_size()]
+    table, word = wide(live), WORDS[live.element_size()]
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
@@ -132,19 +141,12 @@ def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
         per_row = cols // 8
         at = block_rows.unsqueeze(1) * per_row + torch.arange(per_row, device=device)
         bytes_ = mask.bits.index_select(0, at.flatten()).to(torch.int32)
-        return _spread(width, dtype, device).index_select(0, bytes_).view(-1, rect.cols)
+        return spread(width, dtype, device).index_select(0, bytes_).view(-1, rect.cols)
     columns = torch.arange(rect.col, rect.col_end, device=device) // width - mask.grid.col
     at = (block_rows.unsqueeze(1) * cols + torch.arange(cols, device=device)).flatten()
     kept = (mask.bits.index_select(0, at >> 3) >> (at & 7).to(torch.uint8)) & 1
     kept = kept.to(dtype).neg_().view(-1, cols)
     return kept if cols == rect.cols else kept.index_select(1, columns)
-
-
-@lru_cache(maxsize=16)
-def _spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return, for each byte of a mask, the words of its ``8 * width`` columns: ``(256, 8 * width)``."""
-    byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
-    return ((byte.unsqueeze(1) >> bit) & 1).to(dtype).neg_().repeat_interleave(width, dim=1)
 
 
 def in_table(ids: Tensor, rows: int) -> Tensor:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
-__all__ = ["BlockMask", "count_bits", "pack", "positions", "unpack", "wide"]
+__all__ = ["WORDS", "BlockMask", "count_bits", "pack", "positions", "spread", "unpack", "wide"]
 
 _GATHER = 0x0102040810204080
 """Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in order."""
@@ -66,6 +66,17 @@ _WRITTEN = 1 << 15
 
 _SMALL = 1 << 11
 """Bytes of a mask whose blocks are looked up together with those of others."""
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the size of an element, for masking bit by bit: NaN becomes zero too."""
+
+
+@lru_cache(maxsize=16)
+def spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return, for each byte of a mask, the words of its ``8 * width`` columns: ``(256, 8 * width)``, all bits set where
+    kept, none where removed."""
+    byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
+    return ((byte.unsqueeze(1) >> bit) & 1).to(dtype).neg_().repeat_interleave(width, dim=1)
 
 
 def wide(matrix: Tensor) -> Tensor:
@@ -180,7 +191,24 @@ class BlockMask:
     def apply_(self, tensor: Tensor) -> None:
         """Write zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
         becomes zero too."""
-        self._zero(tensor, ~self.bits)
+        live = tensor.data
+        if not self.in_one_pass or live.element_size() not in WORDS:
+            self._zero(tensor, ~self.bits)
+            return
+        step = max(1, _CHUNK // max(1, self.rect.cols) // 8) * 8
+        for first in range(0, self.rect.rows, step):
+            part = live[first : first + step].view(WORDS[live.element_size()])
+            cols, width = self.grid.cols, 1 if self.grid.cols == 1 else self.block[1]
+            at = self.bits[first * cols // 8 : -(-(first + len(part)) * cols // 8)].to(torch.int32)
+            kept = spread(width, part.dtype, live.device).index_select(0, at)
+            part &= kept.flatten()[: len(part) * width * cols].view(len(part), width * cols)
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether :meth:`apply_` is one pass over the shard, several times quicker than a pass over scattered rows: a
+        row of elements is a row of blocks, of one block or of whole bytes of bits."""
+        whole = self.grid.cols == 1 or (self.grid.cols % 8 == 0 and self.rect.cols == self.grid.cols * self.block[1])
+        return self.block[0] == 1 and whole
 
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
         """Write zero to what this mask removes and is not known to be zero already: what ``before``, of the same

@@ -18,7 +18,8 @@ from torch import Tensor
 from dist_sparse.enforcer import rows as rows_module
 from dist_sparse.enforcer.fused import removed_rows
 from dist_sparse.enforcer.optimizers import reset_state
-from dist_sparse.enforcer.rows import DirtyRows, Slot, TorchLookup, in_table, lookup_on, zero_rows
+from dist_sparse.enforcer.rows import DirtyRows, Slot, TorchLookup, in_table, lookup_on, many, zero_rows
+from dist_sparse.masking import masks as masks_module
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
 
@@ -119,6 +120,28 @@ class TestSettleRows:
             assert weight[[1, 4]].eq(0).all() and weight[[0, 2, 3]].eq(1).all()
 
 
+class TestWholeTable:
+    @settings(max_examples=250, deadline=None)
+    @given(shards(), st.data())
+    def test_equals_its_rows_one_by_one(self, slot: Slot, data: st.DataObject) -> None:
+        """A pass over the whole shard, in parts of 8 rows or in one, writes the bits that cleaning every row writes."""
+        want = expected(slot, range(slot.mask.rect.rows))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(masks_module, "_CHUNK", data.draw(st.sampled_from([1, 1 << 20])))
+            slot.mask.apply_(slot.weight)
+        assert torch.equal(words(slot.weight), want)
+
+    @pytest.mark.parametrize(("rows", "cols"), [(0, 8), (8, 0)])
+    def test_an_empty_shard(self, rows: int, cols: int) -> None:
+        for block in ((1, 1), (1, 8)):
+            BlockMask(Rect(0, 0, rows, cols), block, torch.empty(0, dtype=torch.uint8)).apply_(torch.empty(rows, cols))
+
+    def test_few_ids_take_their_rows_alone(self) -> None:
+        whole_row, one, square = (BlockMask.full(Rect(0, 0, 100, 8), block, CPU) for block in ((1, 8), (1, 1), (4, 4)))
+        assert many(whole_row, 20) and many(one, 20)
+        assert not (many(whole_row, 19) or many(one, 19) or many(square, 100))
+
+
 class TestInTable:
     @given(st.lists(st.integers(-5, 20), min_size=1), st.integers(1, 12), st.sampled_from([torch.int32, torch.int64]))
     def test_outside_is_row_0(self, ids: list[int], rows: int, dtype: torch.dtype) -> None:
@@ -150,14 +173,16 @@ class TestTorchLookup:
     @settings(max_examples=200, deadline=None)
     @given(lookups(), st.booleans())
     def test_by_definition(self, drawn: tuple[list[Slot | None], Tensor, list[int]], as_tensor: bool) -> None:
-        """A lookup of at least as many ids as rows may clean the whole table, and else touches its rows alone."""
+        """A lookup of many ids may clean the whole table, and else touches its rows alone."""
         slots, ids, ends = drawn
         tables = {id(slot): slot for slot in slots if slot is not None}
         read: dict[int, set[int]] = {key: set() for key in tables}
         for slot, (start, stop) in zip(slots, pairwise(ends), strict=True):
             if slot is not None:
                 rows = slot.mask.rect.rows
-                everything = range(rows) if stop - start >= rows else ()
+                everything = (
+                    range(rows) if start < stop and (many(slot.mask, stop - start) or stop - start >= rows) else ()
+                )
                 read[id(slot)].update(of_table(ids[start:stop].tolist(), rows), everything)
         want = {key: expected(slot, sorted(read[key])) for key, slot in tables.items()}
         lookup = TorchLookup(slots)
@@ -184,8 +209,8 @@ class TestTorchLookup:
     def test_only_rows_that_are_dirty(
         self, drawn: tuple[list[Slot | None], Tensor, list[int]], data: st.DataObject
     ) -> None:
-        """What is read of the dirty rows is cleaned; at least as many ids as rows may clean all that are. Where a mask
-        removes whole rows, only those are flagged."""
+        """What is read of the dirty rows is cleaned; many ids may clean the whole table. Where a mask removes whole
+        rows, only those are flagged."""
         slots, ids, ends = drawn
         tables = list({id(slot): slot for slot in slots}.values())
         rows = [10 if slot is None else slot.mask.rect.rows for slot in tables]
@@ -203,12 +228,14 @@ class TestTorchLookup:
             torch.tensor([row for of_table in noted for row in sorted(of_table)]), start + start[-1:] * len(features)
         )
 
-        read: list[set[int]] = [set() for _ in rows]
+        cleaned: list[set[int]] = [set() for _ in rows]
         for table, (first, stop) in zip(features, pairwise(ends), strict=True):
-            if tables[table] is not None and TorchLookup([tables[table]]).needed:
-                everything = range(rows[table]) if stop - first >= rows[table] else ()
-                read[table].update(of_table(ids[first:stop].tolist(), rows[table]), everything)
-        cleaned = [found & of_table for found, of_table in zip(read, noted, strict=True)]
+            slot = tables[table]
+            if slot is not None and many(slot.mask, stop - first):
+                cleaned[table].update(range(rows[table]) if first < stop and any(noted) else ())
+            elif slot is not None:
+                found = set(of_table(ids[first:stop].tolist(), rows[table]))
+                cleaned[table].update(noted[table] & found if stop - first < rows[table] else noted[table])
         want = [slot and expected(slot, sorted(each)) for slot, each in zip(tables, cleaned, strict=True)]
         none = [None] * len(rows)  # the features by which rows were noted
         TorchLookup([*none, *slots], dirty)(ids, [0] * len(rows) + ends)
