@@ -59,12 +59,7 @@ CASES = [
         for block in BLOCKS
         for ids, peers in ((1, ["whole", "ancestor"]), (10, ["whole"]))
     ],
-    *[
-        _case(
-            "b", block, {**_tables(26, 20_000, 10, 20_000), "dim": 32, "batch": 512}, "uniform, 10 a bag", ["whole"], 5
-        )
-        for block in BLOCKS
-    ],
+    *[_case("b", block, MANY_SMALL, "uniform, 10 a bag", ["whole"], 5) for block in BLOCKS],
 ]
 
 
@@ -73,12 +68,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["a", "b"], help="only the cases of one question")
     parser.add_argument("--tables", type=int, help="only the cases with so many tables")
+    parser.add_argument("--rounds", type=int, help="of every case, instead of 3 or 5: 1 takes a few minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     options = parser.parse_args()
     found = []
     chosen = [c for c in CASES if options.only in (None, c["kind"])]
     if options.tables is not None:
         chosen = [c for c in chosen if (c["tables"] or {}).get("tables") == options.tables]
+    if options.rounds is not None:
+        chosen = [{**c, "rounds": options.rounds} for c in chosen]
     for case in tqdm(chosen, disable=not sys.stderr.isatty()):
         found.append(fresh("benchmarks.enforce_case", case, 1, 2))
     text = report(found)
