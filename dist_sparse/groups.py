@@ -53,7 +53,7 @@ Json = Any
 
 @dataclass(frozen=True)
 class Traffic:
-    """What this rank has sent since the last :func:`reset_traffic`: number of collectives, bytes it put into them."""
+    """Number of collectives, and of bytes that this rank put into them, since the last :func:`reset_traffic`."""
 
     collectives: int
     bytes: int
@@ -81,7 +81,7 @@ class Disagreement(ValueError):
 
 
 class Facts(dict[str, Json]):
-    """What must be equal on all ranks of one group, by a key for messages. See :func:`agreeing`.
+    """Values that must be equal on all ranks of one group, by a key for messages. See :func:`agreeing`.
 
     Attributes:
         replicas: hashes of what this rank holds in common with others, by a name that its holders share.

@@ -317,8 +317,8 @@ class MaskEnforcer:
             for name, weight in weights:
                 if theirs(weight):
                     raise ValueError(
-                        f"The weights of {name!r} are already sparsified: call detach() first, on the enforcer of the "
-                        "sparsifier that has them."
+                        f"The weights of {name!r} are already sparsified: call detach() first, on the earlier "
+                        "result of sparsify() or on the MaskEnforcer attached to them."
                     )
 
     def _mask(self, place: Place) -> BlockMask:

@@ -1,4 +1,4 @@
-"""How are a few rows of many tables made true to their masks in one kernel?
+"""A Triton kernel that zeroes the removed weights of a few rows of many tables.
 
 The form of :class:`dist_sparse.enforcer.rows.Lookup` for CUDA. Nothing else imports this module, so that the package
 works where Triton is missing.
@@ -74,7 +74,7 @@ class TritonLookup:
             ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside the table are read as
                 row 0, which FBGEMM's bounds check makes of them.
             ends: where the ids of each feature begin and, last, where they end: one more than there are features. As an
-                integer tensor on the device of ``ids`` it is read where it lies, whatever its stride:
+                integer tensor on the device of ``ids`` it is read in place, with any stride:
                 ``offsets[::batch_size]`` of FBGEMM's offsets costs neither a copy nor a wait.
         """
         if len(ends) != self._features + 1:
@@ -156,7 +156,7 @@ def zero_removed(
     IDS: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """Each program takes IDS ids, feature by feature, and goes through their rows COLS columns at a time.
+    """Each program takes IDS ids, feature by feature, and reads their rows COLS columns at a time.
 
     A tile is flat, so that the neighbours of a warp are neighbours in a row; Triton would lay out a matrix of addresses
     that it knows nothing about by columns.

@@ -51,7 +51,7 @@ _COUNTED = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What is to be removed from one table.
+    """Target of a mask update for one table: its block shape, how many blocks to remove, and how to score them.
 
     Args:
         data: the table as it is stored now.

@@ -107,7 +107,7 @@ class Owned:
 
 @dataclass
 class Decision:
-    """What was decided about the cut blocks of one shard, True = removed.
+    """The decision about the cut blocks of one shard, True = removed.
 
     Args:
         columns: bool ``(grid.rows, len(cut columns))``; undefined in block rows that are cut as well.

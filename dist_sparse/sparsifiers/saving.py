@@ -16,7 +16,7 @@ __all__ = ["prepare_load"]
 
 
 class Loadable(Protocol):
-    """What is read and called of a sparsifier."""
+    """The attributes and methods of a sparsifier that a load uses."""
 
     data_groups: dict[str, dict[str, Any]]
     dense_store: DenseStore

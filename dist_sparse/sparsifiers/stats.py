@@ -44,7 +44,7 @@ _CHUNK = 1 << 20
 
 
 class Registered(Protocol):
-    """What is read of a sparsifier."""
+    """The attributes of a sparsifier that its counts need."""
 
     data_groups: dict[str, dict[str, Any]]
     dense_store: DenseStore

@@ -31,7 +31,7 @@ _WAITING = "the list of unsent counts of earlier mask updates"
 
 
 class Enforcer(Protocol):
-    """What a sparsifier calls of the enforcer attached to it. None of these communicates."""
+    """The methods of an attached enforcer that a sparsifier calls. None of them communicates."""
 
     def settle(self) -> None:
         """Zero what optimizers have revived: before weights are scored, read or saved."""
@@ -51,7 +51,7 @@ class Enforcer(Protocol):
 
 
 class MaskMaker(Protocol):
-    """What a mask update reads and calls of its sparsifier."""
+    """The attributes and methods of a sparsifier that a mask update uses."""
 
     dense_store: DenseStore
     packed_store: PackedStore

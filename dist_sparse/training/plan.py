@@ -62,7 +62,7 @@ _SCHEDULES: dict[str, Callable[..., ReadyDataScheduler]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to prune, and when; see :func:`~dist_sparse.sparsify` for the arguments.
+    """Arguments of :func:`~dist_sparse.sparsify` that need no model, checked and resolved.
 
     Attributes:
         block: ``(rows, columns)``, columns an int or ``ROW``.
