@@ -18,14 +18,8 @@ __all__ = ["Crossed", "circles", "crossed", "main", "module_of", "private_reads"
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dist_sparse"
 READERS = ("getattr", "hasattr", "setattr", "delattr", "object")  # the last one is mock.patch.object
-OF_TORCH = {
-    "_container",
-    "_lookups",
-    "_parameters",
-    "_version",
-}
-"""Private names of torch and TorchRec, read from their objects, that a class of dist_sparse has too. The first is
-that of torch.ao's data sparsifiers, by which theirs and ours are compared."""
+OF_TORCH = {"_container"}
+"""Of torch.ao's data sparsifiers too, by which theirs and ours are compared."""
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:

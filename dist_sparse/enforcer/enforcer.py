@@ -86,7 +86,7 @@ class MaskEnforcer:
         self._reset = optimizer_state == "reset"
         self._optimizers: tuple[Any, ...] | None = None
         self._kernels: list[Kernel] = []
-        self._lookups: list[tuple[nn.Module, list[Any]]] = []
+        self._known_lookups: list[tuple[nn.Module, list[Any]]] = []
         self._dense = DenseWeights([], [], self.clock)
         self._handles: list[RemovableHandle | Wrapped] = []
         self._before: tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]] | None = None
@@ -208,7 +208,7 @@ class MaskEnforcer:
         if self._loaded:
             self._clean_all()
             return
-        replaced = {id(module) for module, known in self._lookups if lookups_of(module) != known}
+        replaced = {id(module) for module, known in self._known_lookups if lookups_of(module) != known}
         with torch.no_grad():
             for kernel in self._kernels:
                 if id(kernel.collection) not in replaced:
@@ -242,7 +242,7 @@ class MaskEnforcer:
 
         Stale are kernels after ``DistributedModelParallel.reshard``, and parameters after a load with ``assign=True``.
         """
-        if not self._dense.replaced and all(lookups_of(module) == known for module, known in self._lookups):
+        if not self._dense.replaced and all(lookups_of(module) == known for module, known in self._known_lookups):
             return False
         moved = self._sparsifier.packed_store.moved(self._sparsifier.packed_store.locate())
         if moved:
@@ -300,7 +300,7 @@ class MaskEnforcer:
             kernels.append(known)
         self._remove_hooks(kernels)
         self._kernels, self._dense = kernels, dense
-        self._lookups = [(module, lookups_of(module)) for module in collections]
+        self._known_lookups = [(module, lookups_of(module)) for module in collections]
         self._hook(models)
         self._clean_all()
         if self._reset:
@@ -328,7 +328,7 @@ class MaskEnforcer:
         self._dense.hook(self._before_read)
         for kernel in self._kernels:
             kernel.hook()
-        for module, known in self._lookups:
+        for module, known in self._known_lookups:
             self._handles += [
                 module.register_forward_pre_hook(Hook(partial(self._before_forward, known))),
                 module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
@@ -338,7 +338,7 @@ class MaskEnforcer:
             if averages(model):
                 self._handles.append(Wrapped(model, "sync", self._before_average))
         # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its own hook is silent.
-        parts = *models, *(module for module, _ in self._lookups), *self._dense.owners
+        parts = *models, *(module for module, _ in self._known_lookups), *self._dense.owners
         for module in {id(part): part for part in parts}.values():
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
@@ -351,7 +351,7 @@ class MaskEnforcer:
             if kernel not in staying:
                 kernel.unhook()
         self._dense.unhook()
-        self._handles, self._kernels, self._lookups = [], [], []
+        self._handles, self._kernels, self._known_lookups = [], [], []
         self._dense = DenseWeights([], [], self.clock)
 
     def _before_read(self) -> None:

@@ -78,7 +78,7 @@ class Kernel:
         self.places = list(places)
         self.clock = clock
         self._batch: Any = module.emb_module
-        self._mask, self._version = mask, version
+        self._mask, self._mask_version = mask, version
         self._features: list[int] = list(self._batch.feature_table_map)
         self._known: tuple[int, ...] = ()
         self._in_sync = self._storage()
@@ -165,7 +165,7 @@ class Kernel:
     def _current(self) -> list[Slot | None]:
         """The live weights and masks, one for each table: looked up again when either was replaced."""
         storage = self._storage()
-        known = self._version(), *storage[:3]
+        known = self._mask_version(), *storage[:3]
         if known != self._known:
             views = self._batch.split_embedding_weights()
             self._slots = [

@@ -259,7 +259,7 @@ class _Walk:
             yield from self.find(module.module, path, replicas, (*trail, "module"))
             return
         if self._dense:
-            yield from self._parameters(module, path, ddp, trail)
+            yield from self._dense_parameters(module, path, ddp, trail)
         for name, child in module.named_children():
             yield from self.find(child, _child_path(module, path, name), ddp.child(name), (*trail, name))
 
@@ -295,7 +295,9 @@ class _Walk:
         locate = partial(_replica, module, "weight", fqn, ddp.of("weight"), features=features)
         yield _Found(name, path, fqn, locate, locate, module, trail)
 
-    def _parameters(self, module: nn.Module, path: str, ddp: _Replicas, trail: tuple[str, ...]) -> Iterator[_Found]:
+    def _dense_parameters(
+        self, module: nn.Module, path: str, ddp: _Replicas, trail: tuple[str, ...]
+    ) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in self._table_weights and self._first(parameter):
