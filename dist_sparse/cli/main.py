@@ -215,7 +215,7 @@ def _add_plan(commands: Commands) -> None:
             return _failed("plan", error)
         return _print(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
-    parser = _subcommand(commands, "plan", "says what a level or a byte budget would prune: a dry run", _PLAN)
+    parser = _subcommand(commands, "plan", "computes what a level or a byte budget would prune: a dry run", _PLAN)
     parser.add_argument("function", metavar="FUNCTION", help="package.module:function or file.py:function")
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
@@ -237,7 +237,7 @@ def _add_doctor(commands: Commands) -> None:
         status = _print(json.dumps(found.to_json(), indent=2) if options.json else str(found))
         return status or (0 if found.can_train else 1)
 
-    parser = _subcommand(commands, "doctor", "says whether this machine can train, and what fixes it", _DOCTOR)
+    parser = _subcommand(commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR)
     _add_json(parser)
     parser.set_defaults(run=run)
 

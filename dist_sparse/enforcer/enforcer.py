@@ -33,6 +33,7 @@ from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import same_storage
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.text import number_of
 
 __all__ = ["MaskEnforcer"]
 
@@ -91,6 +92,10 @@ class MaskEnforcer:
         self._handles: list[RemovableHandle | Wrapped] = []
         self._before: tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]] | None = None
         self._loaded = False
+
+    def __repr__(self) -> str:
+        names = number_of(len(self._sparsifier.data_groups), "name")
+        return f"{type(self).__name__}({names}, {'attached' if self.attached else 'detached'})"
 
     @property
     def attached(self) -> bool:

@@ -320,6 +320,7 @@ def test_after_detach_it_trains_as_if_never_attached() -> None:
         assert hooks(model, *optimizers) != before
         enforcer.detach()
         assert hooks(model, *optimizers) == before and not enforcer.attached
+        assert repr(enforcer).endswith(" names, detached)")
         few(model, optimizers)
         few(never, others)
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), never.parameters(), strict=True))
