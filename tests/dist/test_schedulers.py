@@ -262,6 +262,10 @@ def test_load_of_another_step_is_refused() -> None:
         lambda: scheduler.load_state_dict({**before, "every": per_rank(1, 0)}), "rank 1: ValueError: Invalid every=0"
     )
     refused(lambda: scheduler.load_state_dict(per_rank(before, None)), "rank 1: ValueError: Invalid state of CubicData")
+    refused(
+        lambda: scheduler.load_state_dict({**before, "final": per_rank(0.5, float("nan"))}),
+        "rank 1: ValueError: Invalid final=nan",
+    )
     refused(lambda: scheduler.load_state_dict({**before, "every": per_rank("x", 1)}), "rank 0: ValueError: Invalid ev")
     refused(lambda: scheduler.load_state_dict({**before, "last_epoch": per_rank(4, "x")}), "rank 1: ")
     refused(lambda: scheduler.load_state_dict({**before, "base_param": per_rank(3, {})}), "rank 0: ValueError: Invalid")
