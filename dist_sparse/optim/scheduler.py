@@ -297,8 +297,8 @@ class OptimScheduler(abc.ABC):
         one without, and the other way round; the scale keeps its initial value then.
 
         Raises:
-            ValueError: a part is missing or does not fit, or ranks load different steps. Nothing has changed, on any
-                rank.
+            ValueError: a part is missing or does not fit, or ranks load different steps. With a sparsifier it is raised
+                on every rank, and nothing has changed on any; without one, only on this rank, which has not changed.
         """
         group = group_over(world_ranks() if self._sparsity() else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
