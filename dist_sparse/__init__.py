@@ -60,6 +60,7 @@ _PACKAGES = (
     "quantization",
     "report",
     "schedulers",
+    "serving",
     "sparsifiers",
     "tables",
     "training",

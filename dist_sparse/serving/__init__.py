@@ -1,0 +1,1 @@
+"""Tables without their removed rows: for training on, and for serving."""

@@ -1,0 +1,205 @@
+"""Which rows of a table are kept, and moving them between ranks.
+
+Rows that are kept are numbered in order: *kept coordinates* are a rectangle's rows in that numbering, and its columns.
+Rows travel chunk by chunk, so that no rank ever holds more of a table than its own shards and one chunk for each rank
+that wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse.groups import Parcels, group_over
+from dist_sparse.masking.masks import pack, unpack
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.dense_store import as_matrix
+from dist_sparse.sparsifiers.stats import dead_flags
+from dist_sparse.tables.shards import Rect, ShardedData
+
+__all__ = ["kept_rows", "move_rows"]
+
+_SPAN = 4096
+"""Rows that are counted together to cut a table into chunks."""
+
+
+def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
+    """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on the CPU, the same
+    on every rank. Collective over the tables' groups: one all-gather each, of one bit a row.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier
+        >>> from dist_sparse.serving.kept_rows import kept_rows
+        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
+        >>> names = sparsifier.add_model(table)
+        >>> sparsifier.step()
+        >>> kept_rows(sparsifier)
+        {'weight': tensor([False, False,  True,  True])}
+    """
+    packed, dense = sparsifier.packed_store, sparsifier.dense_store
+    located = packed.current("kept_rows()")
+    kept: dict[str, Tensor] = {}
+    for ranks, names in packed.groups.items():
+        group, tables = group_over(ranks), [located[name] for name in names]
+        held = {data.name: dict(zip(data.tiling[group.rank], packed.masks(data.name), strict=True)) for data in tables}
+        mine = [pack(~dead_flags(held[data.name][rect])) for data, rect in _owned(tables, group.rank)]
+        sizes = [sum(-(-rect.rows // 8) for _, rect in _owned(tables, rank)) for rank in range(group.size)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
+        gathered = group.all_gather(padded)
+        kept |= {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
+        for rank in range(group.size):
+            start = 0
+            for data, rect in _owned(tables, rank):
+                stop = start + -(-rect.rows // 8)
+                kept[data.name][rect.row : rect.row_end] |= unpack(gathered[rank, start:stop], rect.rows)
+                start = stop
+    kept |= {name: (as_matrix(dense.mask(name)) != 0).any(1).cpu() for name in dense.names}
+    return {name: kept[name] for name in sparsifier.data_groups}
+
+
+def move_rows(
+    source: ShardedData,
+    tensors: Sequence[Tensor],
+    kept: Tensor,
+    wanted: Sequence[Sequence[Rect]],
+    *,
+    dtype: torch.dtype | None = None,
+    rowwise: bool = False,
+    chunk_bytes: int = 8 << 20,
+) -> Iterator[tuple[Rect, Tensor]]:
+    """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the ranks of ``source``:
+    one all-to-all a chunk, in each ``next()``, so all ranks must exhaust it. Replicas: the first holder sends.
+
+    Args:
+        source: the table as it is stored now.
+        tensors: of this rank, one for each of ``source.shards``, with the same rows: the weights themselves or any
+            optimizer state of their shape; with ``rowwise`` one value per row, ``(rows,)`` or ``(rows, 1)``.
+        kept: bool ``(source.shape[0],)`` on the CPU, the same on every rank.
+        wanted: for each group rank the rectangles that it wants, in kept coordinates.
+        dtype: of ``tensors``, on all ranks; None is that of the weights.
+        rowwise: whether the tensors hold one value per row and shard. What is wanted must then have the columns of
+            shards: values of shards of other widths can't be derived from them.
+        chunk_bytes: of a chunk, of the whole width of the table.
+
+    Yields:
+        A rectangle in kept coordinates within one that this rank wants, with all its columns, and what is in it:
+        ``(rows, columns)``, with ``rowwise`` ``(rows,)``. It may be a view of a message. Rows ascend.
+
+    Raises:
+        ValueError: ``kept`` does not fit the table, or what is wanted is outside of it or has columns of no shard.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.serving.kept_rows import move_rows
+        >>> from dist_sparse.tables.modules import model_source
+        >>> from dist_sparse.tables.shards import Rect
+        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))
+        >>> [source] = model_source(table).locate()
+        >>> kept, wanted = torch.tensor([False, True, False, True]), [[Rect(0, 1, 2, 1)]]
+        >>> [(str(rect), rows.tolist()) for rect, rows in move_rows(source, [table.weight.data], kept, wanted)]
+        [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
+    """
+    dtype = source.dtype if dtype is None else dtype
+    _check(source, kept, wanted, rowwise)
+    group = group_over(source.ranks)
+    held = dict(zip(source.tiling[group.rank], tensors, strict=True))
+    width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
+    for chunk in _chunks(kept, max(1, chunk_bytes // max(1, width * dtype.itemsize))):
+        parcels = Parcels(group)
+        for rect, rows, there in _parts(source.owned(group.rank), kept, chunk):
+            local = held[rect][rows.start - rect.row : rows.stop - rect.row]
+            local = local[kept[rows].to(local.device)].view(there.rows, -1)
+            for receiver, rects in enumerate(wanted):
+                for part in filter(None, map(there.intersect, rects)):
+                    columns = slice(None) if rowwise else slice(part.col - there.col, part.col_end - there.col)
+                    piece = local[part.row - there.row : part.row_end - there.row, columns]
+                    parcels.send(receiver, piece.contiguous())
+        arriving: dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]] = {}
+        for sender in range(group.size):
+            for _, _, there in _parts(source.owned(sender), kept, chunk):
+                for want in wanted[group.rank]:
+                    if (common := there.intersect(want)) is not None:
+                        read = parcels.expect(sender, (common.rows, 1 if rowwise else common.cols), dtype)
+                        arriving.setdefault(want, []).append((common, read))
+        parcels.exchange(group.device)
+        for want, pieces in arriving.items():
+            inside, rows_here = _put_together(want, [(common, read()) for common, read in pieces])
+            yield inside, rows_here.view(-1) if rowwise else rows_here
+
+
+class _Chunk(NamedTuple):
+    """Rows ``[first, last)`` of a table, of which the first that is kept has the number ``start``."""
+
+    first: int
+    last: int
+    start: int
+
+
+def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
+    """Yield consecutive chunks of at most ``most`` kept rows each; none where nothing is kept."""
+    span = min(_SPAN, most)
+    ends = nn.functional.pad(kept, (0, -len(kept) % span)).view(-1, span).sum(1).cumsum(0)
+    at = start = 0
+    while at < len(ends):
+        after = int(torch.searchsorted(ends, start + most, right=True))
+        end = int(ends[after - 1])
+        if end > start:
+            yield _Chunk(at * span, min(after * span, len(kept)), start)
+        at, start = after, end
+
+
+def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[tuple[Rect, slice, Rect]]:
+    """Yield what shards have of a chunk: ``(shard, rows of the table, its kept rows in kept coordinates)``."""
+    for rect in rects:
+        top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
+        if top < bottom and (count := int(kept[top:bottom].count_nonzero())):
+            row = chunk.start + int(kept[chunk.first : top].count_nonzero())
+            yield rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols)
+
+
+def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
+    """The rectangle that the pieces cover, of all columns of ``want``, and what is in it."""
+    if len(pieces) == 1:
+        return pieces[0]
+    top, bottom = min(rect.row for rect, _ in pieces), max(rect.row_end for rect, _ in pieces)
+    inside = Rect(top, want.col, bottom - top, want.cols)
+    by_rows = all(rect.cols == want.cols for rect, _ in pieces)
+    first = pieces[0][1]
+    out = first.new_empty(inside.rows, first.shape[1] if by_rows else want.cols)
+    for rect, piece in pieces:
+        columns = slice(None) if by_rows else slice(rect.col - want.col, rect.col_end - want.col)
+        out[rect.row - top : rect.row_end - top, columns] = piece
+    return inside, out
+
+
+def _check(source: ShardedData, kept: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool) -> None:
+    rows, cols = source.shape
+    if kept.dtype != torch.bool or tuple(kept.shape) != (rows,):
+        raise ValueError(
+            f"Table {source.name!r}: kept is {kept.dtype} of shape {tuple(kept.shape)}; must be bool, ({rows},)."
+        )
+    whole = Rect(0, 0, int(kept.count_nonzero()), cols)
+    spans = {(rect.col, rect.cols) for rect in source.rects}
+    for rect in (rect for rects in wanted for rect in rects if rect.numel):
+        if rect.intersect(whole) != rect:
+            raise ValueError(f"Table {source.name!r}: {rect} is wanted, which is not within the kept {whole}.")
+        if rowwise and (rect.col, rect.cols) not in spans:
+            raise ValueError(
+                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the table is cut into the "
+                f"columns {sorted(spans)} (first, count): the state of other columns can't be derived from theirs."
+            )
+
+
+def _owned(tables: Sequence[ShardedData], rank: int) -> Iterator[tuple[ShardedData, Rect]]:
+    """Yield the shards that a rank owns, table by table."""
+    for data in tables:
+        for rect in data.owned(rank):
+            yield data, rect
