@@ -1,0 +1,192 @@
+"""Which rows of a table are kept, and where each is stored among the kept ones.
+
+A bitmap of one bit a row, and for each word of 32 rows the number of kept rows before it: 0.25 byte per row of the
+original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit first; bits behind the last row are 0.
+A row is found from one word and one count, in int32 arithmetic and pure torch: it runs in eager mode, under
+``torch.jit.script`` and ``torch.export``, on any device. (No ``from __future__ import annotations`` here: TorchScript
+reads annotations of classes as they are.)
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse.masking.masks import pack, unpack
+
+__all__ = ["RowIndex", "RowIndexes"]
+
+_MOST_ROWS = 2**31 - 1
+
+
+def _rank(words: Tensor, counts: Tensor, word: Tensor, bit: Tensor) -> Tensor:
+    """Return the number of kept rows before the rows ``(n,)`` at ``bit`` of ``word``, -1 where removed: all int32."""
+    # Shifted up until the row's own bit is the sign: left are the bits of rows up to this one.
+    found = words.index_select(0, word).bitwise_left_shift_(bit.bitwise_not().bitwise_and_(31))
+    removed = found.bitwise_not().bitwise_right_shift_(31)  # -1 where the sign was 0
+    # Count the bits: sums of 2, 4, 8, then all four bytes in the highest (Warren, Hacker's Delight, 5-1).
+    found.sub_((found >> 1).bitwise_and_(0x55555555))
+    found = (found & 0x33333333).add_((found >> 2).bitwise_and_(0x33333333))
+    found.add_(found >> 4).bitwise_and_(0x0F0F0F0F).mul_(0x01010101).bitwise_right_shift_(24)
+    return found.add_(counts.index_select(0, word)).sub_(1).bitwise_or_(removed)
+
+
+class RowIndex(nn.Module):
+    """Which rows of one table are kept, and where they are.
+
+    Attributes:
+        words: int32 ``(max(1, ceil(rows / 32)),)``, the bitmap.
+        counts: int32, same shape: kept rows before each word.
+        rows, num_kept: of the original table; how many of them are kept.
+        nbytes: of ``words`` and ``counts``.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.serving.row_index import RowIndex
+        >>> index = RowIndex.of(torch.tensor([False, True, False, True, True]))
+        >>> index(torch.tensor([0, 1, 4, 99]))  # 99 is out of range, so it is read as 0
+        tensor([-1,  0,  2, -1])
+        >>> index.num_kept, index.nbytes
+        (3, 8)
+    """
+
+    words: Tensor
+    counts: Tensor
+
+    def __init__(self, words: Tensor, rows: int) -> None:
+        super().__init__()
+        if not 0 <= rows <= _MOST_ROWS:
+            raise ValueError(f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in int32.")
+        need = max(1, -(-rows // 32))
+        if words.dtype != torch.int32 or words.shape != (need,):
+            raise ValueError(
+                f"Invalid words, {words.dtype} {tuple(words.shape)}: must be torch.int32 ({need},), a bit for each of "
+                f"{rows} rows."
+            )
+        bits = unpack(words.contiguous().view(torch.uint8), 32 * need)
+        if bool(bits[rows:].any()):
+            raise ValueError(f"Invalid words: bits behind the last of {rows} rows must be 0.")
+        in_word = bits.view(-1, 32).sum(1, dtype=torch.int32)
+        until = in_word.cumsum(0, dtype=torch.int32)
+        self.register_buffer("words", words)
+        self.register_buffer("counts", until - in_word)
+        self.rows = rows
+        self.num_kept = int(until[-1])
+        self.nbytes = self.words.nbytes + self.counts.nbytes
+
+    @classmethod
+    def of(cls, kept: Tensor) -> "RowIndex":
+        """Return the index of a table from what is kept: bool ``(rows,)``."""
+        if kept.dtype != torch.bool or kept.dim() != 1:
+            raise ValueError(f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each row.")
+        padded = torch.cat([kept, kept.new_zeros(32 if len(kept) == 0 else -len(kept) % 32)])
+        return cls(pack(padded).view(torch.int32), len(kept))
+
+    @classmethod
+    def from_words(cls, words: Tensor, rows: int) -> "RowIndex":
+        """Return the index of a bitmap, as :attr:`words` has it. The counts are computed, and its size is checked.
+
+        Raises:
+            ValueError: the bitmap is not that of so many rows.
+        """
+        return cls(words, rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return where the rows of ids are among the kept ones, -1 for removed rows: int64, in the shape of ``ids``.
+
+        Ids (int32 or int64, any shape) out of ``[0, rows)`` are read as id 0, as FBGEMM does. ``ids`` is not changed.
+        """
+        inside = ids.clamp(0, max(self.rows - 1, 0))
+        flat = inside.mul_(inside == ids).int().reshape(-1)  # mul_: out of range is 0
+        return _rank(self.words, self.counts, flat >> 5, flat).long().view(ids.shape)
+
+    def kept(self) -> Tensor:
+        """Return which rows are kept: bool ``(rows,)``."""
+        return unpack(self.words.view(torch.uint8), self.rows)
+
+    def compose(self, inner: "RowIndex") -> "RowIndex":
+        """Return the index of a table that was compacted twice: ``inner`` indexes the kept rows of this one.
+
+        Raises:
+            ValueError: ``inner`` is not of :attr:`num_kept` rows.
+        """
+        if inner.rows != self.num_kept:
+            raise ValueError(f"Invalid inner index of {inner.rows} rows: must be of the {self.num_kept} kept ones.")
+        kept = self.kept()
+        kept[kept.clone()] = inner.kept()
+        return RowIndex.of(kept)
+
+    def extra_repr(self) -> str:
+        """Return the arguments shown by ``repr``."""
+        return f"rows={self.rows}, num_kept={self.num_kept}"
+
+
+class RowIndexes(nn.Module):
+    """Indexes of several tables, for ids of several features in one pass.
+
+    Args:
+        tables: an index each, or None for a table that keeps all of its rows; copied into one bitmap.
+        rows: of each original table.
+        features: for each feature, the position of its table.
+
+    Attributes:
+        nbytes: of the bitmap, its counts, and what is kept for each feature.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.serving.row_index import RowIndex, RowIndexes
+        >>> first = RowIndex.of(torch.tensor([False, True, True]))
+        >>> index = RowIndexes([first, None], rows=[3, 9], features=[0, 1, 0])
+        >>> index(torch.tensor([1, 2, 1, 0, 2]), torch.tensor([2, 1, 2]))  # two ids, one, and two
+        tensor([ 0,  1,  1, -1,  1], dtype=torch.int32)
+    """
+
+    words: Tensor
+    counts: Tensor
+    of_features: Tensor
+    any_removed: bool
+    any_dense: bool
+
+    def __init__(self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]) -> None:
+        super().__init__()
+        for table, count in zip(tables, rows, strict=True):
+            if table is not None and table.rows != count:
+                raise ValueError(f"Invalid index of {table.rows} rows: must be of the table's {count}.")
+            if not 0 <= count <= _MOST_ROWS:
+                raise ValueError(f"Invalid rows={count}: must be from 0 to {_MOST_ROWS}.")
+        indexes = [table for table in tables if table is not None]
+        self.any_removed, self.any_dense = bool(indexes), len(indexes) < len(tables)
+        nothing = torch.zeros(1, dtype=torch.int32)
+        self.register_buffer("words", torch.cat([index.words for index in indexes] or [nothing]))
+        self.register_buffer("counts", torch.cat([index.counts for index in indexes] or [nothing]))
+        starts, start = [], 0
+        for table in tables:
+            starts.append(-1 if table is None else start)
+            start += 0 if table is None else len(table.words)
+        # For each feature: the last row of its table, and its table's first word, -1 for one that keeps all rows.
+        self.register_buffer(
+            "of_features",
+            torch.tensor([[max(rows[at] - 1, 0) for at in features], [starts[at] for at in features]]).view(2, -1),
+        )
+        self.nbytes = sum(buffer.nbytes for buffer in (self.words, self.counts, self.of_features))
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return where the rows of ids are among the kept ones of their table, -1 for removed rows: int32 ``(n,)``.
+
+        Args:
+            ids: int32 or int64 ``(n,)``, feature after feature; not changed. Out of range of their table: read as id 0.
+            lengths: int32 or int64 ``(features,)``, how many ids each feature has; they add up to n.
+        """
+        feature = torch.repeat_interleave(lengths, output_size=ids.size(0))
+        inside = torch.minimum(ids.clamp(min=0), self.of_features[0].index_select(0, feature))
+        row = inside.mul_(inside == ids).int()
+        if not self.any_removed:
+            return row
+        start = self.of_features[1].int().index_select(0, feature)
+        word = (row >> 5).add_(start)
+        if not self.any_dense:
+            return _rank(self.words, self.counts, word, row)
+        dense = start < 0
+        return torch.where(dense, row, _rank(self.words, self.counts, word.masked_fill_(dense, 0), row))
