@@ -1,0 +1,251 @@
+"""The folder of served tables on disk: its manifest, a streaming writer and a verifying reader.
+
+- ``manifest.json`` describes the tables and the collections that look them up; ``tables.safetensors`` holds tensors and
+  nothing else. Nothing is unpickled, and no name in a manifest is used as a path.
+- A folder appears whole or not at all: it is written under a temporary name beside its final one, and renamed once
+  everything is on disk. The manifest is the last file, so that a leftover of a killed export is no artifact.
+- Every byte is covered: the manifest and each tensor by a CRC32, and the header of ``tables.safetensors`` follows from
+  the manifest. All of it is verified before a tensor is returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dist_sparse.masking.masks import count_bits
+from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, hex_of, layout_of, size_of
+
+__all__ = ["Artifact", "ArtifactWriter", "check_new", "open_artifact"]
+
+MANIFEST: Final = "manifest.json"
+PARTIAL: Final = ".partial"
+"""Suffix of folders that are being written."""
+
+_DTYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
+_LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100,000 tables
+
+
+class Artifact:
+    """An artifact that has been verified: its manifest and its tensors.
+
+    Args:
+        path: the folder.
+        manifest: of it.
+
+    Raises:
+        ValueError: the file of the tables is not what the manifest describes; names file and tensor.
+        OSError: it can't be read.
+        ImportError: safetensors is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
+        self.path = Path(path)
+        self.manifest = manifest
+        self._tensors = _verified(self.path / TABLES, manifest)
+
+    def tensors(self, table: str) -> dict[str, Tensor]:
+        """Return the tensors of a table, named as in :meth:`Table.layout`: views of the mapped file, to be copied by
+        whatever outlives this object or writes."""
+        return {name: self._tensors[f"{table}.{name}"] for name in self.manifest.tables[table].layout()}
+
+
+def open_artifact(path: str | os.PathLike[str]) -> Artifact:
+    """Open the folder that :func:`dist_sparse.export` wrote, and verify all of it.
+
+    Raises:
+        ValueError: it is no artifact, unfinished, damaged, or of another version; names the file.
+        OSError: a file can't be read.
+        ImportError: safetensors is not installed.
+    """
+    folder = Path(path)
+    file = folder / MANIFEST
+    if folder.name.endswith(PARTIAL):
+        raise ValueError(f"{folder} is what an unfinished export left: delete it, and export again.")
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no artifact: there is no {MANIFEST}.")
+    if extra := sorted(entry.name for entry in folder.iterdir() if entry.name not in (MANIFEST, TABLES)):
+        raise ValueError(f"{folder} holds files that are no part of the artifact: {extra}.")
+    if file.stat().st_size > _LONGEST:
+        raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
+    try:
+        manifest = Manifest.from_text(file.read_bytes().decode())
+    except ValueError as error:
+        raise ValueError(f"{file} is refused: {error}.") from None
+    return Artifact(folder, manifest)
+
+
+class ArtifactWriter:
+    """An artifact that is being written, under a temporary name; as a context manager it deletes what is not published.
+
+    Args:
+        path: the final name, in a folder that exists.
+        tables: by name; their CRC32 and checks are not known yet.
+
+    Raises:
+        ValueError: something is at ``path``, or its parent is no folder.
+        OSError: the folder can't be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tables: Mapping[str, Table]) -> None:
+        self._path = check_new(path)
+        self.folder = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}{PARTIAL}")
+        self._layout = layout_of(tables)
+        header = _header(self._layout)
+        self._crcs = dict.fromkeys(self._layout, 0)
+        self._at: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
+        end = len(header)
+        for name, (dtype, shape) in self._layout.items():
+            self._at[name] = end
+            self._ends[name] = end = end + size_of(dtype, shape)
+        self._bytes = end
+        self.folder.mkdir()
+        try:
+            self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
+            self._file.write(header)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def append(self, name: str, part: Tensor) -> None:
+        """Write the next rows of the tensor ``name``."""
+        dtype, shape = self._layout[name]
+        assert part.dtype == dtype and part.shape[1:] == shape[1:], (name, part.dtype, part.shape, dtype, shape)
+        held = part.detach().cpu().contiguous()
+        raw = _memory(held)
+        assert self._at[name] + len(raw) <= self._ends[name], f"{name}: more than {shape}"
+        self._crcs[name] = zlib.crc32(raw, self._crcs[name])
+        self._file.seek(self._at[name])
+        self._file.write(raw)
+        self._at[name] += len(raw)
+
+    def seal(self, manifest: Manifest) -> Manifest:
+        """Bring the tables to disk, and return ``manifest`` with what their file is."""
+        short = [name for name, end in self._ends.items() if self._at[name] != end]
+        assert not short, f"not written whole: {short}"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        tables = {
+            name: replace(table, crc32={key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()})
+            for name, table in manifest.tables.items()
+        }
+        return replace(manifest, tables=tables, bytes=self._bytes)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest, and give the folder its final name.
+
+        Raises:
+            ValueError: something is at that name by now.
+        """
+        with open(self.folder / MANIFEST, "xb") as file:
+            file.write(manifest.to_text().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(self.folder)
+        os.rename(self.folder, check_new(self._path))
+        _sync(self._path.parent)
+
+    def __enter__(self) -> ArtifactWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # a full disk, which has been raised already
+            self._file.close()
+        shutil.rmtree(self.folder, ignore_errors=True)  # once published, it is no longer there
+
+
+def check_new(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of an artifact that is to be written.
+
+    Raises:
+        ValueError: something is there, its parent is no folder, or its name is one of unfinished exports.
+    """
+    found = Path(os.path.abspath(path))
+    if not found.parent.is_dir():
+        raise ValueError(f"Invalid path={str(path)!r}: {found.parent} is no folder.")
+    if os.path.lexists(found):
+        raise ValueError(f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten.")
+    if found.name.endswith(PARTIAL):
+        raise ValueError(f"Invalid path={str(path)!r}: names that end in {PARTIAL!r} are those of unfinished exports.")
+    return found
+
+
+def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of a file, by their names in it, once all of them are what the manifest says."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as fault:
+        raise ImportError("Served tables need safetensors: install the extra dist_sparse[serving].") from fault
+    if not file.is_file():
+        raise ValueError(f"{file} is missing.")
+    if (size := file.stat().st_size) != manifest.bytes:
+        raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {manifest.bytes}.")
+    layout = layout_of(manifest.tables)
+    header = _header(layout)
+    with open(file, "rb") as opened:
+        same = opened.read(len(header)) == header
+    if not same or size != len(header) + sum(size_of(*each) for each in layout.values()):
+        raise ValueError(f"{file} is damaged: its header does not list the tensors of {MANIFEST}.")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            held: dict[str, Tensor] = {name: tensors.get_tensor(name) for name in layout}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is refused: {error}.") from None
+    for table, entry in manifest.tables.items():
+        for name in entry.layout():
+            tensor = held[f"{table}.{name}"]
+            if hex_of(zlib.crc32(_memory(tensor))) != entry.crc32.get(name):
+                raise ValueError(f"{file} is damaged: the CRC32 of {table + '.' + name!r} does not fit.")
+            if name == "kept" and _ones(tensor, entry.rows) != entry.kept:
+                raise ValueError(f"{file} is refused: {table + '.kept'!r} does not keep {entry.kept} rows.")
+    return held
+
+
+def _header(layout: Layout) -> bytes:
+    """Length and JSON of a safetensors file, padded with spaces to a multiple of 8 bytes."""
+    entries, end = {}, 0
+    for name, (dtype, shape) in layout.items():
+        start, end = end, end + size_of(dtype, shape)
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _ones(words: Tensor, rows: int) -> int:
+    """Bits set in a bitmap of ``rows`` rows; -1 if one is set beyond them."""
+    if rows % 32 and int(words[-1]) >> (rows % 32):
+        return -1
+    return count_bits(words.view(torch.uint8))
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which must outlive them. (``Tensor.numpy()`` would need NumPy.)"""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else b"").cast("B")
+
+
+def _sync(folder: Path) -> None:
+    """Bring the entries of a folder to disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,289 @@
+"""What an artifact's ``manifest.json`` says: its tables, and the collections that look them up.
+
+Everything in the file of tables follows from the manifest: names, dtypes, shapes and order of the tensors. The text is
+canonical and holds its own CRC32, so that it is read as it was written or refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+
+from dist_sparse.checks import integer
+
+__all__ = [
+    "TABLES",
+    "Collection",
+    "Dtype",
+    "Feature",
+    "Kind",
+    "Layout",
+    "Manifest",
+    "Pooling",
+    "Table",
+    "TableBytes",
+    "hex_of",
+    "layout_of",
+    "size_of",
+]
+
+FORMAT: Final = "dist_sparse.serving"
+VERSION: Final = 1
+TABLES: Final = "tables.safetensors"
+
+Dtype = Literal["fp32", "fp16", "int8", "int4"]
+Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
+Pooling = Literal["sum", "mean", "none"]
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+ROW_DTYPES: Final[dict[str, torch.dtype]] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "int8": torch.uint8,
+    "int4": torch.uint8,
+}
+_KINDS: Final = ("bag", "sequence", "embedding_bag", "embedding")
+_POOLINGS: Final = ("sum", "mean", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A feature of a collection, and the table that its ids look up."""
+
+    name: str
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collection:
+    """A module that looked tables up, and how.
+
+    Args:
+        path: of the module in the model; ``""`` is the model itself.
+        kind: ``"bag"`` and ``"sequence"`` are TorchRec's collections, ``"embedding_bag"`` and ``"embedding"`` torch's
+            modules.
+        weighted: whether ids have weights of their own (``"bag"``).
+        include_last_offset: of a ``torch.nn.EmbeddingBag``.
+        tables: by name, in the order of the module.
+        features: in the order of the module's output; none of torch's modules.
+    """
+
+    path: str
+    kind: Kind
+    weighted: bool = False
+    include_last_offset: bool = False
+    tables: tuple[str, ...]
+    features: tuple[Feature, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The key of each feature's output, as TorchRec names it: ``feature``, or ``feature@table`` of one that looks
+        up several tables."""
+        times = Counter(feature.name for feature in self.features)
+        return tuple(f.name if times[f.name] == 1 else f"{f.name}@{f.table}" for f in self.features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableBytes:
+    """Bytes of a table: dense in the model, in the file altogether, and what of the latter is no weight.
+
+    Args:
+        before: of the dense table, in the dtype that it was trained in.
+        after: of all of its tensors in the file.
+        index: of the bitmap of kept rows.
+        mask: of the bitmask of kept blocks.
+        scales: of the rows' scales and biases.
+        dense_int4: what the whole table would take in 4 bits with no mask at all.
+    """
+
+    before: int
+    after: int
+    index: int
+    mask: int
+    scales: int
+    dense_int4: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of an artifact.
+
+    Args:
+        rows: of the table that was trained, and the ids that it has.
+        kept: how many of them are stored.
+        dim: columns.
+        pooling: of the collection that looks it up; ``"none"`` in sequences.
+        dtype: of the stored rows.
+        block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
+        values: bytes of the packed values, of tables stored as bitmask and values; None of those stored as rows.
+        bytes: what it takes.
+        crc32: of each of its tensors, named as in :meth:`layout`.
+        check: what was compared with the model before the artifact got its name.
+    """
+
+    rows: int
+    kept: int
+    dim: int
+    pooling: Pooling
+    dtype: Dtype
+    block: tuple[int, int] | None
+    values: int | None = None
+    bytes: TableBytes
+    crc32: Mapping[str, str] = field(default_factory=dict)
+    check: Mapping[str, int | float] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Columns that share a bit of the bitmask, in tables stored as bitmask and values."""
+        return 1 if self.block is None else self.block[1]
+
+    def layout(self) -> Layout:
+        """Return dtype and shape of each of its tensors, by their names without the table's.
+
+        ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the kept rows: weights, 8-bit codes, or
+        two 4-bit codes a byte, the lower half first. ``scale_bias`` is what codes are multiplied by and what is added.
+        ``mask`` and ``values`` stand in for ``rows`` in packed tables.
+        """
+        code = ROW_DTYPES[self.dtype]
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        if self.kept < self.rows:
+            found["kept"] = torch.int32, (-(-self.rows // 32),)
+        if self.dtype in ("int8", "int4"):
+            found["scale_bias"] = torch.float16, (self.kept, 2)
+        if self.values is None:
+            found["rows"] = code, (self.kept, -(-self.dim // 2) if self.dtype == "int4" else self.dim)
+        else:
+            blocks = -(-self.dim // self.width)
+            found["mask"] = torch.uint8, (self.kept, -(-blocks // 8))
+            found["values"] = code, (self.values // code.itemsize,)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Args:
+        dist_sparse: version of the package that wrote it.
+        dtype: of all tables.
+        collections: by path.
+        tables: by name.
+        bytes: of ``tables.safetensors``.
+    """
+
+    dist_sparse: str
+    dtype: Dtype
+    collections: tuple[Collection, ...]
+    tables: Mapping[str, Table]
+    bytes: int
+
+    def to_text(self) -> str:
+        """Return the text of ``manifest.json``, which ends with the CRC32 of the text without it."""
+        fields = asdict(self)
+        files = {TABLES: {"bytes": fields.pop("bytes")}}
+        entries = {"format": FORMAT, "version": VERSION, **fields, "files": files}
+        return _dump({**entries, "crc32": hex_of(zlib.crc32(_dump(entries).encode()))})
+
+    @staticmethod
+    def from_text(text: str) -> Manifest:
+        """Return what :meth:`to_text` wrote.
+
+        Raises:
+            ValueError: the text is not exactly that, or of another version.
+        """
+        try:
+            entries = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is not JSON: {error}") from None
+        if not isinstance(entries, dict) or entries.get("format") != FORMAT:
+            raise ValueError(f"it does not say that its format is {FORMAT!r}")
+        if entries.get("version") != VERSION:
+            raise ValueError(f"version {entries.get('version')!r} is not {VERSION}, the one that this release reads")
+        crc = entries.pop("crc32", None)
+        if crc != hex_of(zlib.crc32(_dump(entries).encode())) or text != _dump({**entries, "crc32": crc}):
+            raise ValueError("its CRC32 does not fit: the file is damaged or was edited")
+        try:
+            return _manifest(entries)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+
+
+def layout_of(tables: Mapping[str, Table]) -> Layout:
+    """Return dtype and shape of every tensor, by ``<table>.<tensor>``, in the order of the file.
+
+    Tensors of wide elements first, so that all are aligned without gaps, which the format has none of."""
+    found = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.layout().items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1][0].itemsize))
+
+
+def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def hex_of(crc: int) -> str:
+    """Return a CRC32 as manifests hold it: 8 hexadecimal digits."""
+    return f"{crc:08x}"
+
+
+def _manifest(entries: Mapping[str, Any]) -> Manifest:
+    if set(entries["files"]) != {TABLES}:
+        raise ValueError(f"its files are {sorted(entries['files'])}, and must be {TABLES!r} alone")
+    tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
+    collections = tuple(_collection(entry, tables) for entry in entries["collections"])
+    if len({each.path for each in collections}) < len(collections):
+        raise ValueError("two collections have the same path")
+    if {table.dtype for table in tables.values()} - {entries["dtype"]}:
+        raise ValueError(f"not all of its tables are {entries['dtype']!r}")
+    return Manifest(
+        dist_sparse=str(entries["dist_sparse"]),
+        dtype=entries["dtype"],
+        collections=collections,
+        tables=tables,
+        bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+    )
+
+
+def _table(name: str, entry: Mapping[str, Any]) -> Table:
+    if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in _POOLINGS:
+        raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}")
+    rows = integer("rows", entry["rows"], least=0, of=name)
+    block, values = entry["block"], entry["values"]
+    return Table(
+        rows=rows,
+        kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
+        dim=integer("dim", entry["dim"], least=1, of=name),
+        pooling=entry["pooling"],
+        dtype=entry["dtype"],
+        block=None if block is None else (integer("block", block[0], least=1), integer("block", block[1], least=1)),
+        values=None if values is None else integer("values", values, least=0, of=name),
+        bytes=TableBytes(**entry["bytes"]),
+        crc32=dict(entry["crc32"]),
+        check=dict(entry["check"]),
+    )
+
+
+def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collection:
+    made = Collection(
+        **{
+            **entry,
+            "tables": tuple(entry["tables"]),
+            "features": tuple(Feature(**feature) for feature in entry["features"]),
+        }
+    )
+    if made.kind not in _KINDS:
+        raise ValueError(f"collection {made.path!r} is of the kind {made.kind!r}")
+    if strange := sorted({*made.tables, *(feature.table for feature in made.features)} - set(tables)):
+        raise ValueError(f"collection {made.path!r} looks up {strange}, which are no tables of the artifact")
+    return made
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"

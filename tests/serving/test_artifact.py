@@ -1,0 +1,245 @@
+"""The artifact's folder: whole or absent, verified before a tensor is returned, refused by name when damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_sparse.serving.artifact import Artifact, ArtifactWriter, open_artifact
+from dist_sparse.serving.manifest import Collection, Feature, Manifest, Table, TableBytes
+
+BYTES = TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0)
+INT8: dict[str, Any] = {"dim": 3, "pooling": "sum", "dtype": "int8", "bytes": BYTES}
+# Sizes that leave everything after them misaligned, were it not sorted; one name needs escapes in JSON.
+TABLES = {
+    "dense": Table(rows=3, kept=3, block=None, **INT8),
+    "nothing left": Table(rows=5, kept=0, block=(1, 3), **INT8),
+    'pac"ké': Table(rows=33, kept=1, block=(1, 2), values=2, **INT8),
+}
+TENSORS = {
+    "dense.scale_bias": torch.arange(6.0).half().view(3, 2),
+    "dense.rows": torch.arange(9, dtype=torch.uint8).view(3, 3),
+    "nothing left.kept": torch.zeros(1, dtype=torch.int32),
+    "nothing left.scale_bias": torch.zeros(0, 2).half(),
+    "nothing left.rows": torch.zeros(0, 3, dtype=torch.uint8),
+    'pac"ké.kept': torch.tensor([0, 1], dtype=torch.int32),
+    'pac"ké.scale_bias': torch.ones(1, 2).half(),
+    'pac"ké.mask': torch.tensor([[1]], dtype=torch.uint8),
+    'pac"ké.values': torch.tensor([7, 9], dtype=torch.uint8),
+}
+MANIFEST = Manifest(
+    dist_sparse="1.0",
+    dtype="int8",
+    collections=(
+        Collection(
+            path="sparse.tables",
+            kind="bag",
+            tables=tuple(TABLES),
+            features=(Feature(name="f", table="dense"), Feature(name="f", table="nothing left")),
+        ),
+    ),
+    tables=TABLES,
+    bytes=0,
+)
+
+
+def write(path: Path, tensors: dict[str, Tensor] = TENSORS, manifest: Manifest = MANIFEST) -> Manifest:
+    with ArtifactWriter(path, manifest.tables) as writer:
+        for name, tensor in tensors.items():
+            for part in tensor.split(2):
+                writer.append(name, part)
+        sealed = writer.seal(manifest)
+        assert Artifact(writer.folder, sealed).manifest == sealed  # readable before it has its name
+        with pytest.raises(ValueError, match="unfinished export"):
+            open_artifact(writer.folder)
+        writer.publish(sealed)
+    return sealed
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("artifacts") / "artifact"
+    write(path)
+    return path
+
+
+@pytest.fixture
+def copied(artifact: Path, tmp_path: Path) -> Path:
+    shutil.copytree(artifact, tmp_path / "artifact")
+    return tmp_path / "artifact"
+
+
+def test_what_is_written_is_read(artifact: Path, tmp_path: Path) -> None:
+    opened = open_artifact(artifact)
+    assert [file.name for file in artifact.parent.iterdir()] == ["artifact"]
+    assert opened.manifest.collections == MANIFEST.collections
+    assert opened.manifest.collections[0].outputs == ("f@dense", "f@nothing left")
+    assert opened.manifest.bytes == (artifact / "tables.safetensors").stat().st_size
+    for table in TABLES:
+        for name, tensor in opened.tensors(table).items():
+            expected = TENSORS[f"{table}.{name}"]
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+            assert tensor.data_ptr() % tensor.element_size() == 0
+    assert write(tmp_path / "again") == opened.manifest
+    for name in ("manifest.json", "tables.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (artifact / name).read_bytes()
+
+
+def test_the_crc_of_a_tensor_is_that_of_its_bytes(artifact: Path) -> None:
+    """As any other reader of the format would compute it."""
+    entries = json.loads((artifact / "manifest.json").read_text())
+    raw = (artifact / "tables.safetensors").read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for name, entry in json.loads(raw[8:start]).items():
+        table, key = name.rsplit(".", 1)
+        first, last = entry["data_offsets"]
+        assert f"{zlib.crc32(raw[start + first : start + last]):08x}" == entries["tables"][table]["crc32"][key]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tables.safetensors"])
+def test_every_flipped_bit_is_refused(copied: Path, name: str) -> None:
+    file = copied / name
+    whole = file.read_bytes()
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with pytest.raises(ValueError, match=name):
+            open_artifact(copied)
+    file.write_bytes(whole)
+    open_artifact(copied)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tables.safetensors"])
+def test_truncated_and_longer_files_are_refused(copied: Path, name: str) -> None:
+    file = copied / name
+    whole = file.read_bytes()
+    for wrong in (b"", whole[:7], whole[:-1], whole[: len(whole) // 2], whole + b"\0", whole + b"\n"):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match=name):
+            open_artifact(copied)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tables.safetensors"])
+def test_missing_files_are_refused(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    with pytest.raises(ValueError, match=name):
+        open_artifact(copied)
+
+
+def test_extra_files_are_refused(copied: Path) -> None:
+    (copied / "code.pkl").touch()
+    with pytest.raises(ValueError, match=r"code\.pkl"):
+        open_artifact(copied)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest, and give it a CRC32 that fits."""
+    entries = json.loads((path / "manifest.json").read_text())
+    del entries["crc32"]
+    change(entries)
+    text = json.dumps(entries, indent=1) + "\n"
+    text = json.dumps({**entries, "crc32": f"{zlib.crc32(text.encode()):08x}"}, indent=1) + "\n"
+    (path / "manifest.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["files"].update({"/etc/passwd": m["files"].pop("tables.safetensors")}),
+        lambda m: m["files"].update({"../tables.safetensors": m["files"].pop("tables.safetensors")}),
+        lambda m: m.update(version=2),
+        lambda m: m.update(format="pickle"),
+        lambda m: m.update(dtype="fp32"),
+        lambda m: m.pop("tables"),
+        lambda m: m["tables"].pop("dense"),
+        lambda m: m["tables"].update({"../dense": m["tables"].pop("dense")}),
+        lambda m: m["tables"]["dense"].update(rows=4),
+        lambda m: m["tables"]["dense"].update(dim=1 << 70),
+        lambda m: m["tables"]["dense"].update(kept=-3),
+        lambda m: m["tables"]["dense"].update(block=[1]),
+        lambda m: m["tables"]["dense"].update(pooling="max"),
+        lambda m: m["tables"]["dense"]["crc32"].pop("rows"),
+        lambda m: m["tables"]['pac"ké'].update(rows=32),
+        lambda m: m["collections"][0].update(kind="pickle"),
+        lambda m: m["collections"][0].update(shell="rm"),
+        lambda m: m["collections"][0]["features"][0].update(table="unknown"),
+        lambda m: m["collections"].append(m["collections"][0]),
+        lambda m: m.update(collections=3),
+    ],
+)
+def test_a_crafted_manifest_is_refused(copied: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """One whose own CRC32 fits: no name leads out of the folder, and nothing is looked up out of bounds."""
+    rewritten(copied, lambda entries: None)
+    open_artifact(copied)
+    rewritten(copied, change)
+    with pytest.raises(ValueError, match=r"manifest\.json|tables\.safetensors"):
+        open_artifact(copied)
+
+
+@pytest.mark.parametrize("words", [[0, 2], [0, 3], [1, 1], [-1, -1]], ids=["beyond", "both", "two", "all"])
+def test_a_bitmap_that_keeps_other_rows_is_refused(tmp_path: Path, words: list[int]) -> None:
+    wrong = {**TENSORS, 'pac"ké.kept': torch.tensor(words, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=r"tables\.safetensors.*kept"):
+        write(tmp_path / "artifact", wrong)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "artifact"
+    for there in (path.mkdir, lambda: (path.rmdir(), path.touch()), lambda: (path.unlink(), path.symlink_to("lost"))):
+        there()
+        with pytest.raises(ValueError, match="exists already"):
+            ArtifactWriter(path, TABLES)
+    path.unlink()
+    with pytest.raises(ValueError, match="no folder"):
+        ArtifactWriter(tmp_path / "missing" / "artifact", TABLES)
+    with pytest.raises(AssertionError, match="not written whole"), ArtifactWriter(path, TABLES) as writer:
+        writer.seal(MANIFEST)
+    with ArtifactWriter(path, TABLES) as writer:
+        for name, tensor in TENSORS.items():
+            writer.append(name, tensor)
+        sealed = writer.seal(MANIFEST)
+        path.mkdir()  # by another process, in the meantime
+        with pytest.raises(ValueError, match="exists already"):
+            writer.publish(sealed)
+    path.rmdir()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_killed_writer_leaves_no_artifact(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, torch\nfrom tests.serving.test_artifact import *\n"
+        "writer = ArtifactWriter(sys.argv[1], TABLES)\n"
+        "for name, tensor in TENSORS.items(): writer.append(name, tensor)\n"
+        "writer.seal(MANIFEST)\nos.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "artifact")], timeout=120)
+    assert done.returncode == -9
+    [left] = tmp_path.iterdir()
+    assert left.name.endswith(".partial")
+    with pytest.raises(ValueError, match="unfinished export"):
+        open_artifact(left)
+    left.rename(tmp_path / "artifact")
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        open_artifact(tmp_path / "artifact")
+
+
+def test_no_checks_are_invented(artifact: Path) -> None:
+    """What the manifest says of a check is what was written."""
+    sealed = open_artifact(artifact).manifest
+    checked = replace(sealed, tables={name: replace(t, check={"worst": 0.1}) for name, t in sealed.tables.items()})
+    assert Manifest.from_text(checked.to_text()) == checked
+    with pytest.raises(ValueError, match="Out of range"):
+        replace(sealed, tables={"t": replace(TABLES["dense"], check={"worst": float("nan")})}).to_text()
