@@ -9,7 +9,7 @@ constant on blocks use blocks of (1, 1).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -93,7 +93,7 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix
 
 
-@dataclass(eq=False)  # == over tensors would be one of tensors
+@dataclass(frozen=True, eq=False)  # == over tensors would be one of tensors
 class BlockMask:
     """The mask of one shard.
 
@@ -106,10 +106,8 @@ class BlockMask:
     rect: Rect
     block: Block
     bits: Tensor
-    grid: Grid = field(init=False)
 
     def __post_init__(self) -> None:
-        self.grid = grid_of(self.rect, self.block)
         need = self.grid.bytes
         if self.bits.dtype != torch.uint8 or self.bits.shape != (need,):
             raise ValueError(
@@ -132,6 +130,11 @@ class BlockMask:
             raise ValueError(f"A mask of shape {tuple(kept.shape)} does not fit the shard {rect}.")
         return BlockMask(rect, (1, 1), pack((kept != 0).flatten()))
 
+    @cached_property
+    def grid(self) -> Grid:
+        """The blocks that touch the shard."""
+        return grid_of(self.rect, self.block)
+
     @property
     def blocks(self) -> int:
         """Number of blocks that touch the shard."""
@@ -145,12 +148,18 @@ class BlockMask:
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
         """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` must be a
-        multiple of 8 (or grid.cols be)."""
+        multiple of 8 (or grid.cols be), as those of :meth:`row_chunks` are."""
         last = self.grid.rows if last is None else last
         start = first * self.grid.cols
         assert start % 8 == 0
         count = (last - first) * self.grid.cols
         return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(last - first, self.grid.cols)
+
+    def row_chunks(self, most: int = _CHUNK) -> Iterator[tuple[int, int]]:
+        """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks, for :meth:`flags`."""
+        step = max(8, most // max(1, self.grid.cols) // 8 * 8)
+        for first in range(0, self.grid.rows, step):
+            yield first, min(first + step, self.grid.rows)
 
     def dense(self, dtype: torch.dtype = torch.int8) -> Tensor:
         """Return the mask element by element, ``(rect.rows, rect.cols)``: 1 = kept, 0 = removed."""
@@ -172,9 +181,7 @@ class BlockMask:
         other = BlockMask(self.rect, self.block, bits)
         device = bits.device
         columns = (torch.arange(self.rect.col, self.rect.col_end, device=device) // self.block[1]) - self.grid.col
-        step = max(8, _CHUNK // max(1, self.block[0] * self.rect.cols) // 8 * 8)
-        for first in range(0, self.grid.rows, step):
-            last = min(first + step, self.grid.rows)
+        for first, last in self.row_chunks(_CHUNK // (self.block[0] * self.block[1])):
             if skip is not None:
                 part = bits[first * self.grid.cols // 8 : -(-last * self.grid.cols // 8)]
                 if bool((part == skip).all()):

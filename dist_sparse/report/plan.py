@@ -34,9 +34,6 @@ _STEPS = 10**6
 _PENDING = 1 << 20
 """Ids to collect before they are counted."""
 
-_FLAGS = 1 << 20
-"""Flags of a mask to unpack at a time: 8 MiB."""
-
 _ROWS = 1 << 20
 """Rows whose kept elements are summed over ranks at a time: 4 MiB."""
 
@@ -401,10 +398,8 @@ def _kept_by_row(mask: BlockMask) -> Tensor:
     columns = torch.arange(grid.col, grid.col + grid.cols + 1, device=device) * width
     widths = columns.clamp(rect.col, rect.col_end).diff().double()
     rows = (torch.arange(grid.row, grid.row + grid.rows + 1) * height).clamp(rect.row, rect.row_end).diff()
-    step = max(8, _FLAGS // max(1, grid.cols) // 8 * 8)
     kept = torch.empty(grid.rows, dtype=torch.int32)
-    for first in range(0, grid.rows, step):
-        last = min(first + step, grid.rows)
+    for first, last in mask.row_chunks():
         kept[first:last] = mask.flags(first, last).double() @ widths
     return kept if height == 1 else kept.repeat_interleave(rows)
 

@@ -12,7 +12,7 @@ import reprlib
 import warnings
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dist_sparse.checks import integer
@@ -24,18 +24,16 @@ __all__ = ["BaseDataScheduler"]
 
 
 @dataclass
-class _Round:
-    """The schedulers that have stepped since their sparsifier last did: masks are updated when any of them wants it.
-    Others have no vote, or a finished one could block the rest."""
+class _Notes:
+    """What a scheduler has done, in ``step_count`` of its sparsifier."""
 
-    sparsifier_steps: int
-    schedulers: weakref.WeakSet[BaseDataScheduler] = field(default_factory=weakref.WeakSet)
+    constructed: int | None = None
+    stepped: int | None = None
+    overruled: bool = False
 
 
-# Module level, so that copies of schedulers and sparsifiers do not take them along.
-_rounds: weakref.WeakKeyDictionary[BaseDataSparsifier, _Round] = weakref.WeakKeyDictionary()
-_constructed_at: weakref.WeakKeyDictionary[BaseDataScheduler, int] = weakref.WeakKeyDictionary()
-_overruled: weakref.WeakSet[BaseDataScheduler] = weakref.WeakSet()
+# Module level, so that copies and states of schedulers do not take them along.
+_notes: weakref.WeakKeyDictionary[BaseDataScheduler, _Notes] = weakref.WeakKeyDictionary()
 
 
 class BaseDataScheduler:
@@ -89,7 +87,7 @@ class BaseDataScheduler:
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
-        _constructed_at[self] = data_sparsifier.step_count
+        _notes[self].constructed = data_sparsifier.step_count
 
     def get_schedule_param(self) -> Mapping[str, Any]:
         """Return the values for step ``self.last_epoch`` by name; names left out keep theirs. Defined by subclasses.
@@ -212,8 +210,9 @@ class BaseDataScheduler:
         first = group.all_gather_json(mine)[0]
         # Compared as text: NaN is NaN, and the types count too.
         others = {name: value for name, value in first.items() if repr(value) != repr(mine[name])}
-        if others and self not in _overruled:
-            _overruled.add(self)
+        notes = _notes.setdefault(self, _Notes())
+        if others and not notes.overruled:
+            notes.overruled = True
             name, value = next(iter(others.items()))
             warnings.warn(
                 f"{type(self).__name__} on rank {group.ranks[group.rank]}: {self.schedule_param!r} of {name!r} is "
@@ -231,12 +230,12 @@ class BaseDataScheduler:
             if self.verbose:
                 print(f"Adjusting {self.schedule_param} for group {name} to {value}")
         self._last_param = {name: config.get(self.schedule_param) for name, config in groups.items()}
-        steps = self.data_sparsifier.step_count
-        current = _rounds.get(self.data_sparsifier)
-        if current is None or current.sparsifier_steps != steps:
-            current = _rounds[self.data_sparsifier] = _Round(steps)
-        current.schedulers.add(self)
-        self.data_sparsifier.enable_mask_update = any(scheduler._updates_masks() for scheduler in current.schedulers)
+        # Those that have not stepped since the sparsifier did have no vote, or a finished one could block the rest.
+        steps = _notes.setdefault(self, _Notes()).stepped = self.data_sparsifier.step_count
+        self.data_sparsifier.enable_mask_update = any(
+            notes.stepped == steps and each.data_sparsifier is self.data_sparsifier and each._updates_masks()
+            for each, notes in list(_notes.items())
+        )
 
     def _updates_masks(self) -> bool:
         """Whether the sparsifier's next step updates masks: always, for a scheduler written by a user."""
@@ -256,7 +255,7 @@ class BaseDataScheduler:
                 UserWarning,
                 stacklevel=3,
             )
-        elif self.data_sparsifier.step_count == _constructed_at.get(self):
+        elif self in _notes and self.data_sparsifier.step_count == _notes[self].constructed:
             warnings.warn(
                 "`scheduler.step()` was called before `data_sparsifier.step()`: the first scheduled value has never "
                 "been used. Call `data_sparsifier.step()` first.",

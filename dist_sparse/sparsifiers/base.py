@@ -12,7 +12,7 @@ import abc
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -182,14 +182,9 @@ class BaseDataSparsifier(abc.ABC):
                 for name, given in model_overrides(located, config, self.defaults).items()
             }
             for data in located:
-                self.check_config(data, configs[data.name])
-                facts[f"table {data.name!r}"] = [
-                    data.shape,
-                    str(data.dtype),
-                    data.ranks,
-                    data.tiling,
-                    configs[data.name],
-                ]
+                given = configs[data.name]
+                self.check_config(data, given)
+                facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling, given]
         self._register(source, located, configs)
         return [data.name for data in located]
 
@@ -261,6 +256,11 @@ class BaseDataSparsifier(abc.ABC):
 
         Called once per plain name and once per local shard of a sharded table, with the configuration of that moment.
         """
+
+    @property
+    def measure(self) -> Literal["L1", "L2"] | None:
+        """The norm by which :class:`~dist_sparse.ScoreSparsifier` scores elements; None without one."""
+        return None
 
     @property
     def reads_masks(self) -> bool:

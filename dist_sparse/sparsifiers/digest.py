@@ -135,9 +135,7 @@ def _weighted(mask: BlockMask, rows: Tensor, cols: Tensor) -> int:
     down = _by_block(rows, mask.rect.row, mask.block[0], mask.grid.row, mask.grid.rows)
     across = _by_block(cols, mask.rect.col, mask.block[1], mask.grid.col, mask.grid.cols)
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    step = max(8, _STEP // mask.grid.cols // 8 * 8)
-    for first in range(0, mask.grid.rows, step):
-        last = min(first + step, mask.grid.rows)
+    for first, last in mask.row_chunks(_STEP):
         removed = ~mask.flags(first, last)
         total += ((removed * across).sum(1) * down[first:last]).sum()
     return int(total)

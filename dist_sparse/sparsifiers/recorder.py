@@ -271,7 +271,7 @@ def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
         return [removed, flipped, regrown, dead]
 
     counts = [0, 0, 0]
-    for first, last in _row_pieces(new):
+    for first, last in new.row_chunks():
         inside = (slice(int(top and first == 0), None), slice(int(left), None))
         kept = new.flags(first, last)[inside]
         counts[0] += int((~kept).sum())
@@ -287,9 +287,3 @@ def _dead_rows(mask: BlockMask) -> int:
     if mask.block[0] == 1 and mask.grid.cols == 1:
         return mask.blocks - count_bits(mask.bits)
     return int(dead_flags(mask).sum())
-
-
-def _row_pieces(mask: BlockMask) -> Iterator[tuple[int, int]]:
-    step = max(8, (1 << 20) // max(1, mask.grid.cols) // 8 * 8)
-    for first in range(0, mask.grid.rows, step):
-        yield first, min(first + step, mask.grid.rows)

@@ -84,10 +84,6 @@ class ScoreSparsifier(BaseDataSparsifier):
         tensor([1, 0, 1, 0], dtype=torch.int8)
     """
 
-    @property
-    def measure(self) -> Literal["L1", "L2"] | None:
-        return None
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "score" in cls.__dict__ and "measure" not in cls.__dict__:

@@ -40,8 +40,6 @@ __all__ = [
 Located = Mapping[str, ShardedData]
 Masks = Mapping[str, Sequence[BlockMask]]
 
-_CHUNK = 1 << 20
-
 
 class Registered(Protocol):
     """The attributes of a sparsifier that its counts need."""
@@ -288,8 +286,7 @@ def dead_flags(mask: BlockMask) -> Tensor:
         word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
         dead = (mask.bits.view(word) if word is not None else mask.bits.view(-1, size).amax(1)) == 0
     else:
-        step = max(8, _CHUNK // grid.cols // 8 * 8)
-        dead = torch.cat([~mask.flags(i, min(i + step, grid.rows)).any(1) for i in range(0, grid.rows, step)])
+        dead = torch.cat([~mask.flags(first, last).any(1) for first, last in mask.row_chunks()])
     if height == 1:
         return dead.cpu()
     edges = (torch.arange(grid.row, grid.row + grid.rows + 1) * height).clamp(mask.rect.row, mask.rect.row_end)

@@ -57,9 +57,13 @@ class MaskMaker(Protocol):
     packed_store: PackedStore
     data_groups: dict[str, dict[str, Any]]
     repair: str
-
     enforcer: Enforcer | None
     recorder: Recorder | None
+
+    @property
+    def measure(self) -> str | None:
+        """The norm by which elements are scored, if they are."""
+        ...
 
     @property
     def reads_masks(self) -> bool:
@@ -158,9 +162,11 @@ def make_masks(
                 recorder.forget(ranks)  # on all of these ranks alike, so that the next mask update can agree
         raise
     # 3. Collective: restore drifted replicas, bring masks to their shards, select.
-    if drifted := {name for facts, names in noted for name in _tables_at(facts.drifted, names, located)}:
+    if repair == "broadcast":
+        drifted = {name for facts, names in noted for name in _tables_at(facts.drifted, names, located)}
         _restore(packed, located, drifted)
-        scored = sparsifier.score_tables(located, configs)
+        with packed.agreeing(action):  # of all groups: other ranks do not know what has drifted in this one
+            scored = sparsifier.score_tables(located, configs) if drifted else scored
     packed.reshard(located)
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
@@ -192,7 +198,7 @@ def masks_by_shard(
 def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may change."""
     dense = sparsifier.dense_store
-    for name in [name for name in sparsifier.data_groups if name in dense and dense.is_masked(name)]:
+    for name in [name for name in dense.state if dense.is_masked(name)]:
         mask = dense.mask(name)
         undo.append((mask, mask.detach().clone() if sparsifier.reads_masks else mask.data))
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
@@ -227,7 +233,7 @@ def _note_facts(
     moved = set(sparsifier.packed_store.moved(located))
     for facts, names in noted:
         facts["sparsifier.repair"] = sparsifier.repair
-        facts["sparsifier.measure"] = getattr(sparsifier, "measure", None)  # of those that score by a norm
+        facts["sparsifier.measure"] = sparsifier.measure
         facts["whether steps are recorded"] = recorder is not None
         facts["whether an enforcer is attached"] = sparsifier.enforcer is not None
         if recorder is not None:

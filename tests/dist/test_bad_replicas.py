@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse import DataNormSparsifier
+from dist_sparse import DataNormSparsifier, ScoreSparsifier
 from tests.dist.cells import build, cells
 from tests.dist.cells import gathered as gathered_model
-from tests.dist.pieces import by_rows, local_tensors, sharded, snapshot, write
+from tests.dist.pieces import by_rows, gathered, local_tensors, sharded, snapshot, write
 from tests.dist.plugin import on_ranks
 from tests.dist.refusals import COLS, ROWS, Scene, is_bad, on_each_bad_rank, raised_by, replica, weights
 from tests.oracle import oracle_mask
@@ -106,6 +106,36 @@ def test_not_finite_replica(bad: int) -> None:
     scene.refused(f"rank {bad}: ValueError: Table 'twin'", "finite", fix=lambda: None)
 
 
+class Tired(ScoreSparsifier):
+    """Score by magnitude; with ``left`` set, so many calls, and then raise."""
+
+    left: int | None = None
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("no more scores")
+        return data.abs()
+
+
+@on_each_bad_rank
+def test_an_error_after_the_repair(bad: int) -> None:
+    """Repaired weights are scored again; what fails then, on one rank, is raised on both."""
+    sparsifier, twin = Tired(), replica()
+    sparsifier.add_data("twin", twin)
+    sparsifier.step()
+    before = sparsifier.get_mask("twin")
+    twin.to_local()[3, 3] += dist.get_rank()
+    sparsifier.repair, sparsifier.left = "broadcast", 1 if is_bad(bad) else None
+    message = raised_by(sparsifier.step)
+    assert f"rank {bad}: OSError: no more scores" in message, message
+    assert torch.equal(sparsifier.get_mask("twin"), before)
+    sparsifier.left = None
+    sparsifier.step()
+    assert torch.equal(sparsifier.get_mask("twin"), oracle_mask(gathered(twin), 0.5))
+
+
 # -- groups of ranks that overlap --------------------------------------------------------------------------------------
 
 
@@ -129,6 +159,10 @@ def test_all_ranks_of_overlapping_groups_raise(bad: int, table: str) -> None:
     assert snapshot(sparsifier, tensors) == before
     for name, tensor in tensors.items():
         write(tensor, weights(ord(name[0])))
+    if "drifted" in table:  # which two of the four ranks know of, and repair
+        sparsifier.repair = "broadcast"
+        for _, local in local_tensors(tensors["pair"]) if "pair" in tensors and dist.get_rank() == 1 else ():
+            local[0, 1] = 7.0
     sparsifier.step()
     for name in tensors:
         assert torch.equal(sparsifier.full_mask(name), oracle_mask(weights(ord(name[0])), 0.5)), name
