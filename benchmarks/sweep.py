@@ -1,8 +1,8 @@
 """Cost and savings of every level on the example DLRM, after torch.ao's DLRM evaluation.
 
 The dense DLRM is trained once under torchrun; then each cell (block, norm, level) sparsifies a copy of its tables, with
-no more training (``post``). For a few cells a model is sparsified during training (``training``). Results go to
-``benchmarks/results/`` as CSV, row by row, and at the end as JSON, markdown and a plot.
+no more training (``post``). For a few cells a model is sparsified during training (``training``), once with each seed.
+Results go to ``benchmarks/results/`` as CSV, row by row, and at the end as JSON, markdown and a plot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.sweep_report import report
 from dlrm import movielens
 from dlrm.batches import DataError
 from dlrm.model import sharding_of
-from dlrm.options import as_block, as_level, as_positive, as_seed
+from dlrm.options import as_block, as_level, as_levels, as_positive, as_seed
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ BATCH_SIZE = 128
 LEAST_EXAMPLES = 20 * BATCH_SIZE
 FORWARD_EXAMPLES = 16_384  # torch.ao's
 REPEATS = 10
-QUICK = {"levels": [0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0], "training_levels": [0.8], "train_examples": 12_800}
+QUICK = {"levels": [0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0], "training_levels": [("", 0.8)], "train_examples": 12_800}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,11 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "forward_examples": min(FORWARD_EXAMPLES, tested),
         "batch_size": BATCH_SIZE,
         "ranks": options.nproc,
-        "seed": options.seed,
         "sharding": "mixed",
     }
     wanted = cells(
-        settings["levels"], options.blocks, options.norms, settings["training_levels"], options.training_blocks
+        settings["levels"],
+        options.blocks,
+        options.norms,
+        settings["training_levels"],
+        options.training_blocks,
+        options.seeds,
     )
     stem = options.out / f"{date.today().isoformat()}-{name}"
     table = stem.with_suffix(".csv")
@@ -76,9 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         to_do = left_to_do(table, wanted, run)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    _measure(table, [c for c in to_do if c.mode != "training"], run, "dense and post")
-    for block in dict.fromkeys(options.training_blocks):  # a job of its own for each, because a job has 15 minutes
-        _measure(table, [c for c in to_do if (c.mode, c.block) == ("training", block)], run, f"training, {block}")
+    jobs: dict[tuple[int, str], list[Cell]] = {}  # a job has 15 minutes
+    for cell in to_do:
+        jobs.setdefault(
+            (cell.seed, f"training, {cell.block}" if cell.mode == "training" else "dense and post"), []
+        ).append(cell)
+    for (seed, what), some in jobs.items():
+        _measure(table, some, {"run": run, "seed": seed}, f"seed {seed}, {what}")
     rows = read(table)
     text = report(rows)
     print(text)
@@ -87,14 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(table: Path, to_do: list[Cell], run: dict[str, Any], what: str) -> None:
+def _measure(table: Path, to_do: list[Cell], job: dict[str, Any], what: str) -> None:
     """One job for these cells; it writes the rows, and this end only counts them for the bar."""
-    if not to_do:
-        return
     before = read(table)
-    dense = next((row for row in before if row["mode"] == "dense"), {})
+    dense = next((row for row in before if (row["mode"], row["seed"]) == ("dense", job["seed"])), {})
     case = {
-        "run": run,
+        **job,
         "cells": [asdict(cell) for cell in to_do],
         "csv": str(table.resolve()),
         "repeats": REPEATS,
@@ -105,7 +111,7 @@ def _measure(table: Path, to_do: list[Cell], run: dict[str, Any], what: str) -> 
         tqdm(total=len(to_do), desc=what, unit="cell", disable=not sys.stderr.isatty()) as bar,
         ThreadPoolExecutor(1) as pool,
     ):
-        job = pool.submit(fresh, "benchmarks.sweep_job", case, run["ranks"], 1)
+        job = pool.submit(fresh, "benchmarks.sweep_job", case, job["run"]["ranks"], 1)
         while not job.done():
             wait([job], timeout=0.5)
             bar.update(len(read(table)) - len(before) - bar.n)
@@ -138,10 +144,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--training-levels",
-        type=as_level,
+        type=_training_level,
         nargs="*",
         metavar="LEVEL",
-        help=f"of the training cells, each of which trains a model; none leaves them out (default: {TRAINING_LEVELS})",
+        help="of the training cells, each of which trains a model; TABLE=LEVEL sparsifies one table alone; none leaves "
+        f"them out (default: {' '.join(f'{name}={level}' if name else str(level) for name, level in TRAINING_LEVELS)})",
     )
     add(
         "--training-blocks",
@@ -152,7 +159,14 @@ def _parser() -> argparse.ArgumentParser:
         help="of the training cells, by L2 (default: 1x4 row)",
     )
     add("--train-examples", type=as_positive, metavar="N", help="train on the first N only (default: all)")
-    add("--seed", type=as_seed, default=0, metavar="N", help="of the weights and the order (default: %(default)s)")
+    add(
+        "--seeds",
+        type=as_seed,
+        nargs="+",
+        default=[0, 1, 2],
+        metavar="N",
+        help="of the weights and the order; post cells have the first only (default: 0 1 2)",
+    )
     add("--nproc", type=as_positive, default=2, metavar="N", help="processes under torchrun (default: %(default)s)")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     add("--resume", action="store_true", help="keep the cells that today's CSV has; without it they are measured again")
@@ -163,6 +177,11 @@ def _parser() -> argparse.ArgumentParser:
         "results have a name of their own",
     )
     return parser
+
+
+def _training_level(text: str) -> tuple[str, float]:
+    level = as_levels([text])
+    return ("", level) if isinstance(level, float) else next(iter(level.items()))
 
 
 def _block_name(text: str) -> str:

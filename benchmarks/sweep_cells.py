@@ -11,7 +11,8 @@ import csv
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,25 @@ __all__ = ["COLUMNS", "LEVELS", "TRAINING_LEVELS", "Cell", "Row", "append", "as_
 LEVELS = [*(i / 10 for i in range(10)), *(i / 100 for i in range(91, 100)), 1.0]
 """torch.ao's: 0.0 to 0.9 by 0.1, 0.91 to 0.99 by 0.01, 1.0."""
 
-TRAINING_LEVELS = [0.5, 0.8, 0.9, 0.95, 0.99]
+TRAINING_LEVELS = [("", 0.5), ("", 0.8), ("", 0.9), ("", 0.95), ("", 0.99), ("user_x_genre", 0.95)]
 TRAINING_NORM = "L2"
 
 Row = dict[str, Any]
 
-_TEXT = ("mode", "block", "norm", "sharding")
-_RUN = ("train_examples", "test_examples", "forward_examples", "batch_size", "ranks", "seed", "sharding")
+_TEXT = ("mode", "block", "tables", "norm", "sharding")
+_RUN = ("train_examples", "test_examples", "forward_examples", "batch_size", "ranks", "sharding")
 _COUNTS = (
     "table_bytes_kept",
     "mask_bytes",
     "saved_bytes",
     "zipped_bytes",
     "dense_zipped_bytes",
+    "seed",
     *(name for name in _RUN if name != "sharding"),
 )
 
 COLUMNS = (
-    *("mode", "block", "norm", "sparsity_level", "removed_share_of_blocks"),
+    *("mode", "block", "tables", "norm", "sparsity_level", "seed", "removed_share_of_blocks"),
     *("auc", "ne", "accuracy", "precision", "recall", "f1", "log_loss_nats"),
     *("table_bytes_kept", "mask_bytes", "saved_bytes", "zipped_bytes", "dense_zipped_bytes"),
     *("step_ms", "forward_ms", "train_ms_per_step"),
@@ -55,12 +57,16 @@ class Cell:
         block: ``rows x columns`` of a sparse block, such as ``1x4`` or ``1xROW``; empty for the dense model.
         norm: ``L1`` or ``L2``; empty for the dense model.
         level: the fraction of blocks that is removed, in [0, 1].
+        tables: the one table that is sparsified; empty for all large ones.
+        seed: of the weights and the order of the examples.
     """
 
     mode: str
     block: str = ""
     norm: str = ""
     level: float = 0.0
+    tables: str = ""
+    seed: int = 0
 
     @property
     def shape(self) -> tuple[int, int | str]:
@@ -73,17 +79,28 @@ def cells(
     levels: Sequence[float],
     blocks: Sequence[str],
     norms: Sequence[str],
-    training_levels: Sequence[float],
+    training_levels: Sequence[tuple[str, float]],
     training_blocks: Sequence[str],
+    seeds: Sequence[int],
 ) -> list[Cell]:
-    """All cells in the order in which they are measured, each once: dense, post, training."""
-    found = [Cell(mode="dense")]
+    """All cells in the order in which they are measured, each once: dense, post, training.
+
+    Args:
+        levels, blocks, norms: of the post cells, which have the first seed only.
+        training_levels: ``(table, level)``; an empty table stands for all large ones.
+        training_blocks: of the training cells.
+        seeds: of the dense and the training cells.
+    """
+    found = [Cell(mode="dense", seed=seed) for seed in seeds]
     for block in blocks:
         # L1 and L2 rank single elements alike, so with 1 x 1 blocks one of them does, as in torch.ao's sweep.
         for norm in norms[:1] if block == "1x1" else norms:
-            found += [Cell(mode="post", block=block, norm=norm, level=level) for level in levels]
-    for block in training_blocks:
-        found += [Cell(mode="training", block=block, norm=TRAINING_NORM, level=level) for level in training_levels]
+            found += [Cell(mode="post", block=block, norm=norm, level=level, seed=seeds[0]) for level in levels]
+    for seed, block in product(seeds, training_blocks):
+        found += [
+            Cell(mode="training", block=block, norm=TRAINING_NORM, level=level, tables=tables, seed=seed)
+            for tables, level in training_levels
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -138,11 +155,11 @@ def left_to_do(file: Path, wanted: Iterable[Cell], run: Mapping[str, Any]) -> li
 
 def as_row(cell: Cell) -> Row:
     """The columns that name the cell."""
-    return {"mode": cell.mode, "block": cell.block, "norm": cell.norm, "sparsity_level": cell.level}
+    return {"sparsity_level" if name == "level" else name: value for name, value in asdict(cell).items()}
 
 
 def _cell(row: Row) -> Cell:
-    return Cell(mode=row["mode"], block=row["block"], norm=row["norm"], level=row["sparsity_level"])
+    return Cell(**{f.name: row["sparsity_level" if f.name == "level" else f.name] for f in fields(Cell)})
 
 
 def _value(name: str, text: str) -> Any:

@@ -27,7 +27,7 @@ from dist_sparse import DataNormSparsifier
 from dlrm import movielens
 from dlrm.batches import Batch, Dataset, batches, steps_per_pass
 from dlrm.model import ShardedModel, build, sharding_of
-from dlrm.train import MIN_ROWS, Settings, Sparsification, Sparsity, epochs, train_steps
+from dlrm.train import Settings, Sparsification, Sparsity, epochs, large_tables, train_steps
 
 EVERY = 20
 """Steps between two moves of the masks while training, the main job's default; fewer where the run is short."""
@@ -59,7 +59,7 @@ class Job:
             sharding=sharding_of(rows, run["sharding"], run["ranks"]),
             batch_size=run["batch_size"],
             epochs=1,
-            seed=run["seed"],
+            seed=case["seed"],
             rank=dist.get_rank(),
             world=dist.get_world_size(),
         )
@@ -120,18 +120,17 @@ def dense_and_post(job: Job, cells: list[Cell]) -> Iterator[Row]:
         RuntimeError: the dense model is another than that of the CSV.
     """
     sharded, _, train_ms = job.train()
-    dense = Cell(mode="dense")
+    dense = Cell(mode="dense", seed=job.settings.seed)
     row = job.measure(dense, sharded, None, train_ms_per_step=round(train_ms, 3))
     if dense in cells:
         yield row
     known = job.case["dense_auc"]
     if known is not None and known != row["auc"]:
         raise RuntimeError(f"The dense model came out at AUC {row['auc']}, the one of the CSV at {known}.")
-    small = [name for name, (rows, _) in sharded.tables.items() if rows < MIN_ROWS]
     trained = [weight.clone() for weight in live_tables(sharded)]
     for cell in (cell for cell in cells if cell.mode == "post"):
         sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=cell.shape, norm=cell.norm)
-        sparsifier.add_model(sharded.model, exclude=small)
+        sparsifier.add_model(sharded.model, include=large_tables(sharded))
 
         def dense_again(sparsifier: DataNormSparsifier = sparsifier, level: float = cell.level) -> None:
             for group in sparsifier.data_groups.values():
@@ -151,7 +150,8 @@ def training(job: Job, cells: list[Cell]) -> Iterator[Row]:
     """Trains a model for each cell, sparsified on the way as in the main job."""
     for cell in cells:
         every = max(1, min(EVERY, job.steps // 20))
-        sparsity = Sparsity(block=cell.shape, norm=cell.norm, level=cell.level, every=every)
+        level = {cell.tables: cell.level} if cell.tables else cell.level
+        sparsity = Sparsity(block=cell.shape, norm=cell.norm, level=level, every=every)
         sharded, timed, train_ms = job.train(sparsity)
         assert timed is not None
         timed.enforcer.detach()  # settles: what is removed is 0 in memory from here on

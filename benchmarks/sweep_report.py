@@ -13,9 +13,11 @@ Curve = tuple[str, str, str]
 
 
 def curves(rows: Sequence[Row]) -> dict[Curve, list[Row]]:
-    """(mode, block, norm) to its cells by level; without the dense one."""
+    """(mode, block, norm) to its cells by level, of all large tables and the first seed; without the dense one."""
     found: dict[Curve, list[Row]] = {}
-    for row in sorted((row for row in rows if row["mode"] != "dense"), key=lambda row: row["sparsity_level"]):
+    seed = rows[0]["seed"]
+    drawn = [row for row in rows if row["mode"] != "dense" and row["seed"] == seed and not row["tables"]]
+    for row in sorted(drawn, key=lambda row: row["sparsity_level"]):
         found.setdefault((row["mode"], row["block"], row["norm"]), []).append(row)
     return dict(sorted(found.items()))
 
@@ -40,8 +42,7 @@ def report(rows: Sequence[Row]) -> str:
         "archive (deflate); masks are packed bits, not in it, and the weights alone say what is 0. step: from all "
         "kept to the level, shortest of several (training: the shortest of the later half of the due steps). forward: "
         f"{dense['forward_examples']:,} examples, shortest of several; FBGEMM looks removed rows up like any other, so "
-        "it does not depend on the level. Times are of the slowest rank. All cells are in the CSV. One seed: another "
-        "moves the AUC lost at a high level by up to 0.01, so post and training are to be compared over several."
+        "it does not depend on the level. Times are of the slowest rank. All cells are in the CSV."
     )
     base = (
         f"Dense: AUC {dense['auc']:.4f}, NE {dense['ne']:.4f}, accuracy {dense['accuracy']:.4f}, log loss "
@@ -56,7 +57,32 @@ def report(rows: Sequence[Row]) -> str:
         ("Step, ms", lambda row: f"{row['step_ms']:.1f}"),
         ("Forward, ms", lambda row: f"{row['forward_ms']:.1f}"),
     ]
-    return "\n\n".join([notes, base, *(_table(rows, title, levels, show) for title, show in parts)])
+    tables = [_table(rows, title, levels, show) for title, show in parts]
+    return "\n\n".join([notes, base, *tables[:1], *_over_seeds(rows), *tables[1:]])
+
+
+def _over_seeds(rows: Sequence[Row]) -> list[str]:
+    """What was trained with several seeds: the mean of the AUC lost, against the dense model of the same seed, and half
+    its range."""
+    dense = {row["seed"]: row["auc"] for row in rows if row["mode"] == "dense"}
+    lost: dict[tuple[str, ...], list[float]] = {}
+    kept: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        if row["mode"] == "training":
+            cell = (name_of(row["block"]), row["tables"] or "all large", f"{100 * row['sparsity_level']:g} %")
+            lost.setdefault(cell, []).append(dense[row["seed"]] - row["auc"])
+            kept[cell] = row["table_bytes_kept"]
+    if len(dense) < 2 or not lost:
+        return []
+    aucs = list(dense.values())
+    head = f"Sparsified during training, seeds {', '.join(map(str, dense))}; dense AUC {_spread(aucs)}:"
+    lines = ["| blocks | tables | level | bytes of weights kept | AUC lost |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(cell)} | {kept[cell]:,} | {_spread(losses)} |" for cell, losses in lost.items()]
+    return [head, "\n".join(lines)]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.4f} ± {(max(values) - min(values)) / 2:.4f}"
 
 
 def _table(rows: Sequence[Row], title: str, levels: Sequence[float], show: Callable[[Row], str]) -> str:

@@ -29,7 +29,6 @@ RUN = {
     "forward_examples": 16_384,
     "batch_size": 128,
     "ranks": 2,
-    "seed": 0,
     "sharding": "mixed",
 }
 
@@ -50,15 +49,16 @@ def of_mode(rows: Sequence[dict[str, Any]], mode: str) -> list[dict[str, Any]]:
 
 class TestCells:
     def test_are_torch_aos_and_whole_rows(self) -> None:
-        found = cells(LEVELS, ["1x1", "1x4", "1xROW"], ["L1", "L2"], TRAINING_LEVELS, ["1x4", "1xROW"])
+        found = cells(LEVELS, ["1x1", "1x4", "1xROW"], ["L1", "L2"], TRAINING_LEVELS, ["1x4", "1xROW"], [0, 1])
         assert len(LEVELS) == 20 and LEVELS[0] == 0.0 and LEVELS[-1] == 1.0 and 0.91 in LEVELS and 0.3 in LEVELS
-        assert [cell.mode for cell in found] == ["dense"] + ["post"] * 100 + ["training"] * 10
+        assert [cell.mode for cell in found] == ["dense"] * 2 + ["post"] * 100 + ["training"] * 2 * 12
         assert not [cell for cell in found if (cell.block, cell.norm) == ("1x1", "L2")]
         assert len(set(found)) == len(found)
-        assert (found[1].shape, found[-1].shape) == ((1, 1), (1, "ROW"))
+        assert (found[2].shape, found[-1].shape) == ((1, 1), (1, "ROW"))
+        assert found[-1].tables == "user_x_genre" and {cell.seed for cell in found if cell.mode == "post"} == {0}
 
     def test_a_cell_asked_for_twice_is_one(self) -> None:
-        assert len(cells([0.5, 0.5], ["1x4", "1x4"], ["L2", "L2"], [], [])) == 2
+        assert len(cells([0.5, 0.5], ["1x4", "1x4"], ["L2", "L2"], [], [], [0, 0])) == 2
 
     def test_the_csv_gives_back_what_was_written(self, tmp_path: Path) -> None:
         file = tmp_path / "sweep.csv"
@@ -76,11 +76,22 @@ class TestCells:
     def test_another_run_is_refused_by_what_differs(self, tmp_path: Path) -> None:
         file = tmp_path / "sweep.csv"
         append(file, row(Cell(mode="dense")))
-        with pytest.raises(ValueError, match=r"of a run with train_examples 6400 \(asked for: 9\), seed 0 \(asked"):
-            left_to_do(file, [], {**RUN, "train_examples": 9, "seed": 1})
+        with pytest.raises(ValueError, match=r"of a run with train_examples 6400 \(asked for: 9\), ranks 2 \(asked"):
+            left_to_do(file, [], {**RUN, "train_examples": 9, "ranks": 4})
         file.write_text("mode,auc\ndense,0.5\n")
         with pytest.raises(ValueError, match=r"its columns are \['mode', 'auc'\], must be"):
             read(file)
+
+
+def test_seeds_are_compared_with_their_own_dense_model() -> None:
+    rows = []
+    for seed, dense, trained in ((0, 0.70, 0.69), (1, 0.72, 0.70)):
+        cell = Cell(mode="training", block="1xROW", norm="L2", level=0.95, tables="user_x_genre", seed=seed)
+        rows += [row(Cell(mode="dense", seed=seed), auc=dense), row(cell, auc=trained, table_bytes_kept=1_000)]
+    text = report(rows)
+    assert "seeds 0, 1; dense AUC 0.7100 ± 0.0100:" in text
+    assert "| rows | user_x_genre | 95 % | 1,000 | 0.0150 ± 0.0050 |" in text
+    assert "±" not in report(rows[:2])  # one seed has no spread
 
 
 def test_one_block_without_all_removed_and_without_training_can_be_drawn(tmp_path: Path) -> None:
@@ -132,7 +143,7 @@ def test_a_small_sweep_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     except DataError as error:
         pytest.skip(f"OFFLINE, the sweep is not tested: {error}")
     small = ["--quick", "--train-examples", RUN["train_examples"], "--blocks", "1,4", "--norms", "L2"]
-    small += ["--training-blocks", "1,4", "--out", tmp_path]
+    small += ["--training-blocks", "1,4", "--seeds", 0, "--out", tmp_path]
     first = sweep(*small, "--levels", 0, 0.8, "--training-levels")
     assert first.returncode == 0, first.stderr
     (file,) = tmp_path.glob("*-sweep-quick.csv")
@@ -170,6 +181,6 @@ def test_a_small_sweep_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(file.with_suffix(".json").read_text())["cases"] == rows
     assert f"![The sweep]({file.stem}.png)" in file.with_suffix(".md").read_text()
     with pytest.raises(SystemExit):
-        main([*map(str, small), "--seed", "1", "--resume"])
-    assert "of a run with seed 0 (asked for: 1)" in capsys.readouterr().err
+        main([*map(str, small), "--nproc", "1", "--resume"])
+    assert "of a run with ranks 2 (asked for: 1)" in capsys.readouterr().err
     assert read(file) == rows

@@ -7,8 +7,8 @@ rank waits in a collective for one that has run out of data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,11 +71,6 @@ class Dataset:
     labels: Tensor
     train: Tensor
     test: Tensor
-
-    def hashed_to(self, rows: Mapping[str, int]) -> Dataset:
-        """The same data for smaller tables: ids of the features in ``rows`` are folded into that many rows."""
-        sparse = (replace(f, rows=rows[f.name], ids=f.ids % rows[f.name]) if f.name in rows else f for f in self.sparse)
-        return replace(self, sparse=tuple(sparse))
 
     def batch(self, index: Tensor) -> Batch:
         """The examples ``index`` as TorchRec's Batch."""

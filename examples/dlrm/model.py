@@ -36,7 +36,7 @@ from dlrm.batches import Dataset
 __all__ = ["DIM", "SHARDINGS", "ShardedModel", "build", "sharding_of"]
 
 DIM = 32
-"""Of every table: DLRM's interaction multiplies the features' vectors with each other."""
+"""Of every table, unless a run has another: DLRM's interaction multiplies the features' vectors with each other."""
 
 SHARDINGS = ("mixed", "row_wise", "column_wise", "table_wise", "data_parallel")
 
@@ -68,7 +68,7 @@ class ShardedModel:
         return sum(rows * dim * torch.float32.itemsize for rows, dim in self.tables.values())
 
 
-def build(dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: int) -> ShardedModel:
+def build(dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: int, dim: int = DIM) -> ShardedModel:
     """The DLRM for a data set, sharded over the default process group. Collective: every rank must call it.
 
     Weights depend on ``seed`` alone: all ranks make the whole model from it and keep their part.
@@ -78,20 +78,21 @@ def build(dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: in
         sharding: every table's sharding type, from :func:`sharding_of`.
         seed: of the weights.
         world: number of processes.
+        dim: of every table.
     """
     torch.manual_seed(seed)
     device = torch.device("cpu")
     collection = EmbeddingBagCollection(
         device=device,
         tables=[
-            EmbeddingBagConfig(name=f.name, embedding_dim=DIM, num_embeddings=f.rows, feature_names=[f.name])
+            EmbeddingBagConfig(name=f.name, embedding_dim=dim, num_embeddings=f.rows, feature_names=[f.name])
             for f in dataset.sparse
         ],
     )
     dlrm = DLRM(
         embedding_bag_collection=collection,
         dense_in_features=len(dataset.dense_names),
-        dense_arch_layer_sizes=[64, DIM],
+        dense_arch_layer_sizes=[64, dim],
         over_arch_layer_sizes=[64, 32, 1],
         dense_device=device,
     )

@@ -13,7 +13,7 @@ from dist_sparse.checks import parse_block
 from dist_sparse.report.run_log import RUN
 from dlrm.model import DIM, SHARDINGS
 
-__all__ = ["as_block", "as_level", "as_positive", "as_seed", "parse", "started_world"]
+__all__ = ["as_block", "as_level", "as_levels", "as_positive", "as_seed", "parse", "started_world"]
 
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,10 +51,10 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "--level",
         "--sparsity",
         dest="level",
-        type=as_level,
-        default=0.8,
+        nargs="+",
         metavar="LEVEL",
-        help="fraction of the blocks to remove in the end, in [0, 1] (default: %(default)s)",
+        help="fraction of the blocks to remove in the end, in [0, 1]: of all tables, or TABLE=LEVEL for each table to "
+        "sparsify (default: user_x_genre=0.95; with --data 0.8)",
     )
     add(
         "--every",
@@ -99,6 +99,13 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         help="folder for the logs of the three runs and the report; must hold none yet (default: runs/dlrm-<time>)",
     )
     options = parser.parse_args(argv)
+    if options.level is None:
+        options.level = {"user_x_genre": 0.95} if options.data is None else 0.8
+    else:
+        try:
+            options.level = as_levels(options.level)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --level/--sparsity: {error}")
 
     started = started_world()
     if started is not None and options.nproc not in (None, started):
@@ -150,6 +157,21 @@ def as_level(text: str) -> float:
     if not 0 <= level <= 1:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be in [0, 1])")
     return level
+
+
+def as_levels(texts: Sequence[str]) -> float | dict[str, float]:
+    """Return one level of all tables, or levels by table from ``TABLE=LEVEL``."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return as_level(texts[0])
+    levels = {}
+    for text in texts:
+        name, equals, level = text.partition("=")
+        if not name or not equals or name in levels:
+            raise argparse.ArgumentTypeError(
+                f"invalid value: {text!r} (must be one LEVEL, or TABLE=LEVEL once a table)"
+            )
+        levels[name] = as_level(level)
+    return levels
 
 
 def as_block(text: str) -> tuple[int, int | str]:

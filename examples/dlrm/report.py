@@ -1,4 +1,4 @@
-"""The summary of the three runs as text. Nothing here communicates."""
+"""The summary of the runs as text. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def tables_table(tables: Sequence[TableRow]) -> str:
 
 def runs_table(results: Sequence[Result]) -> str:
     """Return one line per run."""
-    head = ("run", "AUC", "NE", "table bytes", "ms/step")
-    lines = [(r.name, f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results]
-    return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4)))
+    head = ("run", "dim", "AUC", "NE", "table bytes", "ms/step")
+    lines = [
+        (r.name, str(r.dim), f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results
+    ]
+    return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4, 5)))
 
 
 def overhead(sparse: Result) -> str:

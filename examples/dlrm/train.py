@@ -17,28 +17,28 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.metrics.auc import compute_auc
-from torchrec.metrics.ne import compute_ne, get_ne_states
 from tqdm import tqdm
 
 from dist_sparse import CubicDataScheduler, DataNormSparsifier, MaskEnforcer
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
-from dlrm.model import ShardedModel, build
+from dlrm.model import DIM, ShardedModel, build
 from dlrm.notes import Notes
+from dlrm.predictions import Predictions
 
 __all__ = [
-    "MIN_ROWS",
     "Result",
     "Settings",
     "Sparsification",
     "Sparsity",
     "TableRow",
     "epochs",
+    "large_tables",
     "run",
     "train_steps",
 ]
 
-MIN_ROWS = 256
-"""Tables with fewer rows stay dense: they save next to nothing."""
+_MIN_ROWS = 256
+"""Without levels by table, those with fewer rows stay dense: they save next to nothing."""
 
 _WARM_UP_STEPS = 10
 _BEGIN, _END = 0.1, 0.6
@@ -47,16 +47,15 @@ _BEGIN, _END = 0.1, 0.6
 _BAR_EVERY, _BAR_BATCHES = 10, 50
 """Steps between updates of the progress bar; batches of rank 0 that its AUC covers."""
 
-_ETA = 1e-12
-
 Pipeline = TrainPipelineSparseDist[Batch, tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of all runs. ``batch_size`` counts the whole world."""
+    """Settings of a run. ``batch_size`` counts the whole world."""
 
     sharding: dict[str, str]
+    dim: int = DIM
     batch_size: int
     epochs: int
     seed: int
@@ -66,11 +65,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsity:
-    """How tables are sparsified: block shape, norm, final level, steps between mask updates."""
+    """How tables are sparsified: block shape, norm, final level of all or by table, steps between mask updates."""
 
     block: tuple[int, int | str]
     norm: str
-    level: float
+    level: float | dict[str, float]
     every: int
 
 
@@ -97,6 +96,7 @@ class Result:
     """
 
     name: str
+    dim: int
     auc: float
     ne: float
     table_bytes: int
@@ -111,15 +111,19 @@ class Sparsification:
     """Sparsifier, enforcer and schedule of a run. Collective: every rank constructs one and steps it at every step."""
 
     def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
-        small = [name for name, (rows, _) in sharded.tables.items() if rows < MIN_ROWS]
-        if len(small) == len(sharded.tables):
-            raise DataError(f"There is nothing to sparsify: all tables have fewer than {MIN_ROWS} rows.")
+        tables, level = sharded.tables, sparsity.level
+        if isinstance(level, dict):
+            chosen = list(level)
+            if unknown := sorted(level.keys() - tables.keys()):
+                raise DataError(f"There is no table {', '.join(unknown)}; there are {', '.join(tables)}.")
+        else:
+            chosen = large_tables(sharded)
         self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=sparsity.block, norm=sparsity.norm)
-        self.sparsifier.add_model(sharded.model, exclude=small)
+        self.sparsifier.add_model(sharded.model, include=chosen)
         begin = int(steps * _BEGIN)
         end = max(int(steps * _END), begin + 1)
         self.scheduler = CubicDataScheduler(
-            self.sparsifier, "sparsity_level", final=sparsity.level, begin=begin, end=end, every=sparsity.every
+            self.sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=sparsity.every
         )
         self.enforcer = MaskEnforcer(self.sparsifier).attach(sharded.optimizer)
         self.masks_seconds = 0.0
@@ -189,7 +193,7 @@ class Sparsification:
 def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity: Sparsity | None = None) -> Result:
     """Train a model from the seed, evaluate it and log both in ``folder``. Collective; all ranks get the same result
     except for the times."""
-    sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world)
+    sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world, dim=settings.dim)
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
     sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
     pipeline: Pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
@@ -203,7 +207,8 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     if sparsification is not None:
         spent = (sparsification.enforcer.seconds, sparsification.masks_seconds)
     sharded.model.eval()
-    auc, ne = _test(pipeline, dataset, settings)
+    predictions = _test(pipeline, dataset, settings)
+    auc, ne = predictions.auc, predictions.ne
 
     tables = [] if sparsification is None else sparsification.tables(sharded)
     removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
@@ -211,6 +216,7 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     notes.close(test_auc=auc, test_ne=ne, table_bytes=table_bytes, ms_per_step=ms_per_step)
     return Result(
         name=name,
+        dim=settings.dim,
         auc=auc,
         ne=ne,
         table_bytes=table_bytes,
@@ -220,6 +226,18 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
         removed=removed,
         tables=tables,
     )
+
+
+def large_tables(sharded: ShardedModel) -> list[str]:
+    """Return the names of the tables that are worth sparsifying.
+
+    Raises:
+        DataError: there are none.
+    """
+    large = [name for name, (rows, _) in sharded.tables.items() if rows >= _MIN_ROWS]
+    if not large:
+        raise DataError(f"There is nothing to sparsify: all tables have fewer than {_MIN_ROWS} rows.")
+    return large
 
 
 def epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
@@ -270,26 +288,19 @@ def train_steps(
     return 1000 * (time.perf_counter() - started) / (steps - warm)
 
 
-def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> tuple[float, float]:
-    """AUC and normalized entropy over the test part of all ranks. Collective."""
+def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> Predictions:
+    """Predict the test part, whole batches of it. Collective: every rank gets all."""
     examples = batches(dataset, dataset.test, batch_size=settings.batch_size, rank=settings.rank, world=settings.world)
     seen = []
     with torch.no_grad():
         for _ in range(steps_per_pass(len(dataset.test), settings.batch_size)):
             _, logits, labels = pipeline.progress(examples)
-            seen.append((logits, labels))
-    # (2, examples of this rank): the same on every rank, so a plain all-gather works.
-    mine = torch.stack([torch.cat(part) for part in zip(*seen, strict=True)])
+            seen.append(torch.stack([logits, labels]))
+    mine = torch.stack(seen)  # (steps, 2, examples of a rank): the same shape on every rank
     parts = [torch.empty_like(mine) for _ in range(settings.world)]
     dist.all_gather(parts, mine)
-    logits, labels = torch.cat(parts, dim=1).double()
-    predictions, weights = torch.sigmoid(logits), torch.ones_like(labels)
-    auc = compute_auc(1, [predictions[None]], [labels[None]], [weights[None]])
-    state = get_ne_states(labels, predictions, weights, _ETA)
-    ne = compute_ne(
-        state["cross_entropy_sum"], state["weighted_num_samples"], state["pos_labels"], state["neg_labels"], _ETA
-    )
-    return float(auc), float(ne)
+    logits, labels = torch.cat(parts, dim=2).unbind(1)
+    return Predictions(logits.flatten(), labels.flatten())
 
 
 def _auc(recent: Iterable[tuple[Tensor, Tensor]]) -> float:

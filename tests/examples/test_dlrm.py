@@ -349,7 +349,10 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         kept += bytes_kept
     assert set(result.runs) == {"dense", "sparsified", "small dense"}
     assert int(result.runs["sparsified"]["table bytes"]) == kept
-    assert kept - DIM * 4 * len(result.tables) < int(result.runs["small dense"]["table bytes"]) <= kept
+    dense, small = result.runs["dense"], result.runs["small dense"]
+    columns = int(dense["table bytes"]) // DIM
+    assert int(small["table bytes"]) == columns * int(small["dim"])
+    assert abs(int(small["table bytes"]) - kept) <= 2 * columns  # widths are multiples of 4
     for run in result.runs.values():
         assert 0.4 < float(run["AUC"]) <= 1
         assert float(run["NE"]) > 0
