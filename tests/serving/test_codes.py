@@ -1,0 +1,128 @@
+"""Stored rows: zeros stay exactly zero, the rest is bit-equal or within half a step, packed and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_sparse.serving.codes import (
+    LARGEST,
+    decode,
+    encode,
+    out_of_range,
+    pack_rows,
+    packed_bytes,
+    starts,
+    unpack_rows,
+)
+
+DTYPES = ("fp32", "fp16", "int8", "int4")
+TYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+def rows_of(columns: int, magnitude: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of several ranges with blocks of zeros; a row of zeros, of negative zeros, of one sign, with both ends."""
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(120, columns, generator=generator) * torch.rand(120, 1, generator=generator) * magnitude
+    kept = torch.rand(120, -(-columns // 4), generator=generator) < 0.3
+    weight = torch.where(kept.repeat_interleave(4, 1)[:, :columns], weight, 0.0).clamp(
+        -LARGEST["int8"], LARGEST["int8"]
+    )
+    weight[0], weight[1], weight[2] = 0.0, -0.0, weight[2].abs()
+    weight[3, 0], weight[3, -1] = -LARGEST["int8"], LARGEST["int8"]
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [3e-8, 1e-5, 0.1, 3e4])
+@pytest.mark.parametrize("columns", [1, 13, 64])
+def test_rows(dtype: str, magnitude: float, columns: int) -> None:
+    weight = rows_of(columns, magnitude)
+    stored = encode(weight, dtype)
+    found = decode(stored, columns)
+    assert (found[weight == 0] == 0).all()
+    if stored.scale_bias is None:
+        assert torch.equal(stored.rows.view(torch.uint8), weight.to(TYPES[dtype]).view(torch.uint8))
+    else:
+        step = stored.scale_bias[:, :1].double()
+        assert stored.scale_bias.isfinite().all()
+        assert ((found.double() - weight.double()).abs() <= step / 2 * (1 + 2**-40)).all()
+        levels = 255 if dtype == "int8" else 15
+        span = weight.amax(1).clamp(min=0).double() - weight.amin(1).clamp(max=0).double()
+        coarsest = 1.25 if dtype == "int8" else 1 + 2**-6  # of 3 and 7 significant bits
+        assert (step[:, 0] <= torch.maximum(span / levels * coarsest, span / levels + 2.0**-24))[span > 0].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_of_other_types(dtype: str, source: torch.dtype) -> None:
+    weight = rows_of(8, 0.1, source)
+    stored = encode(weight, dtype)
+    if stored.scale_bias is None:
+        assert torch.equal(stored.rows, weight.to(TYPES[dtype]))
+    else:
+        assert torch.equal(stored.rows, encode(weight.double(), dtype).rows)
+    mask, values = pack_rows(weight, stored, 4)
+    first = starts(mask, 4, 8, dtype)
+    assert torch.equal(
+        decode(unpack_rows(mask, first[:-1], values, stored.scale_bias, 4, 8, dtype), 8), decode(stored, 8)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 3, 4])
+@pytest.mark.parametrize("columns", [1, 7, 40])
+def test_packed_rows(dtype: str, width: int, columns: int) -> None:
+    """In chunks, as they are written; read whole, and a few of them."""
+    weight = rows_of(columns, 0.1)
+    stored = encode(weight, dtype)
+    parts = [
+        pack_rows(part, encode(part, dtype), width) for part in (weight[:1], weight[1:50], weight[50:50], weight[50:])
+    ]
+    mask, values = (torch.cat(each) for each in zip(*parts, strict=True))
+    blocks = -(-columns // width)
+    assert mask.shape == (120, -(-blocks // 8))
+    assert values.nbytes == packed_bytes(weight, width, dtype)
+    first = starts(mask, width, columns, dtype)
+    for some in (torch.arange(120), torch.tensor([7, 3, 3, 119]), torch.tensor([], dtype=torch.int64)):
+        tail = None if stored.scale_bias is None else stored.scale_bias[some]
+        found = unpack_rows(mask[some], first[some], values, tail, width, columns, dtype)
+        assert found.rows.dtype == stored.rows.dtype
+        assert torch.equal(found.rows.view(torch.uint8), stored.rows[some].view(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_fbgemm_reads_the_same(bits: int) -> None:
+    """Its inference kernels, on the bytes as they are stored."""
+    pytest.importorskip("fbgemm_gpu")
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+
+    kind = {8: SparseType.INT8, 4: SparseType.INT4}[bits]
+    for magnitude in (1e-6, 0.1, 3e4):
+        weight = rows_of(16, magnitude)
+        stored = encode(weight, f"int{bits}")
+        tables = IntNBitTableBatchedEmbeddingBagsCodegen(
+            [("t", 120, 16, kind, EmbeddingLocation.HOST)],
+            device="cpu",
+            weight_lists=[(stored.rows, stored.scale_bias.view(torch.uint8))],
+            output_dtype=SparseType.FP32,
+        )
+        found = tables(torch.arange(120), torch.arange(121))
+        assert torch.equal(found, decode(stored, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_out_of_range(dtype: str) -> None:
+    largest = LARGEST[dtype]
+    for sign in (1, -1):
+        assert out_of_range(torch.tensor([[1.0, sign * largest]], dtype=torch.float64), dtype) is None
+        assert decode(encode(torch.tensor([[1.0, sign * largest]]), dtype), 2).isfinite().all()
+        beyond = sign * largest * (1 + 2**-11)
+        assert out_of_range(torch.tensor([[beyond, 1.0]], dtype=torch.float64), dtype) == beyond
+        assert out_of_range(torch.tensor([[sign * torch.inf]]), dtype) == sign * torch.inf
+    found = out_of_range(torch.tensor([[1.0, torch.nan]]), dtype)
+    assert found is not None and found != found
+    assert out_of_range(torch.zeros(0, 4), dtype) is None
