@@ -58,6 +58,8 @@ MUTATIONS = [
     M("sparsifiers/step.py", "                recorder.forget(ranks)  #", "                pass  #", "tests/dist/test_record.py -k late_error"),
     M("sparsifiers/step.py", "        _restore(packed, located, drifted)\n", "", "tests/dist/test_bad_replicas.py -k drifted_table"),
     M("sparsifiers/step.py", "made[name].append(NewMask(new, ~new.bits))", "made[name].append(NewMask(new, None))", "tests/dist/test_custom.py -k own_update_mask"),
+    M("sparsifiers/step.py", "        with packed.agreeing(action):  #", "        if True:  #", "tests/dist/test_bad_replicas.py -k after_the_repair"),
+    M("sparsifiers/step.py", "        with packed.agreeing(action):  #", "        with packed.agreeing(action) if drifted else nullcontext():  #", "tests/dist/test_bad_replicas.py -k overlapping"),
     M("sparsifiers/digest.py", "hash_tensor(shard.tensor), holders[0] == rank,", "hash_tensor(shard.tensor), True,", "tests/dist/test_golden.py -k 2-data_parallel"),
     # -- groups ----------------------------------------------------------------------------------------------------------
     M("groups.py", "torch.tensor([error is not None, digest", "torch.tensor([False, digest", "tests/dist/test_groups.py -k exception"),
@@ -71,7 +73,8 @@ MUTATIONS = [
     M("schedulers/curves.py", "    if share in (0.0, 1.0):\n        return final if share else initial\n", "", "tests/schedulers/test_curves.py"),
     M("schedulers/curves.py", "return step - (step - self.begin) % self.every", "return step", "tests/schedulers"),
     M("schedulers/base.py", "if repr(value) != repr(mine[name])}", "if value != mine[name]}", "tests/dist/test_schedulers.py -k types"),
-    M("schedulers/base.py", "any(scheduler._updates_masks() for scheduler in current.schedulers)", "self._updates_masks()", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
+    M("schedulers/base.py", "notes.stepped == steps and each.data_sparsifier is self.data_sparsifier and each._updates_masks()", "each is self and each._updates_masks()", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
+    M("schedulers/base.py", "notes.stepped == steps and each", "each", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer --------------------------------------------------------------------------------------------------------
     M("enforcer/fused.py", "            if self._lookup.needed:", "            if False:", "tests/dist/test_enforce.py -k batches"),
     M("enforcer/fused.py", "            self._current()  # masks may have been updated since the lookup\n", "", "tests/dist/test_enforce.py -k orders"),
@@ -82,13 +85,13 @@ MUTATIONS = [
     M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n\n    def renew", "            pass\n\n    def renew", "tests/dist/test_enforce_equals.py -k states"),
     M("enforcer/dense.py", "target.clean(step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
     # -- optim -----------------------------------------------------------------------------------------------------------
-    M("optim/update.py", "all(place.is_shard() or at == 0 for", "all(True for", "tests/dist/test_optim_dtensor.py -k norm"),
-    M("optim/update.py", "return total, bool(received[:, 1].any())", "return total, bool(replicated or parts)", "tests/dist/test_optim_dtensor.py"),
-    M("optim/update.py", "(norm + 1e-6), max=1.0)", "(norm + 1e-6))", "tests/optim/test_optim_gradients.py tests/dist/test_optim_dtensor.py"),
+    M("optim/gradients.py", "place.is_shard() or at == 0 for", "True for", "tests/dist/test_optim_dtensor.py -k norm"),
+    M("optim/gradients.py", "return total, bool(received[:, 1].any())", "return total, bool(replicated or parts)", "tests/dist/test_optim_dtensor.py"),
+    M("optim/gradients.py", "(norm + 1e-6), max=1.0)", "(norm + 1e-6))", "tests/optim/test_optim_gradients.py tests/dist/test_optim_dtensor.py"),
     M("optim/schedules.py", "self.init_lr * min(real_step", "self.init_lr * max(real_step", "tests/conformance/test_optim_scheduler.py tests/optim"),
-    M("optim/update.py", "scaler.get_scale() * scaler.get_backoff_factor()", "scaler.get_scale()", "tests/dist/test_optim_scheduler.py -k finite"),
-    M("optim/update.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
-    M("optim/update.py", "        lent.grad = torch.zeros_like(lent)\n", "        return\n", "tests/dist/test_optim_torchrec.py -k no and gradient"),
+    M("optim/gradients.py", "scaler.get_scale() * scaler.get_backoff_factor()", "scaler.get_scale()", "tests/dist/test_optim_scheduler.py -k finite"),
+    M("optim/gradients.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
+    M("optim/gradients.py", "        lent.grad = torch.zeros_like(lent)\n", "        return\n", "tests/dist/test_optim_torchrec.py -k no and gradient"),
     # -- training --------------------------------------------------------------------------------------------------------
     M("training/sparsify.py", "                _check_levels(levels, state_dict)\n", "                pass\n", "tests/training"),
     M("training/sparsify.py", "if self._detached() and not self.finished:", "if self._detached():", "tests/training"),
