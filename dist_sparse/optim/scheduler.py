@@ -344,7 +344,6 @@ class OptimScheduler(abc.ABC):
                 )
         for peer in replaced:
             del self._peers[id(peer)]
-            peer._early = None
         self._peers[id(self)] = self
 
     def _others(self) -> list[OptimScheduler]:
