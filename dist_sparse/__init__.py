@@ -14,7 +14,7 @@ Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataSche
 Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
 Whole rows:          ROW, as in sparse_block_shape=(1, ROW)
 One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
-After training:      post_training_sparse_quantize (8-bit tables)
+After training:      post_training_sparse_quantize (8-bit tables), load_served
 Under Lightning:     dist_sparse.lightning.SparsifyCallback
 Names of ancestors:  CubicSL, LambdaSL, Noamlr, ExponentDecayLr
 
@@ -47,6 +47,7 @@ _MODULE_OF = {
     "SparseTraining": "training.sparsify",
     "TableStats": "sparsifiers.stats",
     "describe": "sparsifiers.stats",
+    "load_served": "serving.served",
     "post_training_sparse_quantize": "quantization.quantize",
     "sparsify": "training.sparsify",
 }

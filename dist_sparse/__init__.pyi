@@ -8,6 +8,7 @@ from dist_sparse import optim as optim
 from dist_sparse import quantization as quantization
 from dist_sparse import report as report
 from dist_sparse import schedulers as schedulers
+from dist_sparse import serving as serving
 from dist_sparse import sparsifiers as sparsifiers
 from dist_sparse import tables as tables
 from dist_sparse import training as training
@@ -27,6 +28,7 @@ from dist_sparse.schedulers.ready import LinearDataScheduler as LinearDataSchedu
 from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataScheduler
 from dist_sparse.schedulers.torch_ao import CubicSL as CubicSL
 from dist_sparse.schedulers.torch_ao import LambdaSL as LambdaSL
+from dist_sparse.serving.served import load_served as load_served
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier

@@ -1,6 +1,4 @@
-"""Sparse 8-bit tables of trained models."""
+"""Sparse 8-bit tables of trained models, and grids that hold zero exactly.
 
-from dist_sparse.quantization.modules import QuantizedEmbedding, QuantizedEmbeddingBag
-from dist_sparse.quantization.quantize import post_training_sparse_quantize
-
-__all__ = ["QuantizedEmbedding", "QuantizedEmbeddingBag", "post_training_sparse_quantize"]
+Nothing is imported here: serving needs the grids without what sparsifies.
+"""

@@ -45,7 +45,7 @@ def post_training_sparse_quantize(
     """Prune the embeddings of a trained model and quantize them to 8 bits, in place. Never communicates.
 
     Every ``nn.Embedding`` and ``nn.EmbeddingBag`` (exactly these types, at any depth, in an unsharded
-    EmbeddingBagCollection too) is replaced by a :class:`~dist_sparse.quantization.QuantizedEmbedding` or
+    EmbeddingBagCollection too) is replaced by a :class:`~dist_sparse.quantization.modules.QuantizedEmbedding` or
     ``QuantizedEmbeddingBag``, with the same forward, ``weight()`` for the table as floats, and about a quarter of the
     memory of float32 (``embedding_dim + 8`` bytes a row). Removed weights are exactly 0 in it; the others are off by at
     most half a step of their row, a step being ``(max(0, max) - min(0, min)) / 255``. The float modules themselves are

@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import json
 import os
-import secrets
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -102,7 +101,7 @@ class ArtifactWriter:
 
     def __init__(self, path: str | os.PathLike[str], tables: Mapping[str, Table]) -> None:
         self._path = check_new(path)
-        self.folder = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}{PARTIAL}")
+        self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
         self._layout = layout_of(tables)
         header = _header(self._layout)
         self._crcs = dict.fromkeys(self._layout, 0)

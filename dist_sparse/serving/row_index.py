@@ -165,6 +165,7 @@ class RowIndexes(nn.Module):
         for table in tables:
             starts.append(-1 if table is None else start)
             start += 0 if table is None else len(table.words)
+        self.only_last = max(rows[features[0]] - 1, 0) if len(features) == 1 and len(tables) == 1 else -1
         # For each feature: the last row of its table, and its table's first word, -1 for one that keeps all rows.
         self.register_buffer(
             "of_features",
@@ -179,6 +180,10 @@ class RowIndexes(nn.Module):
             ids: int32 or int64 ``(n,)``, feature after feature; not changed. Out of range of their table: read as id 0.
             lengths: int32 or int64 ``(features,)``, how many ids each feature has; they add up to n.
         """
+        if self.only_last >= 0:  # one feature needs nothing of the others
+            inside = ids.clamp(0, self.only_last)
+            row = inside.mul_(inside == ids).int()
+            return _rank(self.words, self.counts, row >> 5, row) if self.any_removed else row
         feature = torch.repeat_interleave(lengths, output_size=ids.size(0))
         inside = torch.minimum(ids.clamp(min=0), self.of_features[0].index_select(0, feature))
         row = inside.mul_(inside == ids).int()

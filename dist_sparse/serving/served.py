@@ -1,0 +1,319 @@
+"""Tables of an artifact as modules that look them up: :func:`load_served`.
+
+Loading needs torch and safetensors. Lookups use FBGEMM's operator where FBGEMM is installed; TorchRec is imported only
+when a KeyedJaggedTensor is passed. What a :class:`Served` calls, scripts and exports is its ``lookup``, a module that
+takes and returns tensors. (No ``from __future__ import annotations``: see ``row_index``.)
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
+from torch.nn import functional as F
+
+from dist_sparse.checks import choice
+from dist_sparse.quantization.grid import chunks
+from dist_sparse.serving import lookup
+from dist_sparse.serving.artifact import Artifact, open_artifact
+from dist_sparse.serving.codes import starts, unpack_rows
+from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
+from dist_sparse.serving.manifest import Collection
+from dist_sparse.serving.row_index import RowIndex, RowIndexes
+from dist_sparse.serving.torch_lookup import TorchLookup
+
+__all__ = ["Served", "ServedModel", "load_served"]
+
+
+class _Lookup(nn.Module):
+    """Found rows, and what reads them; base class of what is scripted and exported."""
+
+    def __init__(self, tables: dict[str, StoredTable], features: list[str], native: bool) -> None:
+        super().__init__()
+        at = {name: position for position, name in enumerate(tables)}
+        self.index = RowIndexes(
+            [_index(table) for table in tables.values()],
+            [table.entry.rows for table in tables.values()],
+            [at[name] for name in features],
+        )
+        self.rows = FbgemmLookup(tables, features) if native else TorchLookup(tables, features)
+        self.features = len(features)
+        self.include_last_offset = False
+
+
+class CollectionLookup(_Lookup):
+    """Lookups of several features: values and lengths as in a KeyedJaggedTensor."""
+
+    def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return pooled rows, float32 ``(batch, columns of all features)``, or of sequences the row of each id, ``(n,
+        columns)``.
+
+        Args:
+            values: ids, int32 or int64 ``(n,)``, feature after feature.
+            lengths: int32 or int64 ``(features * batch,)``: how many ids each bag has, feature after feature.
+            weights: float32 ``(n,)``, a factor for each id, of a weighted collection.
+        """
+        offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        offsets = _checked(offsets, values.size(0))
+        counts = lengths.view(self.features, -1).sum(1)
+        found: Tensor = self.rows(self.index(values, counts), offsets, counts, weights)
+        return found
+
+
+class EmbeddingBagLookup(_Lookup):
+    """Lookups of one table: ids and offsets as in ``torch.nn.EmbeddingBag``."""
+
+    def __init__(
+        self, tables: dict[str, StoredTable], features: list[str], native: bool, include_last_offset: bool
+    ) -> None:
+        super().__init__(tables, features, native)
+        self.include_last_offset = include_last_offset
+
+    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return pooled rows, float32 ``(bags, columns)``.
+
+        Args:
+            ids: int32 or int64 ``(n,)``, bag after bag.
+            offsets: int32 or int64 ``(bags,)``, where bags begin, and with ``include_last_offset`` where the last ends.
+            weights: float32 ``(n,)``, a factor for each id.
+        """
+        count = torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)
+        ends = offsets.int() if self.include_last_offset else torch.cat([offsets.int(), count])
+        found: Tensor = self.rows(self.index(ids, count), _checked(ends, ids.size(0)), count, weights)
+        return found
+
+
+class EmbeddingLookup(_Lookup):
+    """Lookups of one table: ids as in ``torch.nn.Embedding``."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the row of each id, float32 ``(*ids.shape, columns)``; ``ids`` are int32 or int64, of any shape."""
+        flat = ids.reshape(-1)
+        count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
+        found: Tensor = self.rows(self.index(flat, count), F.pad(count, (1, 0)), count, None)
+        return found.view(ids.size() + found.size()[1:])
+
+
+def _checked(offsets: Tensor, count: int) -> Tensor:
+    """Offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads where they point."""
+    message = "Lengths must add up to the number of ids, and offsets must end with it."
+    if is_scripting():  # TorchScript removes an assertion that returns nothing
+        if int(offsets[-1]) != count:
+            raise ValueError(message)
+    else:
+        torch._assert_async(offsets[-1] == count, message)
+    return offsets.clamp(0, count)
+
+
+def _index(table: StoredTable) -> RowIndex | None:
+    words = table.tensors.get("kept")
+    return None if words is None else RowIndex.from_words(words.clone(), table.entry.rows)
+
+
+def _decoded(table: StoredTable) -> StoredTable:
+    """The table with rows, if it has bitmask and values."""
+    if not table.mask_width:
+        return table
+    entry, tensors = table.entry, table.tensors
+    first = starts(tensors["mask"], entry.width, entry.dim, entry.dtype)
+    scale_bias = tensors.get("scale_bias")
+    dtype, shape = replace(entry, values=None).layout()["rows"]
+    rows = torch.empty(shape, dtype=dtype)
+    for some in chunks(entry.kept, entry.dim):
+        tail = None if scale_bias is None else scale_bias[some]
+        part = unpack_rows(
+            tensors["mask"][some], first[:-1][some], tensors["values"], tail, entry.width, entry.dim, entry.dtype
+        )
+        rows[some] = part.rows
+    kept = {name: tensor for name, tensor in tensors.items() if name not in ("mask", "values")}
+    return StoredTable(entry, {**kept, "rows": rows})
+
+
+class Served(nn.Module):
+    """A collection of an artifact: looks its tables up, as the module that was exported did.
+
+    Args:
+        collection: of the manifest.
+        lookup: of its tables.
+        dims: columns of each feature, of an embedding module those of its table.
+
+    Attributes:
+        lookup: the module that is called, scripted and exported; tensors in, a tensor out.
+        features: names, in the order of values and lengths. A feature of two tables is listed twice.
+        outputs: keys of the results, in the same order.
+        dims: columns of the results, likewise.
+    """
+
+    def __init__(self, collection: Collection, lookup: _Lookup, dims: list[int]) -> None:
+        super().__init__()
+        self.lookup = lookup
+        self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
+        self.features = [feature.name for feature in collection.features]
+        self.outputs = list(collection.outputs)
+        self.dims = dims
+
+    def forward(self, ids: Any, lengths: Tensor | None = None, weights: Tensor | None = None) -> Any:
+        """Look ids up. Ids are not changed; those out of range are read as id 0, as FBGEMM does.
+
+        Args:
+            ids: a KeyedJaggedTensor (of a collection), or a tensor, int32 or int64: its values in the order of
+                :attr:`features`, or what the torch module took.
+            lengths: of collections, int32 or int64 ``(features * batch,)``; of an ``EmbeddingBag`` its offsets, or None
+                for ids ``(bags, ids of each)``; of an ``Embedding`` None.
+            weights: a factor for each id, in the shape of ``ids``.
+
+        Returns:
+            For a KeyedJaggedTensor what the collection returned: a KeyedTensor, or a dict of JaggedTensors. For tensors
+            float32 ``(bags, columns)``, or each id's row.
+
+        Raises:
+            ValueError: a KeyedJaggedTensor for a module of torch, a feature or weights are missing, or batches differ
+                in size by feature.
+            RuntimeError: lengths or offsets do not fit the ids.
+        """
+        if not isinstance(ids, Tensor):
+            if self.kind in ("embedding", "embedding_bag"):
+                raise ValueError(f"Table {self.path!r} takes tensors, as its torch.nn module did, not {type(ids)}.")
+            from dist_sparse.serving import jagged
+
+            values, lengths, weights = jagged.take(ids, self.features, self.weighted)
+            found = self.lookup(values, lengths, weights)
+            return jagged.give(found, lengths, self.outputs, self.dims, pooled=self.kind == "bag")
+        if self.kind == "embedding":
+            return self.lookup(ids)
+        if self.kind == "embedding_bag" and ids.dim() == 2:
+            bags, each = ids.size()
+            lengths = torch.arange(bags + self.lookup.include_last_offset) * each
+            ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+        if self.kind == "bag" and self.weighted and weights is None:
+            raise ValueError(f"Collection {self.path!r} is weighted: it takes weights beside values and lengths.")
+        return self.lookup(ids, lengths, weights)
+
+    def to_torchscript(self, file: str | os.PathLike[str]) -> None:
+        """Save :attr:`lookup` as TorchScript, for ``torch.jit.load`` in Python or C++.
+
+        It takes tensors, like :meth:`forward` called with tensors. Where it uses FBGEMM's operator, a C++ program must
+        load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that needs libtorch alone.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated", category=DeprecationWarning)
+            torch.jit.save(torch.jit.script(self.lookup), str(file))
+
+    def to_pt2(self, file: str | os.PathLike[str]) -> None:
+        """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
+
+        The number of ids and of bags may be any when it is called, 0 and 1 included.
+        """
+        many = {0: torch.export.Dim.DYNAMIC}
+        ids, weights = torch.zeros(2 * len(self.dims), dtype=torch.int64), torch.ones(2 * len(self.dims))
+        if self.kind == "embedding":
+            args: tuple[Tensor, ...] = (ids,)
+        elif self.kind == "embedding_bag":
+            args = (ids, torch.arange(len(ids) + 1)[: len(ids) + self.lookup.include_last_offset])
+        else:
+            args = (ids, torch.ones_like(ids), weights)[: 2 + self.weighted]
+        # Sizes of 0 and 1 are not special to a lookup; this is torch's switch for saying so.
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            torch.export.save(torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args)), str(file))
+
+    def extra_repr(self) -> str:
+        """Return the arguments shown by ``repr``."""
+        return f"path={self.path!r}, kind={self.kind!r}, features={self.features}"
+
+
+class ServedModel(nn.Module):
+    """The collections of an artifact by their paths in the model: ``served["sparse_arch.user"](kjt)``."""
+
+    def __init__(self, collections: Mapping[str, Served]) -> None:
+        super().__init__()
+        self._paths = list(collections)
+        self._served = nn.ModuleList(collections.values())
+
+    def __getitem__(self, path: str) -> Served:
+        if path not in self._paths:
+            raise KeyError(f"{path!r} is none of the collections {self._paths}")
+        found = self._served[self._paths.index(path)]
+        assert isinstance(found, Served)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def keys(self) -> list[str]:
+        """Return the paths."""
+        return list(self._paths)
+
+    def forward(self, *args: Any) -> Any:
+        """Raise: say which collection is meant.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"Call one of the collections: {[f'served[{path!r}](...)' for path in self._paths]}.")
+
+
+def load_served(
+    path: str | os.PathLike[str], *, layout: Literal["rows", "packed"] = "rows", fbgemm: bool | None = None
+) -> Served | ServedModel:
+    """Load an artifact that :func:`dist_sparse.export` wrote.
+
+    Args:
+        path: the folder.
+        layout: of an artifact that is stored as bitmask and values: "rows" decodes it now, "packed" at each lookup, in
+            pure torch, which saves memory and is many times slower.
+        fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it they are pure torch.
+
+    Returns:
+        The module of the model's one collection, to be called with what the collection took; with several, a mapping
+        from their paths to such modules. A table of several collections is held by each of them.
+
+    Raises:
+        ValueError: it is no artifact, damaged, or of another version (names the file); it is not packed, with
+            ``layout="packed"``.
+        ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
+        OSError: a file can't be read.
+
+    Example::
+
+        >>> import dist_sparse
+        >>> dist_sparse.load_served("no_such_folder")
+        Traceback (most recent call last):
+        ValueError: no_such_folder holds no artifact: there is no manifest.json.
+    """
+    choice("layout", layout, ("rows", "packed"))
+    if fbgemm and layout == "packed":
+        raise ValueError("Invalid fbgemm=True with layout='packed': FBGEMM has no lookup in packed rows.")
+    native = fbgemm is not False and layout == "rows" and lookup.fbgemm() is not None
+    if fbgemm and not native:
+        raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
+    artifact = open_artifact(path)
+    if layout == "packed" and all(table.values is None for table in artifact.manifest.tables.values()):
+        raise ValueError(f"Invalid layout='packed': {path} holds rows. Export it with layout='packed'.")
+    served = {each.path: _served(artifact, each, layout, native) for each in artifact.manifest.collections}
+    return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
+
+
+def _served(artifact: Artifact, collection: Collection, layout: str, native: bool) -> Served:
+    entries = {name: artifact.manifest.tables[name] for name in collection.tables}
+    if collection.kind in ("sequence", "embedding"):  # a table may be pooled in another collection
+        entries = {name: replace(entry, pooling="none") for name, entry in entries.items()}
+    tables = {name: StoredTable(entry, artifact.tensors(name)) for name, entry in entries.items()}
+    if layout == "rows":
+        tables = {name: _decoded(table) for name, table in tables.items()}
+    features = [feature.table for feature in collection.features] or list(collection.tables)
+    if native and any(table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()):
+        native = False  # FBGEMM has no such rows
+    if collection.kind == "embedding":
+        found: _Lookup = EmbeddingLookup(tables, features, native)
+    elif collection.kind == "embedding_bag":
+        found = EmbeddingBagLookup(tables, features, native, collection.include_last_offset)
+    else:
+        found = CollectionLookup(tables, features, native)
+    return Served(collection, found, [entries[name].dim for name in features])

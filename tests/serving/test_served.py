@@ -1,0 +1,324 @@
+"""Loaded artifacts, against pooling one id at a time, and against the modules that were exported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dist_sparse.serving.manifest import Dtype
+from dist_sparse.serving.served import Served, ServedModel, load_served
+from tests.serving.folders import Source, bags, table, write
+
+FBGEMM = pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"])
+DTYPES = pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "int4"])
+
+
+def sources(dtype: Dtype = "fp32", *, width: int = 0, means: bool = False, whole: bool = False) -> list[Source]:
+    """A table with two features, one that keeps all rows, one with nothing left; two widths."""
+    block: dict[str, Any] = {"block": width, "whole": whole}
+    return [
+        Source("two", table(100, 8, 0.4, **block), ["a", "b"], "sum", width, dtype),
+        Source("dense", table(33, 4, 1.0, whole=whole), ["c"], "mean" if means else "sum", 0, dtype),
+        Source("none", table(70, 8, 0.0, **block), ["d"], "sum", width, dtype),
+    ]
+
+
+def batch(features: int, size: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids, some of them out of range, and lengths, some of them 0."""
+    some = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (features * size,), generator=some)
+    lengths[:1] = 0
+    return torch.randint(-3, 120, (int(lengths.sum()),), generator=some).to(dtype), lengths
+
+
+def pooled(of: Sequence[Source], ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+    """What a collection should give."""
+    features = [source for source in of for _ in source.features]
+    each = lengths.view(len(features), -1)
+    parts = torch.split(ids, each.sum(1).tolist())
+    factors = [None] * len(parts) if weights is None else torch.split(weights, each.sum(1).tolist())
+    return torch.cat(
+        [
+            bags(source.decoded(), part, some, source.pooling, factor)
+            for source, part, some, factor in zip(features, parts, each, factors, strict=True)
+        ],
+        dim=1,
+    )
+
+
+def one(path: Path, **options: Any) -> Served:
+    served = load_served(path, **options)
+    assert isinstance(served, Served)
+    return served
+
+
+@FBGEMM
+@DTYPES
+def test_pooled(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
+    """Sums in the order of the ids are equal bit for bit; ids are as they were."""
+    of = sources(dtype)
+    served = one(write(tmp_path / "served", ("", "bag", of)), fbgemm=fbgemm)
+    for size, ids_dtype in ((1, torch.int64), (6, torch.int64), (6, torch.int32), (0, torch.int64)):
+        ids, lengths = batch(4, size, ids_dtype)
+        before = ids.clone()
+        assert torch.equal(served(ids, lengths), pooled(of, ids, lengths)) and torch.equal(ids, before)
+    nothing = served(torch.zeros(0).long(), torch.zeros(8).int())
+    assert nothing.shape == (2, 28) and nothing.dtype == torch.float32 and not nothing.any()
+
+
+@FBGEMM
+@pytest.mark.parametrize("weighted", [False, True])
+def test_means_beside_sums(tmp_path: Path, fbgemm: bool, weighted: bool) -> None:
+    """A mean is over all ids of a bag, removed ones too, whatever their weights."""
+    of = sources(means=True)
+    served = one(write(tmp_path / "served", ("", "bag", of), weighted=weighted), fbgemm=fbgemm)
+    ids, lengths = batch(4, 6)
+    weights = torch.rand(len(ids)) if weighted else None
+    torch.testing.assert_close(served(ids, lengths, weights), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6)
+    for source in of:
+        source.pooling = "mean"
+    served = one(write(tmp_path / "means", ("", "bag", of), weighted=weighted), fbgemm=fbgemm)
+    torch.testing.assert_close(served(ids, lengths, weights), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6)
+    if weighted:
+        with pytest.raises(ValueError, match="is weighted: it takes weights"):
+            served(ids, lengths)
+
+
+@FBGEMM
+@DTYPES
+def test_packed_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
+    """Bitmask and values: decoded when loaded, or looked up as they are; odd columns, ragged blocks."""
+    of = [*sources(dtype, width=4), Source("odd", table(50, 7, 0.6, block=2), ["e"], "sum", 2, dtype)]
+    path = write(tmp_path / "served", ("", "bag", of))
+    ids, lengths = batch(5, 6)
+    want = pooled(of, ids, lengths)
+    assert torch.equal(one(path, fbgemm=fbgemm)(ids, lengths), want)
+    packed = one(path, layout="packed")
+    assert torch.equal(packed(ids, lengths), want)
+
+
+def test_packed_rows_stay_packed(tmp_path: Path) -> None:
+    of = [Source("t", table(2000, 32, 1.0, block=4, elements=0.2), ["a"], width=4)]
+    path = write(tmp_path / "served", ("", "bag", of))
+    decoded, kept = (sum(each.nbytes for each in one(path, layout=how).buffers()) for how in ("rows", "packed"))
+    values = 4 * int((of[0].weight != 0).sum())
+    assert decoded > int(of[0].kept.sum()) * 32 * 4 and kept < values + 2000 * (1 + 4 + 0.25) + 1000
+
+
+@FBGEMM
+def test_a_keyed_jagged_tensor(tmp_path: Path, fbgemm: bool) -> None:
+    """In any order of keys, with features that the collection does not have, and one that two tables have."""
+    of = sources(means=True)
+    of[1].features = ["c", "a"]
+    collection = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=source.name,
+                num_embeddings=len(source.weight),
+                embedding_dim=source.weight.shape[1],
+                feature_names=list(source.features),
+                pooling=PoolingType.MEAN if source.pooling == "mean" else PoolingType.SUM,
+            )
+            for source in of
+        ]
+    )
+    for source in of:
+        collection.embedding_bags[source.name].weight.data.copy_(source.weight)
+    served = one(write(tmp_path / "served", ("tower.tables", "bag", of)), fbgemm=fbgemm)
+    keys = ["d", "x", "b", "c", "a"]
+    lengths = torch.randint(0, 4, (5 * 3,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 33, (int(lengths.sum()),), generator=torch.Generator().manual_seed(2))
+    got, want = (module(KeyedJaggedTensor(keys, ids, lengths=lengths)) for module in (served, collection))
+    assert got.keys() == want.keys() == ["a@two", "b", "c", "a@dense", "d"]
+    assert got.length_per_key() == want.length_per_key()
+    torch.testing.assert_close(got.values(), want.values(), rtol=1e-6, atol=1e-6)  # of means
+    assert torch.equal(got["a@two"], want["a@two"]) and torch.equal(got["b"], want["b"])
+    with pytest.raises(ValueError, match=r"Features \['d'\] are not in the KeyedJaggedTensor"):
+        served(KeyedJaggedTensor(["a", "b", "c"], ids[:3], lengths=torch.ones(3).int()))
+    with pytest.raises(ValueError, match="batches of different sizes"):
+        stride = [[1], [1], [2], [1]]
+        served(
+            KeyedJaggedTensor(
+                ["a", "b", "c", "d"], ids[:5], lengths=torch.ones(5).int(), stride_per_key_per_rank=stride
+            )
+        )
+    with pytest.raises(ValueError, match="must be a KeyedJaggedTensor or tensors"):
+        served([1, 2])
+
+
+def test_a_weighted_keyed_jagged_tensor(tmp_path: Path) -> None:
+    of = [Source("t", table(100, 8, 0.4), ["a", "b"])]
+    served = one(write(tmp_path / "served", ("", "bag", of), weighted=True))
+    ids, lengths = batch(2, 5)
+    weights = torch.rand(len(ids))
+    got = served(KeyedJaggedTensor(["a", "b"], ids, weights, lengths=lengths))
+    torch.testing.assert_close(got.values(), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="has no weights"):
+        served(KeyedJaggedTensor(["a", "b"], ids, lengths=lengths))
+
+
+@FBGEMM
+@DTYPES
+def test_sequences(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
+    """A row for each id, zeros for removed ones."""
+    of = [
+        Source("two", table(100, 8, 0.4), ["a", "b"], "none", 0, dtype),
+        Source("c", table(40, 8, 1.0), ["c"], "none", 0, dtype),
+    ]
+    served = one(write(tmp_path / "served", ("", "sequence", of)), fbgemm=fbgemm)
+    configs = [
+        EmbeddingConfig(
+            name=each.name, num_embeddings=len(each.weight), embedding_dim=8, feature_names=list(each.features)
+        )
+        for each in of
+    ]
+    collection = EmbeddingCollection(tables=configs)
+    for source in of:
+        collection.embeddings[source.name].weight.data.copy_(source.decoded())
+    ids, lengths = batch(3, 4)
+    ids = ids.clamp(0, 39)
+    jagged = KeyedJaggedTensor(["a", "b", "c"], ids, lengths=lengths)
+    got, want = served(jagged), collection(jagged)
+    assert list(got) == list(want) == ["a", "b", "c"]
+    for key, each in want.items():
+        assert torch.equal(got[key].values(), each.values()) and torch.equal(got[key].lengths(), each.lengths())
+    assert torch.equal(served(ids, lengths), torch.cat([each.values() for each in want.values()]))
+
+
+@FBGEMM
+def test_modules_of_torch(tmp_path: Path, fbgemm: bool) -> None:
+    weight = table(60, 6, 0.5)
+    for last in (False, True):
+        bag = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=last)
+        path = write(tmp_path / f"bag {last}", ("bag", "embedding_bag", [Source("t", weight)]), last=last)
+        served = one(path, fbgemm=fbgemm)
+        ids = torch.randint(0, 60, (20,), generator=torch.Generator().manual_seed(0))
+        offsets = torch.tensor([0, 5, 5, 12, 20])[: 4 + last]
+        assert torch.equal(served(ids, offsets), bag(ids, offsets))
+        weights = torch.rand(20)
+        torch.testing.assert_close(served(ids, offsets, weights), bag(ids, offsets, weights), rtol=1e-6, atol=1e-6)
+        assert torch.equal(served(ids.view(4, 5)), bag(ids.view(4, 5)))
+        torch.testing.assert_close(
+            served(ids.view(4, 5), None, weights.view(4, 5)), bag(ids.view(4, 5), None, weights.view(4, 5))
+        )
+        assert served(ids[:0].view(3, 0)).tolist() == [[0.0] * 6] * 3
+        if last:
+            with pytest.raises(RuntimeError, match="must add up to the number of ids"):
+                served(ids, torch.tensor([0, 21]))
+            # FBGEMM's operator would read where they point.
+            beyond = served(ids, torch.tensor([0, 10**9, 20]))
+            assert torch.equal(beyond, served(ids, torch.tensor([0, 20, 20])))
+    served = one(write(tmp_path / "ids", ("ids", "embedding", [Source("t", weight, pooling="none")])), fbgemm=fbgemm)
+    for ids in (torch.tensor(3), torch.randint(0, 60, (2, 3, 4)), torch.zeros(0).int()):
+        assert torch.equal(served(ids), F.embedding(ids, weight))
+    with pytest.raises(ValueError, match=r"takes tensors, as its torch\.nn module did"):
+        served(KeyedJaggedTensor(["a"], torch.zeros(1).int(), lengths=torch.ones(1).int()))
+
+
+def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tensor, ...]]]:
+    """What is scripted and exported: paths, how they are loaded, and a batch."""
+    ids, lengths = batch(4, 6)
+    offsets = torch.arange(0, len(ids), 3)
+    weights = torch.rand(len(ids))
+    bag = write(folder / "bag", ("", "bag", sources("int8", means=True)), weighted=True)
+    packed = write(folder / "packed", ("", "bag", sources("int4", width=2)))
+    sequence = [Source("t", table(90, 4, 0.5), ["a", "b", "c", "d"], "none")]
+    one_table = [Source("t", table(90, 4, 0.5), pooling="mean")]
+    return {
+        "fbgemm": (bag, {"fbgemm": True}, (ids, lengths, weights)),
+        "torch": (bag, {"fbgemm": False}, (ids, lengths, weights)),
+        "packed": (packed, {"layout": "packed"}, (ids, lengths)),
+        "sequence": (write(folder / "sequence", ("", "sequence", sequence)), {}, (ids, lengths)),
+        "bag of torch": (write(folder / "one", ("", "embedding_bag", one_table)), {}, (ids, offsets)),
+        "table of torch": (write(folder / "ids", ("", "embedding", one_table)), {"fbgemm": False}, (ids,)),
+    }
+
+
+@pytest.mark.parametrize("name", ["fbgemm", "torch", "packed", "sequence", "bag of torch", "table of torch"])
+def test_torchscript_and_pt2_are_equal(tmp_path: Path, name: str) -> None:
+    """Another batch than the one that was traced, a batch of one, empty bags, and wrong lengths."""
+    path, options, args = artifacts(tmp_path)[name]
+    served = one(path, **options)
+    served.to_torchscript(tmp_path / "served.pt")
+    served.to_pt2(tmp_path / "served.pt2")
+    lengths = 4 if "of torch" not in name else 1
+    single = (args[0][:1], torch.tensor([1, 0, 0, 0])[:lengths], *args[2:])[: len(args)]
+    single = (*single[:2], *(each[:1] for each in single[2:]))
+    none = (args[0][:0], torch.zeros(lengths).long(), *(each[:0] for each in args[2:]))[: len(args)]
+    for loaded in (torch.jit.load(tmp_path / "served.pt"), torch.export.load(tmp_path / "served.pt2").module()):
+        for some in (args, single, none):
+            assert torch.equal(loaded(*some), served(*some))
+        if "of torch" not in name:
+            with pytest.raises(Exception, match="must add up to the number of ids"):
+                loaded(args[0], args[1] + 1, *args[2:])
+
+
+def test_several_collections(tmp_path: Path) -> None:
+    of = sources()
+    path = write(tmp_path / "served", ("sparse.pooled", "bag", of), ("sparse.last", "embedding", [of[0]]))
+    served = load_served(path)
+    assert isinstance(served, ServedModel)
+    assert list(served) == served.keys() == ["sparse.pooled", "sparse.last"] and len(served) == 2
+    ids, lengths = batch(4, 3)
+    assert torch.equal(served["sparse.pooled"](ids, lengths), pooled(of, ids, lengths))
+    assert torch.equal(served["sparse.last"](ids[:5].clamp(0, 99)), of[0].weight[ids[:5].clamp(0, 99)])
+    assert len(list(served.modules())) > 4
+    with pytest.raises(KeyError, match="'other' is none of the collections"):
+        served["other"]
+    with pytest.raises(TypeError, match=r"Call one of the collections: \[\"served\['sparse.pooled'\]"):
+        served(ids, lengths)
+
+
+def test_refused(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows", ("", "bag", sources()))
+    with pytest.raises(ValueError, match="Export it with layout='packed'"):
+        load_served(rows, layout="packed")
+    with pytest.raises(ValueError, match=r"FBGEMM has no lookup in packed rows"):
+        load_served(rows, layout="packed", fbgemm=True)
+    with pytest.raises(ValueError, match="layout='pcked'"):
+        load_served(rows, layout="pcked")  # type: ignore[arg-type]
+    data = bytearray((rows / "tables.safetensors").read_bytes())
+    data[-1] ^= 1
+    (rows / "tables.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"tables\.safetensors is damaged"):
+        load_served(rows)
+
+
+def test_a_process_without_torchrec(tmp_path: Path) -> None:
+    """It imports neither TorchRec nor what trains, and with FBGEMM missing it serves the same."""
+    of = sources("int8")
+    write(tmp_path / "served", ("", "bag", of))
+    ids, lengths = batch(4, 3)
+    torch.save((ids, lengths, pooled(of, ids, lengths)), tmp_path / "batch")
+    program = (
+        "import sys, torch\n"
+        "without = len(sys.argv) > 2\n"
+        "if without: sys.modules['fbgemm_gpu'] = None  # as if it were not installed\n"
+        "import dist_sparse\n"
+        "served = dist_sparse.load_served(sys.argv[1] + '/served')\n"
+        "ids, lengths, want = torch.load(sys.argv[1] + '/batch')\n"
+        "assert torch.equal(served(ids, lengths), want)\n"
+        "assert type(served.lookup.rows).__name__ == ('TorchLookup' if without else 'FbgemmLookup')\n"
+        "rooms = ('sparsifiers', 'enforcer', 'schedulers', 'training', 'groups', 'optim', 'report', 'serving.jagged')\n"
+        "bad = ['torchrec', *('fbgemm_gpu.' * without,), *(f'dist_sparse.{room}' for room in rooms)]\n"
+        "found = [name for name in sys.modules if any(name.startswith(each) for each in bad if each)]\n"
+        "assert not found, found\n"
+        "if without:\n"
+        "    try: dist_sparse.load_served(sys.argv[1] + '/served', fbgemm=True)\n"
+        "    except ImportError as error: assert 'fbgemm_gpu can' in str(error), error\n"
+        "    else: raise AssertionError('loaded')\n"
+    )
+    for arguments in ([str(tmp_path)], [str(tmp_path), "without"]):
+        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
