@@ -74,11 +74,8 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     if spec.max_nodes == 1:
         endpoint, local_addr = f"{_LOOPBACK}:0", _LOOPBACK
     else:
-        for name, value, how in (
-            ("endpoint", endpoint, " and reach the same store from every node"),
-            ("id", meeting.id, ", the same on all nodes"),
-        ):
-            if value is None:
+        for name, how in (("endpoint", " and reach the same store from every node"), ("id", ", the same on all nodes")):
+            if getattr(meeting, name) is None:
                 raise ValueError(f"Invalid rendezvous.{name}=None: must be given{how}, for nnodes={spec.nnodes!r}.")
         if str(endpoint).endswith(":0"):
             raise ValueError(f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all know.")
@@ -87,9 +84,9 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     return words if local_addr is None else [*words, "--local-addr", local_addr]
 
 
-def threads(spec: LaunchSpec, cores: int) -> int | None:
-    """Return the OpenMP threads of a rank on a node with `cores`, at least 1; None for an unknown number of ranks."""
-    return max(1, cores // spec.nproc_per_node) if isinstance(spec.nproc_per_node, int) else None
+def threads(spec: LaunchSpec, cores: int | None) -> int | None:
+    """Return the OpenMP threads of a rank on a node with `cores`, at least 1; None if cores or ranks are unknown."""
+    return max(1, cores // spec.nproc_per_node) if cores and isinstance(spec.nproc_per_node, int) else None
 
 
 def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -41,11 +41,9 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: s
     what = " ".join(target(spec)[: 1 if spec.script else 2])
     # Some characters end a line, and with it the comment, or are not allowed in YAML.
     comments = _COMMENTS.format(name=spec.name, what=what if what.isprintable() else ascii(what))
-    if spec.resources.walltime is not None:
-        comments += (
-            f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {spec.resources.walltime}:\n"
-        )
-        comments += f"# add activeDeadlineSeconds: {_seconds(spec.resources.walltime)} below spec.\n"
+    if (limit := spec.resources.walltime) is not None:
+        comments += f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {limit}:\n"
+        comments += f"# add activeDeadlineSeconds: {_seconds(limit)} below spec.\n"
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         pass
@@ -114,18 +112,12 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
 
 def _refuse_bytes(spec: LaunchSpec) -> None:
     """Words of a command line that are not valid in its locale have lone surrogates, which UTF-8 can't hold."""
-    rule = "is no text, and a TrainJob holds text only"
-    for name, words in (("script", [spec.script or ""]), ("args", spec.args), ("python", [spec.python])):
-        for word in words:
-            if not _is_text(word):
-                raise ValueError(f"Invalid {name}: {word!a} {rule}.")
-    for key, value in spec.env.items():
-        if not _is_text(value):
-            raise ValueError(f"Invalid env[{key!r}]: the value {rule}.")  # which may be a secret
-
-
-def _is_text(word: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in word)
+    words = [(name, word, ascii(word)) for name in ("script", "python") if (word := getattr(spec, name))]
+    words += [("args", word, ascii(word)) for word in spec.args]
+    words += [(f"env[{key!r}]", value, "the value") for key, value in spec.env.items()]  # which may be a secret
+    for name, word, shown in words:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise ValueError(f"Invalid {name}: {shown} is no text, and a TrainJob holds text only.")
 
 
 def _meeting(spec: LaunchSpec) -> list[str]:
@@ -136,22 +128,15 @@ def _meeting(spec: LaunchSpec) -> list[str]:
 
 
 def _variables(spec: LaunchSpec) -> dict[str, str]:
-    variables = {"PYTHONHASHSEED": "0"} | plain_variables(spec)
-    count = None if spec.resources.cpu is None else threads(spec, spec.resources.cpu)
-    if count is not None:
-        variables["OMP_NUM_THREADS"] = str(count)
-    return variables | dict(spec.env)
+    count = threads(spec, spec.resources.cpu)
+    omp = {} if count is None else {"OMP_NUM_THREADS": str(count)}
+    return {"PYTHONHASHSEED": "0"} | plain_variables(spec) | omp | dict(spec.env)
 
 
 def _resources(spec: LaunchSpec) -> dict[str, dict[str, int | str]]:
     needs = spec.resources
-    amounts: dict[str, int | str] = {}
-    if needs.cpu is not None:
-        amounts["cpu"] = needs.cpu
-    if needs.memory_gib is not None:
-        amounts["memory"] = f"{needs.memory_gib}Gi"
-    if needs.gpu:
-        amounts["nvidia.com/gpu"] = needs.gpu
+    wanted = {"cpu": needs.cpu, "memory": needs.memory_gib and f"{needs.memory_gib}Gi", "nvidia.com/gpu": needs.gpu}
+    amounts = {name: amount for name, amount in wanted.items() if amount}
     return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
 
 

@@ -58,22 +58,16 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
     begin = words.index("--rdzv-backend")
     quoted = [shlex.quote(word) for word in words]
     quoted[begin : begin + len(meeting)] = meeting
-    exports = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": _threads(spec)}
+    count = threads(spec, spec.resources.cpu)
+    exports = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(count or '"${OMP_NUM_THREADS:-1}"')}
     exports |= {key: shlex.quote(value) for key, value in (plain_variables(spec) | dict(spec.env)).items()}
     if spec.resources.cpu is not None:
         exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)  # srun does not take it over from sbatch
-    return "".join(
-        (
-            _HEADER.format(name=spec.name),
-            *(f"#SBATCH {directive}\n" for directive in _directives(spec)),
-            _BODY,
-            *(f"export {key}={value}\n" for key, value in exports.items()),
-            _MEETING if meeting else "",
-            "\nexec srun --kill-on-bad-exit=1 \\\n  ",
-            " \\\n  ".join(_lines(quoted)),
-            "\n",
-        )
-    )
+    directives = "".join(f"#SBATCH {directive}\n" for directive in _directives(spec))
+    variables = "".join(f"export {key}={value}\n" for key, value in exports.items())
+    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(quoted)])
+    head = _HEADER.format(name=spec.name)
+    return f"{head}{directives}{_BODY}{variables}{_MEETING if meeting else ''}\n{command}\n"
 
 
 def _directives(spec: LaunchSpec) -> list[str]:
@@ -91,11 +85,6 @@ def _directives(spec: LaunchSpec) -> list[str]:
         "output": "%x-%j.log",
     }
     return [f"--{key}={value}" for key, value in given.items() if value is not None]
-
-
-def _threads(spec: LaunchSpec) -> str:
-    count = None if spec.resources.cpu is None else threads(spec, spec.resources.cpu)
-    return '"${OMP_NUM_THREADS:-1}"' if count is None else str(count)
 
 
 def _lines(words: list[str]) -> list[str]:

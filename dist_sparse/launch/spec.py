@@ -20,11 +20,13 @@ _ENV_KEY = re.compile(r"[A-Z_][A-Z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NNODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]"
-_ENDPOINT = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})")
+_PORT = "[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"  # up to 65535
+_ENDPOINT = re.compile(rf"(?:{_HOST}):(?:{_PORT})")
 _ADDRESS = re.compile(rf"(?:{_HOST}|[0-9A-Fa-f:.]+)")
 _ID = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
 _WALLTIME = re.compile(r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]")
 _WORD = re.compile(r"[A-Za-z0-9_.,-]+")
+_PATH = re.compile(r"[^-\0\n\r][^\0\n\r]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
 
 
@@ -52,16 +54,16 @@ class Resources:
 
     def __post_init__(self) -> None:
         for name, least in (("cpu", 1), ("gpu", 0), ("memory_gib", 1)):
-            _whole(name, getattr(self, name), least, optional=True)
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), least)
         for name, pattern, rule in (
             ("walltime", _WALLTIME, "HH:MM:SS or DAYS-HH:MM:SS"),
             ("partition", _WORD, "letters, digits and _ . , -"),
             ("account", _WORD, "letters, digits and _ . , -"),
             ("image", _IMAGE, "an image's name, such as registry/name:tag"),
         ):
-            value = getattr(self, name)
-            if value is not None:
-                _match(name, value, pattern, rule)
+            if getattr(self, name) is not None:
+                _match(name, getattr(self, name), pattern, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +85,13 @@ class Rendezvous:
     local_addr: str | None = None
 
     def __post_init__(self) -> None:
-        if self.endpoint is not None:
-            found = _match("rendezvous.endpoint", self.endpoint, _ENDPOINT, "HOST:PORT")
-            if int(found["port"]) > 65535:
-                raise ValueError(f"Invalid rendezvous.endpoint={self.endpoint!r}: the port must be in [0, 65535].")
-        if self.id is not None:
-            _match("rendezvous.id", self.id, _ID, "1 to 128 letters, digits and _ . -, not beginning with -")
-        if self.local_addr is not None:
-            _match("rendezvous.local_addr", self.local_addr, _ADDRESS, "an address or a host name")
+        for name, pattern, rule in (
+            ("endpoint", _ENDPOINT, "HOST:PORT, the port in [0, 65535]"),
+            ("id", _ID, "1 to 128 letters, digits and _ . -, not beginning with -"),
+            ("local_addr", _ADDRESS, "an address or a host name"),
+        ):
+            if getattr(self, name) is not None:
+                _match(f"rendezvous.{name}", getattr(self, name), pattern, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,22 +134,11 @@ class LaunchSpec:
             raise ValueError(f"Invalid script={self.script!r}, module={self.module!r}: must be exactly one of them.")
         if self.module is not None:
             _match("module", self.module, _MODULE, "a dotted Python name")
-        for name in ("script", "python"):
-            value = getattr(self, name)
-            if name == "script" and value is None:
-                continue
-            if not isinstance(value, str) or not value or value.startswith("-") or _unclean(value):
-                rule = "must be a str, a path without NUL and newlines, not an option"
-                raise ValueError(f"Invalid {name}={value!r}: {rule}.")
-        for name, kind in (
-            ("args", tuple | list),
-            ("rendezvous", Rendezvous),
-            ("env", Mapping),
-            ("resources", Resources),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                what = kind.__name__ if isinstance(kind, type) else "tuple"
-                raise ValueError(f"Invalid {name}: must be a {what}, not a {type(getattr(self, name)).__name__}.")
+        rule = "a str, a path without NUL and newlines, not an option"
+        for name in ("script", "python") if self.module is None else ("python",):
+            _match(name, getattr(self, name), _PATH, rule)
+        if not isinstance(self.args, tuple | list):  # a str would be a word for each letter
+            raise ValueError(f"Invalid args: must be a tuple, not a {type(self.args).__name__}.")
         object.__setattr__(self, "args", tuple(self.args))
         for word in self.args:
             if not isinstance(word, str) or "\0" in word:
@@ -163,7 +153,7 @@ class LaunchSpec:
             _match("env", key, _ENV_KEY, "keys of A-Z, 0-9 and _, not beginning with a digit")
             if key.startswith("PET_"):
                 raise ValueError(f"Invalid env={key!r}: PET_ variables are torchrun's own options and not passed on.")
-            if not isinstance(value, str) or _unclean(value):
+            if not isinstance(value, str) or set(value) & {"\0", "\n", "\r"}:
                 # The value may be a secret, and errors go into logs.
                 raise ValueError(f"Invalid env[{key!r}]: the value must be a str without NUL and newlines.")
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
@@ -183,12 +173,6 @@ def _match(name: str, value: object, pattern: re.Pattern[str], rule: str) -> re.
     return found
 
 
-def _whole(name: str, value: object, least: int, more: str = "", *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
+def _whole(name: str, value: object, least: int, more: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"Invalid {name}={value!r}: must be a whole number, at least {least}{more}.")
-
-
-def _unclean(value: str) -> bool:
-    return any(character in value for character in "\0\n\r")

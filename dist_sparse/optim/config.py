@@ -1,22 +1,21 @@
-"""Arguments and states of an OptimScheduler, checked; which steps are updates."""
+"""Arguments of an OptimScheduler, checked: which steps are updates, which parameters are updated, which states fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import integer, number
-from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.modules import modules_by_path
+from dist_sparse.tables.tensors import is_sharded
 
-__all__ = ["OptimConfig", "check_optimizer", "check_sparsity"]
-
-_TOO_EARLY = "the model has fused tables, which are updated inside every backward, before"
+__all__ = ["OptimConfig", "Owned", "Wiring", "check_optimizer", "owned_by", "wiring_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +49,20 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         try:
-            self._set("step_per_update", integer("step_per_update", self.step_per_update, least=1))
-            self._set("accum_grad", integer("accum_grad", self.accum_grad, least=1))
+            for name in ("step_per_update", "accum_grad"):
+                self._set(name, integer(name, getattr(self, name), least=1))
         except ValueError as error:
             raise AssertionError(str(error)) from None
         if self.optim_loss is not None and not isinstance(self.optim_loss, str):
             raise AssertionError(f"Invalid optim_loss={self.optim_loss!r}: must be the name of a loss, or None.")
-        if isinstance(self.updated_modules, str):
-            self._set("updated_modules", [self.updated_modules])
-        elif self.updated_modules is not None:
-            if not isinstance(self.updated_modules, Sequence):  # a set has another order in each process
-                raise ValueError(
-                    f"Invalid updated_modules={self.updated_modules!r}: must be a path or a list of paths."
-                )
-            self._set("updated_modules", list(self.updated_modules))
+        modules = [self.updated_modules] if isinstance(self.updated_modules, str) else self.updated_modules
+        if modules is not None and not isinstance(modules, Sequence):  # a set has another order in each process
+            raise ValueError(f"Invalid updated_modules={modules!r}: must be a path or a list of paths.")
+        self._set("updated_modules", None if modules is None else list(modules))
         for name in ("use_amp", "distributed"):
             if getattr(self, name) not in (True, False):  # "no" would count as true
                 raise ValueError(f"Invalid {name}={getattr(self, name)!r}: must be True or False.")
-        if self.grad_clip is not None:
-            self._set("grad_clip", _positive("grad_clip", self.grad_clip))
+        self._set("grad_clip", None if self.grad_clip is None else _positive("grad_clip", self.grad_clip))
         self._set("grad_norm_type", _positive("grad_norm_type", self.grad_norm_type))
         self._set("ft_factor", float(number("ft_factor", self.ft_factor, least=0)))
         if self.amp_dtype not in (torch.float16, torch.bfloat16):
@@ -100,12 +94,7 @@ class OptimConfig:
         return self.due(step_num) and step_num % self.accum_grad == 0
 
     def loss_of(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss to differentiate, itself.
-
-        Raises:
-            AssertionError: there is no loss named "loss". KeyError: there is none named ``optim_loss``.
-            ValueError: it is not a tensor.
-        """
+        """Return the loss to differentiate, itself; raises as ``OptimScheduler.step()``."""
         if self.optim_loss is None and "loss" not in losses:
             raise AssertionError(f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss.")
         loss = losses[self.loss_name]
@@ -114,57 +103,130 @@ class OptimConfig:
         return loss
 
     def check_fused(self, *, owns_them: bool) -> None:
-        """Check the arguments for a model with fused tables.
-
-        Args:
-            owns_them: whether some of the tables belong to ``updated_modules``.
-
-        Raises:
-            ValueError: gradients would have to be scaled, accumulated or clipped that no rank ever holds.
-        """
+        """Raise a ValueError if gradients of fused tables, which no rank ever holds, would have to be scaled,
+        accumulated, or (if some of the tables belong to ``updated_modules``: ``owns_them``) clipped."""
         if self.scaled:
-            raise ValueError(
-                f"Invalid use_amp=True with float16: {_TOO_EARLY} the factor of the GradScaler can be divided out. Use "
-                "bfloat16 autocast (amp_dtype=torch.bfloat16) or tables with a dense kernel."
-            )
+            amp = "bfloat16 autocast (amp_dtype=torch.bfloat16)"
+            raise _too_early("use_amp=True with float16", "the GradScaler's factor is divided out", amp)
         if self.accum_grad > 1:
-            raise ValueError(
-                f"Invalid accum_grad={self.accum_grad}: {_TOO_EARLY} gradients can be accumulated. Use larger batches "
-                "or tables with a dense kernel."
-            )
-        if owns_them and self.grad_clip is not None and not math.isinf(self.grad_clip):
-            raise ValueError(
-                f"Invalid grad_clip={self.grad_clip}: {_TOO_EARLY} the norm is known. Use grad_clip=None and the fused "
-                "optimizer's own gradient_clipping and max_gradient, an OptimScheduler that clips the other modules "
-                "alone (updated_modules), or tables with a dense kernel."
-            )
+            raise _too_early(f"accum_grad={self.accum_grad}", "gradients are accumulated", "larger batches")
+        if owns_them and self.grad_clip not in (None, math.inf):
+            clip = "grad_clip=None and the fused optimizer's own gradient_clipping and max_gradient, an OptimScheduler "
+            clip += "that clips the other modules alone (updated_modules),"
+            raise _too_early(f"grad_clip={self.grad_clip}", "the norm is known", clip)
+
+
+def _too_early(argument: str, when: str, instead: str) -> ValueError:
+    return ValueError(
+        f"Invalid {argument}: the model has fused tables, which are updated inside every backward, before {when}. Use "
+        f"{instead} or tables with a dense kernel."
+    )
 
 
 def _positive(name: str, value: Any) -> float:
-    """A number > 0; infinity is one, also spelled "inf"."""
-    if isinstance(value, str) and value == "inf":
-        return math.inf
-    if isinstance(value, float) and value == math.inf:
+    """A number > 0, or infinity, also as text."""
+    if isinstance(value, float | str) and value in (math.inf, "inf"):
         return math.inf
     if (found := float(number(name, value))) <= 0:
         raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
     return found
 
 
-def check_sparsity(sparsifier: Any, scheduler: Any) -> None:
-    """Raise a ValueError unless they are a sparsifier and its scheduler."""
-    if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
-        raise ValueError(f"Invalid data_sparsifier of type {type(sparsifier).__name__}: must be a BaseDataSparsifier.")
-    if scheduler is None:
-        return
-    if not isinstance(scheduler, BaseDataScheduler):
-        raise ValueError(f"Invalid data_scheduler of type {type(scheduler).__name__}: must be a BaseDataScheduler.")
-    if scheduler.data_sparsifier is not sparsifier:
-        raise ValueError("Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.")
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """How gradients reach the parameters of a model."""
+
+    modules: Mapping[str, nn.Module]  # by path from the user's own module, which is ""; wrappers are left out
+    fused: bool  # whether it has tables whose optimizer runs inside the backward
+    # Whether gradients need a backward through the whole graph, with hooks: FSDP puts whole parameters in the place of
+    # shards, and a TorchRec kernel holds several tables in one tensor.
+    hooked: bool
+    replicating: list[Any]  # the modules that average gradients over ranks, each with no_sync()
+
+    @property
+    def ddp(self) -> list[DistributedDataParallel]:
+        """The DDP modules among ``replicating``."""
+        return [module for module in self.replicating if isinstance(module, DistributedDataParallel)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """The parameters that one optimizer updates."""
+
+    parameters: list[nn.Parameter]  # each once, frozen ones included, those of fused tables excluded
+    pieces: frozenset[nn.Parameter]  # of them, this rank's parts of larger tensors: dense shards and DTensors
+    fused: list[Any]  # sharded collections with a fused optimizer, which takes nothing but a learning rate
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that take a gradient."""
+        return [p for p in self.parameters if p.requires_grad]
+
+    def set_fused_lr(self, lr: float) -> None:
+        """Set the learning rate of fused tables, from the next forward on: the kernels read it there."""
+        for module in self.fused:
+            for group in module.fused_optimizer.param_groups:
+                group["lr"] = lr
+            module.fused_optimizer.step()  # hands it to the kernels; they have updated the weights already
+
+
+def wiring_of(model: nn.Module) -> Wiring:
+    """Return how gradients reach the parameters of ``model``, wrapped or not."""
+    modules = modules_by_path(model)
+    if hasattr(model, "no_sync"):
+        replicating: list[Any] = [model]
+    else:  # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree
+        parts = (part for module in model.modules() for part in (module, *getattr(module, "_lookups", ())))
+        replicating = list({part: None for part in parts if isinstance(part, DistributedDataParallel)})
+    marks = ("set_requires_gradient_sync", "_fsdp_wrapped_module", "module_sharding_plan")
+    return Wiring(
+        modules=modules,
+        fused=bool(_fused(modules[""])),
+        hooked=any(getattr(module, mark, None) for module in model.modules() for mark in marks),
+        replicating=replicating,
+    )
+
+
+def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
+    """Return what is in the modules at these paths from the user's own module, or in the whole model for None.
+
+    Raises:
+        ValueError: there is no such module, it is a part of a sharded collection, it has no parameters, or torch
+            itself updates some of them inside the backward.
+    """
+    known = wiring.modules
+    if names is not None:
+        unknown = [name for name in names if not name or name not in known]
+        if unknown or not names:
+            children = [path for path in known if path and "." not in path]
+            raise ValueError(f"Invalid updated_modules={names}: {unknown} are not modules; there are {children}.")
+        collections = [path for path, module in known.items() if getattr(module, "module_sharding_plan", None)]
+        inside = [name for name in names if any(name.startswith(f"{path}." if path else "") for path in collections)]
+        if inside:
+            raise ValueError(
+                f"Invalid updated_modules={names}: {inside} are parts of sharded collections, whose tables share "
+                f"kernels and a learning rate: name the collections, {collections}."
+            )
+    roots = [known[name] for name in ([""] if names is None else names)]
+    where = list(names or [type(known[""]).__name__])
+    parameters = list({p: None for root in roots for p in root.parameters()})
+    if not parameters:
+        raise ValueError(f"The modules {where} have no parameters.")
+    fused = list({module: None for root in roots for module in _fused(root)})
+    moving = {p for p in parameters if hasattr(p, "_in_backward_optimizers")}
+    if alone := moving.difference(*(module.parameters() for module in fused)):
+        raise ValueError(
+            f"{len(alone)} parameters of {where} are updated inside the backward by apply_optimizer_in_backward() and "
+            "belong to no sharded collection. An OptimScheduler can't step them: leave that call out, or shard their "
+            "tables with DistributedModelParallel first."
+        )
+    kept = [p for p in parameters if p not in moving]
+    shards = {p for root in roots for p in _shards(root)}
+    return Owned(parameters=kept, pieces=frozenset(p for p in kept if p in shards or is_sharded(p)), fused=fused)
 
 
 def check_optimizer(loaded: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if the state is of another optimizer or of other parameters.
+    """Raise a ValueError if the state of ``loaded`` is of another optimizer than ``present`` or of other parameters.
 
     ``load_state_dict()`` of torch compares numbers of groups and parameters only; ``step()`` would fail later. A state
     does not name its optimizer, so one of a relative (Adam's in Adamax) passes.
@@ -183,3 +245,19 @@ def check_optimizer(loaded: torch.optim.Optimizer, present: torch.optim.Optimize
                     f"The state is of other parameters: {name} of number {at} has the shape {tuple(part.shape)}, the "
                     f"parameter {tuple(parameter.shape)}."
                 )
+
+
+def _fused(root: nn.Module) -> list[Any]:
+    """The sharded collections that have a table with a fused optimizer on any rank: the plan is the same on all."""
+    plans = ((module, getattr(module, "module_sharding_plan", {})) for module in root.modules())
+    return [module for module, plan in plans if any(table.compute_kernel != "dense" for table in plan.values())]
+
+
+def _shards(root: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of sharded collections that are not whole on every rank."""
+    for module in root.modules():
+        plan = getattr(module, "module_sharding_plan", {})
+        for name, parameter in module.named_parameters() if plan else ():
+            table = name.split(".")[-2]
+            if table in plan and plan[table].sharding_type != "data_parallel":
+                yield parameter

@@ -14,25 +14,21 @@ import abc
 import contextlib
 import copy
 import inspect
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_sparse.checks import integer, number
 from dist_sparse.enforcer.optimizers import optimizer_class
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.optim.backward import Backward, Claim, Gradients, owned_by, wiring_of
-from dist_sparse.optim.config import OptimConfig, check_optimizer, check_sparsity
-from dist_sparse.optim.update import update_weights
+from dist_sparse.optim.config import OptimConfig, check_optimizer, owned_by, wiring_of
+from dist_sparse.optim.gradients import Backward, Claim, Gradients, update_weights
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -42,9 +38,7 @@ __all__ = ["OptimScheduler"]
 Clock = Callable[[list[str]], AbstractContextManager[Any]]
 
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
-"""The OptimSchedulers of each model, in the order in which they were constructed, the same on every rank."""
-
-_numbers = itertools.count()
+"""The OptimSchedulers of each model by id, in the order in which they were constructed, the same on every rank."""
 
 
 def _argument(name: str) -> Any:
@@ -144,11 +138,16 @@ class OptimScheduler(abc.ABC):
             raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
         if optim_conf is not None and not isinstance(optim_conf, Mapping):
             raise ValueError(f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name.")
-        check_sparsity(data_sparsifier, data_scheduler)
         self.model, self.data_sparsifier, self.data_scheduler = model, data_sparsifier, data_scheduler
+        for name, kind in (("data_sparsifier", BaseDataSparsifier), ("data_scheduler", BaseDataScheduler)):
+            part = getattr(self, name)
+            if part is not None and not isinstance(part, kind):
+                raise ValueError(f"Invalid {name} of type {type(part).__name__}: must be a {kind.__name__}.")
+        if data_scheduler is not None and data_scheduler.data_sparsifier is not data_sparsifier:
+            raise ValueError("Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.")
         self._wiring = wiring_of(model)
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if distributed and (several or self.config.accum_grad > 1) and not self._wiring.replicating:
+        averages = bool(self._wiring.replicating) or (world_ranks() is None and self.config.accum_grad == 1)
+        if distributed and not averages:
             raise ValueError(
                 f"Invalid distributed=True: {type(model).__name__} does not average gradients over ranks; wrap the "
                 "model in DistributedDataParallel or DistributedModelParallel first."
@@ -167,7 +166,6 @@ class OptimScheduler(abc.ABC):
         self._early: tuple[Tensor, Gradients] | None = None  # taken by another one's step: of which loss, which
         self._last_step: int | None = None
         self._accumulated = 0  # steps of an unfinished real step whose gradients are in .grad
-        self._fused_lr: float | None = None
         self._join()
         self.optimizer.zero_grad()  # what is left of an earlier run is not part of the first update
         self._set_fused_lr_ahead(step_num=1, epoch_num=1)
@@ -205,12 +203,9 @@ class OptimScheduler(abc.ABC):
             epoch_num = integer("epoch_num", epoch_num, least=1)
             for peer in active:
                 if peer._owned.fused and peer.config.due(step_num):
-                    peer._set_fused_lr(peer._lr(step_num, epoch_num))
-        amp = next((peer for peer in active if peer.config.use_amp), None)
-        with ExitStack() as stack:
-            stack.enter_context(self._unsynchronized(step_num))
-            if amp is not None:
-                stack.enter_context(torch.autocast(self._device, dtype=amp.config.amp_dtype))
+                    peer._owned.set_fused_lr(peer._lr(step_num, epoch_num))
+        amp = next((peer.config.amp_dtype for peer in active if peer.config.use_amp), None)
+        with self._unsynchronized(step_num), torch.autocast(self._device, amp) if amp else nullcontext():
             yield
 
     def step(
@@ -252,18 +247,12 @@ class OptimScheduler(abc.ABC):
                 self._accumulated = 0 if config.updates(step_num) else self._accumulated + 1
         with clock(["optim_time", optim_name]):
             if config.updates(step_num):
-                norm, updated = update_weights(
-                    self.optimizer,
-                    self.scaler,
-                    self._owned,
-                    grad_clip=config.grad_clip,
-                    norm_type=config.grad_norm_type,
-                )
+                rule: dict[str, Any] = {"grad_clip": config.grad_clip, "norm_type": config.grad_norm_type}
+                norm, updated = update_weights(self.optimizer, self.scaler, self._owned, **rule)
                 if not math.isfinite(norm) and logger is not None:
-                    logger.info(
-                        f"Real step {config.real_step(step_num)}: the norm of the gradients is {norm}; no update."
-                    )
-                for part in self._sparsity().values() if updated else ():
+                    real_step = config.real_step(step_num)
+                    logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
+                for part in self._sparsity.values() if updated else ():
                     part.step()
         self._set_fused_lr_ahead(step_num + 1, epoch_num)
 
@@ -284,13 +273,11 @@ class OptimScheduler(abc.ABC):
                 f"{self.config.accum_grad} steps are not in it. Save where step_num is a multiple of accum_grad.",
                 stacklevel=2,
             )
-        state: dict[str, Any] = {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-        }
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "scaler": scaler}
         if self._owned.fused:
-            state["fused_lr"] = self._fused_lr
-        return {**state, **{name: part.state_dict() for name, part in self._sparsity().items()}}
+            state["fused_lr"] = self._owned.fused[0].fused_optimizer.param_groups[0]["lr"]
+        return {**state, **{name: part.state_dict() for name, part in self._sparsity.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. Collective if there is a sparsifier. A state of a run with AMP can be loaded into
@@ -300,7 +287,7 @@ class OptimScheduler(abc.ABC):
             ValueError: a part is missing or does not fit, or ranks load different steps. With a sparsifier it is raised
                 on every rank, and nothing has changed on any; without one, only on this rank, which has not changed.
         """
-        group = group_over(world_ranks() if self._sparsity() else None)
+        group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
             try:
                 facts.update(self._check_state(state_dict))
@@ -309,20 +296,20 @@ class OptimScheduler(abc.ABC):
             except Exception as fault:  # torch has another one for each way in which a state does not fit
                 raise ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.") from fault
         # The other two check on all ranks, the sparsifier as a part of its load. From there on nothing can fail.
-        schedule: Callable[[], None] | None = None
-        if isinstance(self.data_scheduler, ReadyDataScheduler):
-            _, schedule = self.data_scheduler.prepare_load(state_dict["data_scheduler"])
-        elif self.data_scheduler is not None:
-            schedule = partial(self.data_scheduler.load_state_dict, state_dict["data_scheduler"])
+        schedule, commit = self.data_scheduler, None
+        if isinstance(schedule, ReadyDataScheduler):
+            _, commit = schedule.prepare_load(state_dict["data_scheduler"])
         if self.data_sparsifier is not None:
             self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
-        if schedule is not None:
-            schedule()
+        if commit is not None:
+            commit()
+        elif schedule is not None:
+            schedule.load_state_dict(state_dict["data_scheduler"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
         if (lr := state_dict.get("fused_lr")) is not None:
-            self._set_fused_lr(lr)
+            self._owned.set_fused_lr(lr)
         self._last_step = None if self._last_step is None else 0  # step numbers may start again where they were then
         self._drop_gradients()
 
@@ -333,61 +320,50 @@ class OptimScheduler(abc.ABC):
         )
 
     def __repr__(self) -> str:
-        parts = [
-            f"optimizer={type(self.optimizer).__name__}",
-            f"optim_loss={self.config.optim_loss}",
-            f"updated_modules={self.config.updated_modules}",
-            *([extra] if (extra := self.extra_repr_fn()) else []),
-        ]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        config, extra = self.config, self.extra_repr_fn()
+        parts = f"optim_loss={config.optim_loss}, updated_modules={config.updated_modules}{extra and f', {extra}'}"
+        return f"{type(self).__name__}(optimizer={type(self.optimizer).__name__}, {parts})"
 
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers. One for the same parameters and loss, such as that of a notebook
         cell which runs again, is replaced: steps of others no longer compute gradients for it."""
-        self._model_peers = _peers.setdefault(self._wiring.inner, WeakValueDictionary())
-        mine, replaced = {*self._owned.parameters, *self._owned.fused}, {}
-        for number_of, other in list(self._model_peers.items()):
-            theirs = {*other._owned.parameters, *other._owned.fused}
-            if theirs <= mine and other.config.loss_name == self.config.loss_name:
-                replaced[number_of] = other
+        self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
+        mine = {*self._owned.parameters, *self._owned.fused}
+        same_loss = [peer for peer in self._others() if peer.config.loss_name == self.config.loss_name]
+        replaced = [peer for peer in same_loss if mine.issuperset([*peer._owned.parameters, *peer._owned.fused])]
+        for peer in self._others():
+            if peer in replaced:
                 continue
-            for name, part in self._sparsity().items():
-                if part is getattr(other, name):
+            for name, part in self._sparsity.items():
+                if part is getattr(peer, name):
                     raise ValueError(f"Invalid {name}: another OptimScheduler of the model steps it at each update.")
-            if self.config.use_amp and other.config.use_amp and self.config.amp_dtype != other.config.amp_dtype:
+            if self.config.use_amp and peer.config.use_amp and self.config.amp_dtype != peer.config.amp_dtype:
                 raise ValueError(
                     f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the model has "
-                    f"{other.config.amp_dtype}, and they share its forward."
+                    f"{peer.config.amp_dtype}, and they share its forward."
                 )
-        for number_of, other in replaced.items():
-            del self._model_peers[number_of]
-            other._early = None
-        self._model_peers[next(_numbers)] = self
+        for peer in replaced:
+            del self._peers[id(peer)]
+        self._peers[id(self)] = self
 
     def _others(self) -> list[OptimScheduler]:
         """The other OptimSchedulers of the model, but for those that were replaced."""
-        return [peer for peer in self._model_peers.values() if peer is not self]
+        return [peer for peer in self._peers.values() if peer is not self]
 
+    @property
     def _sparsity(self) -> dict[str, Any]:
         parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _claim(self, losses: Mapping[str, Tensor], step_num: int) -> Claim:
-        return Claim(
-            owned=self._owned,
-            loss=self.config.loss_of(losses),
-            parts=self.config.accum_grad,
-            scaler=self.scaler,
-            reduced=self.config.updates(step_num),
-        )
+        loss, config = self.config.loss_of(losses), self.config
+        return Claim(self._owned, loss, config.accum_grad, self.scaler, reduced=config.updates(step_num))
 
     def _take_gradients(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
         """Set the gradients of this step, added to those of the micro-steps before, and the learning rate."""
         claim, lr = self._claim(losses, step_num), self._lr(step_num, epoch_num)
-        if self._early is not None and self._early[0] is claim.loss:
-            mine = self._early[1]
-        else:
-            mine = self._run_backward(claim, losses, step_num)
+        early = self._early
+        mine = early[1] if early and early[0] is claim.loss else self._run_backward(claim, losses, step_num)
         for parameter, grad in zip(self._owned.parameters, mine, strict=True):
             parameter.grad = grad
         for group in self.optimizer.param_groups:
@@ -426,11 +402,7 @@ class OptimScheduler(abc.ABC):
         self._early, self._accumulated = None, 0
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
-        """The learning rate of a step.
-
-        Raises:
-            ValueError: ``update_lr`` returns no finite number >= 0, which would turn weights into NaN.
-        """
+        """The learning rate of a step, a finite number >= 0: any other would turn weights into NaN."""
         arguments = {"real_step": self.config.real_step(step_num), "epoch_num": epoch_num}
         if self._lr_by_step:
             del arguments["epoch_num"]
@@ -442,11 +414,7 @@ class OptimScheduler(abc.ABC):
         """Set the learning rate of fused tables for the next forward, whose kernels read it."""
         if self._owned.fused and self.config.due(step_num):
             with contextlib.suppress(Exception):  # the step may never come; if it does, it raises this itself
-                self._set_fused_lr(self._lr(step_num, epoch_num))
-
-    def _set_fused_lr(self, lr: float) -> None:
-        self._fused_lr = lr
-        self._owned.set_fused_lr(lr)
+                self._owned.set_fused_lr(self._lr(step_num, epoch_num))
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
         """``no_sync()`` of all that averages gradients, unless an update of an OptimScheduler follows this step."""
@@ -459,15 +427,9 @@ class OptimScheduler(abc.ABC):
         return stack
 
     def _check_state(self, saved: Any) -> dict[str, Any]:
-        """Load a state into copies of the parts, which hold references to the same tensors but to no common state.
-
-        Returns:
-            What must be equal on all ranks.
-
-        Raises:
-            Exception: it does not fit.
-        """
-        parts = self._sparsity()
+        """Load a state into copies of the parts, which have the same tensors but no common state. Return what must be
+        equal on all ranks; raise whatever torch raises if it does not fit."""
+        parts = self._sparsity
         if not isinstance(saved, Mapping):
             raise ValueError(f"Invalid state of type {type(saved).__name__}: must be a result of state_dict().")
         if missing := [name for name in ("optimizer", *parts) if name not in saved]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from dist_sparse.optim.update import clip_gradients, gradient_norm
+from dist_sparse.optim.gradients import clip_gradients, gradient_norm
 from tests.dist.plugin import on_ranks
 from tests.dist.test_optim_scheduler import plans, reference, refuses
 from tests.optim.optim_loop import Clock, Log, Steady, Two, batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,6 +49,22 @@ def test_pack_and_unpack_are_inverse(count: int) -> None:
     assert count_bits(packed) == int(flags.sum())
     assert torch.equal(positions(packed), flags.nonzero().flatten())
     assert [int(byte) >> bit & 1 for byte in packed for bit in range(8)][:count] == flags.int().tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.integers(0, 2000))
+def test_chunks_of_block_rows_cover_the_mask_and_begin_at_bytes(mask: BlockMask, most: int) -> None:
+    chunks = list(mask.row_chunks(most))
+    assert [row for chunk in chunks for row in range(*chunk)] == list(range(mask.grid.rows))
+    assert all((last - first) * mask.grid.cols <= max(most, 8 * mask.grid.cols) for first, last in chunks)
+    assert torch.equal(torch.cat([mask.flags(*chunk) for chunk in chunks]), mask.flags())
+
+
+def test_masks_are_frozen() -> None:
+    mask = BlockMask.full(Rect(0, 0, 4, 4), (1, 4), CPU)
+    with pytest.raises(FrozenInstanceError):
+        mask.bits = torch.zeros(1, dtype=torch.uint8)  # type: ignore[misc]
+    assert not mask.removes and mask == mask and mask != BlockMask.full(mask.rect, mask.block, CPU)
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.optim.update import clip_gradients, gradient_norm
+from dist_sparse.optim.gradients import clip_gradients, gradient_norm
 from tests.optim.optim_loop import Log, Steady, Two, batch, copied, same, train
 
 

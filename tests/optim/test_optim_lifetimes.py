@@ -134,20 +134,6 @@ def test_one_forward_has_one_precision() -> None:
         made(model, updated_modules="decoder", use_amp=True)
 
 
-def test_a_graph_that_is_gone_is_explained() -> None:
-    model = Two()
-    pair = [made(model, updated_modules="encoder"), made(model, updated_modules="decoder")]
-    loss = model(batch(1))["loss"]
-    pair[0].step({"loss": loss.clone()}, None, "a", 1, 1)
-    with pytest.raises(RuntimeError, match="be passed the very same loss tensor"):
-        pair[1].step({"loss": loss.clone()}, None, "b", 1, 1)
-    alone = [made(model.encoder), made(model.decoder)]
-    loss = model(batch(1))["loss"]
-    alone[0].step({"loss": loss}, None, "a", 1, 1)
-    with pytest.raises(RuntimeError, match="constructed for the same model"):
-        alone[1].step({"loss": loss}, None, "b", 1, 1)
-
-
 class Older(Steady):
     """An ``update_lr`` of older versions of SpeeChain."""
 

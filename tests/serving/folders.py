@@ -75,7 +75,7 @@ def table(rows: int, dim: int, kept: float, *, block: int = 0, elements: float =
     weight[torch.rand(rows, generator=some) >= kept] = 0
     if block:
         cells = torch.rand(rows, -(-dim // block), generator=some) < elements
-        weight *= cells.repeat_interleave(block, 1)[:, :dim]
+        weight[~cells.repeat_interleave(block, 1)[:, :dim]] = 0
     return weight
 
 
