@@ -166,6 +166,7 @@ class OptimScheduler(abc.ABC):
         self._early: tuple[Tensor, Gradients] | None = None  # taken by another one's step: of which loss, which
         self._last_step: int | None = None
         self._accumulated = 0  # steps of an unfinished real step whose gradients are in .grad
+        self._fused_lr: float | None = None
         self._join()
         self.optimizer.zero_grad()  # what is left of an earlier run is not part of the first update
         self._set_fused_lr_ahead(step_num=1, epoch_num=1)
@@ -203,7 +204,7 @@ class OptimScheduler(abc.ABC):
             epoch_num = integer("epoch_num", epoch_num, least=1)
             for peer in active:
                 if peer._owned.fused and peer.config.due(step_num):
-                    peer._owned.set_fused_lr(peer._lr(step_num, epoch_num))
+                    peer._set_fused_lr(peer._lr(step_num, epoch_num))
         amp = next((peer.config.amp_dtype for peer in active if peer.config.use_amp), None)
         with self._unsynchronized(step_num), torch.autocast(self._device, amp) if amp else nullcontext():
             yield
@@ -276,7 +277,7 @@ class OptimScheduler(abc.ABC):
         scaler = None if self.scaler is None else self.scaler.state_dict()
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "scaler": scaler}
         if self._owned.fused:
-            state["fused_lr"] = self._owned.fused[0].fused_optimizer.param_groups[0]["lr"]
+            state["fused_lr"] = self._fused_lr
         return {**state, **{name: part.state_dict() for name, part in self._sparsity.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -309,7 +310,7 @@ class OptimScheduler(abc.ABC):
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
         if (lr := state_dict.get("fused_lr")) is not None:
-            self._owned.set_fused_lr(lr)
+            self._set_fused_lr(lr)
         self._last_step = None if self._last_step is None else 0  # step numbers may start again where they were then
         self._drop_gradients()
 
@@ -414,7 +415,11 @@ class OptimScheduler(abc.ABC):
         """Set the learning rate of fused tables for the next forward, whose kernels read it."""
         if self._owned.fused and self.config.due(step_num):
             with contextlib.suppress(Exception):  # the step may never come; if it does, it raises this itself
-                self._owned.set_fused_lr(self._lr(step_num, epoch_num))
+                self._set_fused_lr(self._lr(step_num, epoch_num))
+
+    def _set_fused_lr(self, lr: float) -> None:
+        self._fused_lr = lr  # a rank without a table has no optimizer that knows it
+        self._owned.set_fused_lr(lr)
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
         """``no_sync()`` of all that averages gradients, unless an update of an OptimScheduler follows this step."""

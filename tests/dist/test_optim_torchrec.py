@@ -207,8 +207,11 @@ def check_fused(case: tuple[str, bool]) -> None:
     cell = cells(WORLD)[name]
     model = build(cell, torch.optim.SGD, {"lr": 7.0})
     start = held(model)
-    trained(model, cell, [noam(model, grad_clip=None)], context)
+    scheduler = noam(model, grad_clip=None)
+    trained(model, cell, [scheduler], context)
     check_close(held(model), reference(cell, [{"modules": BOTH}], noam_rate), start)
+    saved = scheduler.state_dict()["fused_lr"]  # of the next step, on ranks without a table too
+    assert saved == pytest.approx(noam_rate(STEPS + 1, 3))
 
 
 def check_fused_epochs(_: None) -> None:
