@@ -12,7 +12,7 @@ Look and log:        describe, TableStats, RunLog
 Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataScheduler, CosineDataScheduler,
                      ExponentialDataScheduler, LambdaDataScheduler
 Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
-Whole rows:          ROW, as in sparse_block_shape=(1, ROW)
+Whole rows, columns: ROW and COL, as in sparse_block_shape=(1, ROW) or (COL, 1)
 One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
 After training:      post_training_sparse_quantize (8-bit tables), load_served
 Under Lightning:     dist_sparse.lightning.SparsifyCallback
@@ -25,6 +25,7 @@ runs where torch is missing or broken. ``__init__.pyi`` has the types.
 from importlib import import_module
 
 _MODULE_OF = {
+    "COL": "tables.shards",
     "ROW": "tables.shards",
     "BaseDataScheduler": "schedulers.base",
     "BaseDataSparsifier": "sparsifiers.base",

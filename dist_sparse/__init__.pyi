@@ -34,6 +34,7 @@ from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifi
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
 from dist_sparse.sparsifiers.stats import TableStats as TableStats
 from dist_sparse.sparsifiers.stats import describe as describe
+from dist_sparse.tables.shards import COL as COL
 from dist_sparse.tables.shards import ROW as ROW
 from dist_sparse.training.sparsify import SparseTraining as SparseTraining
 from dist_sparse.training.sparsify import sparsify as sparsify

@@ -102,8 +102,9 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
     raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{hint}")
 
 
-def parse_block(text: str) -> tuple[int, int | str]:
-    """Return ``"1x4"``, ``"1,4"``, ``"row"`` or ``"2xrow"`` as a sparse block shape; case does not matter.
+def parse_block(text: str) -> tuple[int | str, int | str]:
+    """Return ``"1x4"``, ``"1,4"``, ``"row"``, ``"2xrow"``, ``"col"`` or ``"colx4"`` as a sparse block shape; case does
+    not matter.
 
     Raises:
         ValueError: it is no such shape.
@@ -111,13 +112,16 @@ def parse_block(text: str) -> tuple[int, int | str]:
     Example::
 
         >>> from dist_sparse.checks import parse_block
-        >>> parse_block("1x4"), parse_block("row")
-        ((1, 4), (1, 'ROW'))
+        >>> parse_block("1x4"), parse_block("row"), parse_block("col")
+        ((1, 4), (1, 'ROW'), ('COL', 1))
     """
-    match = re.fullmatch(r"(?:([1-9]\d*) *[x,] *)?([1-9]\d*|row)", text.strip().lower(), re.ASCII)
-    if match is None or (match[1] is None and match[2] != "row"):
-        raise ValueError(f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, or row for whole rows.")
-    return int(match[1] or 1), "ROW" if match[2] == "row" else int(match[2])
+    given = {"row": "1xrow", "col": "colx1"}.get(shape := text.strip().lower(), shape)
+    match = re.fullmatch(r"([1-9]\d*|col) *[x,] *([1-9]\d*|row)", given, re.ASCII)
+    if match is None or match.groups() == ("col", "row"):
+        raise ValueError(
+            f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, row for whole rows, or col for whole columns."
+        )
+    return "COL" if match[1] == "col" else int(match[1]), "ROW" if match[2] == "row" else int(match[2])
 
 
 def _finite(value: numbers.Real) -> bool:

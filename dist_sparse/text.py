@@ -81,13 +81,12 @@ def shape_text(shape: Sequence[int | str] | None) -> str:
 
 
 def block_shape_text(block: Sequence[int | str] | None) -> str:
-    """Return a sparse block shape as the command line takes it: ``1x4``, ``row`` for ``(1, ROW)``; None as a dash."""
+    """Return a sparse block shape as the command line takes it: ``1x4``, ``row`` for ``(1, ROW)``, ``col`` for
+    ``(COL, 1)``; None as a dash."""
     if block is None:
         return "-"
     rows, columns = block
-    if not isinstance(columns, str):
-        return f"{rows}x{columns}"
-    return "row" if rows == 1 else f"{rows}xrow"
+    return {"1xrow": "row", "colx1": "col"}.get(shape := f"{rows}x{columns}".lower(), shape)
 
 
 def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ROW", "oracle_blocks", "oracle_mask", "oracle_scores"]
+__all__ = ["COL", "ROW", "oracle_blocks", "oracle_mask", "oracle_scores"]
 
-ROW = "ROW"
+ROW, COL = "ROW", "COL"
 
 
-def _blocks(rows: int, cols: int, block: tuple[int, int | str]) -> list[list[tuple[int, int]]]:
+def _blocks(rows: int, cols: int, block: tuple[int | str, int | str]) -> list[list[tuple[int, int]]]:
     """The elements of every block. Blocks and elements are in row-major order; the grid starts at (0, 0)."""
-    height = int(block[0])
+    height = rows if block[0] == COL else int(block[0])
     width = cols if block[1] == ROW else int(block[1])
     blocks = []
     for top in range(0, rows, height):
@@ -45,12 +45,12 @@ def _float32(value: float) -> float:
         return float(np.float32(value))
 
 
-def oracle_blocks(shape: tuple[int, int], block: tuple[int, int | str]) -> int:
+def oracle_blocks(shape: tuple[int, int], block: tuple[int | str, int | str]) -> int:
     """The number of blocks of a matrix."""
     return len(_blocks(*shape, block))
 
 
-def oracle_scores(weights: Tensor, block: tuple[int, int | str], norm: str) -> list[float]:
+def oracle_scores(weights: Tensor, block: tuple[int | str, int | str], norm: str) -> list[float]:
     """The score of every block, in row-major order: the float64 mean of its real elements, rounded once to float32."""
     element = _element_scores(weights, norm)
     scores = []
@@ -65,7 +65,7 @@ def oracle_scores(weights: Tensor, block: tuple[int, int | str], norm: str) -> l
 def oracle_mask(
     weights: Tensor,
     level: float,
-    block: tuple[int, int | str] = (1, 4),
+    block: tuple[int | str, int | str] = (1, 4),
     zeros_per_block: int | None = None,
     norm: str = "L1",
 ) -> Tensor:
@@ -74,7 +74,7 @@ def oracle_mask(
     Args:
         weights: 2-D, any float dtype, finite.
         level: fraction of blocks that are hit; clipped to [0, 1].
-        block: height and width of a block; ``(n, "ROW")`` for whole rows.
+        block: height and width of a block; ``(n, "ROW")`` for whole rows, ``("COL", n)`` for whole columns.
         zeros_per_block: how many elements of a hit block go; None is all of them.
         norm: "L1" or "L2".
     """

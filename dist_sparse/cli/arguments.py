@@ -64,8 +64,9 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def parse_block(text: str) -> tuple[int, int | str]:
-    """Return ``1x4``, ``1,4``, ``row`` or ``2xrow`` as a sparse block shape: ``(1, 4)``, ``(1, ROW)``, ``(2, ROW)``.
+def parse_block(text: str) -> tuple[int | str, int | str]:
+    """Return ``1x4``, ``row``, ``2xrow`` or ``col`` as a sparse block shape: ``(1, 4)``, ``(1, ROW)``, ``(2, ROW)``,
+    ``(COL, 1)``.
 
     Raises:
         ArgumentTypeError: not a block shape.

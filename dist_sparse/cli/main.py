@@ -220,7 +220,7 @@ def _add_plan(commands: Commands) -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
     target.add_argument("--keep", type=parse_bytes, metavar="SIZE", help="bytes to keep, such as 512MiB")
-    parser.add_argument("--block", type=parse_block, default=(1, "ROW"), help="such as 1x4; default: row")
+    parser.add_argument("--block", type=parse_block, default=(1, "ROW"), help="such as 1x4, row or col; default: row")
     parser.add_argument("--norm", type=str.upper, choices=("L1", "L2"), default="L2", help="default: L2")
     parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")

@@ -128,7 +128,7 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
-        read.view(word).bitwise_and_(_words(mask, blocks, word))
+        read.view(word).bitwise_and_(_words(mask, blocks if mask.grid.rows > 1 else blocks[:1], word))
         table.index_copy_(0, some, read)
 
 

@@ -57,9 +57,9 @@ class Goal:
         data: the table as it is stored now.
         block: the sparse block, in elements.
         k: number of blocks to prune.
-        zeros: elements removed in a pruned block; the block's area removes all of it, however small an edge block
-            is.
+        zeros: elements removed in a pruned block; the block's area removes all of it, however small an edge block is.
         measure: how elements are scored.
+        whole_columns: blocks are as high as the table, whatever its height.
     """
 
     data: ShardedData
@@ -67,6 +67,7 @@ class Goal:
     k: int
     zeros: int
     measure: Measure
+    whole_columns: bool = False
 
     @property
     def grid(self) -> Grid:
@@ -206,7 +207,7 @@ def cuts_of(goal: Goal) -> CutTable | None:
     Raises:
         ValueError: a column border cuts blocks that are to lose only some of their elements.
     """
-    data, cuts = goal.data, find_cuts(goal.data, goal.block)
+    data, cuts = goal.data, find_cuts(goal.data, goal.block, goal.whole_columns)
     if goal.by_element and cuts is not None and cuts.cols:
         borders = sorted({rect.col for rect in data.rects if rect.col})
         fits = [w for w in range(1, min(goal.block[1], 64)) if all(border % w == 0 for border in borders)]

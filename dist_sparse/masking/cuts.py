@@ -7,6 +7,8 @@ owner what they know of it (:class:`Partials`), the owner scores it (:class:`Own
 - Blocks cut by a column border: float64 partial sums, which the owner adds in ascending column offset.
 - Block rows cut by a row border: the element scores of those few block rows; the owner puts the slab together and
   scores it as if it had never been cut.
+- Whole columns: float64 partial sums too, one of each shard, which the owner adds in ascending row offset. The
+  elements of their only block row would be the whole table.
 """
 
 from __future__ import annotations
@@ -118,11 +120,17 @@ class Decision:
     slabs: dict[int, Tensor]
 
 
-def find_cuts(data: ShardedData, block: Block) -> CutTable | None:
+def find_cuts(data: ShardedData, block: Block, whole_columns: bool = False) -> CutTable | None:
     """Return the cut blocks of a table, or None if every block is within one shard. Known from metadata: the same on
-    every rank."""
+    every rank.
+
+    Args:
+        whole_columns: blocks are as high as the table and are exchanged as partial sums, however they are cut.
+    """
     rows = {rect.row // block[0] for rect in data.rects if rect.row % block[0]}
     cols = {rect.col // block[1] for rect in data.rects if rect.col % block[1]}
+    if whole_columns and rows:
+        rows, cols = set(), set(range(-(-data.shape[1] // block[1])))
     return CutTable(data, block, tuple(sorted(rows)), tuple(sorted(cols))) if rows or cols else None
 
 

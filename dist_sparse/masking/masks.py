@@ -181,6 +181,14 @@ class BlockMask:
         other = BlockMask(self.rect, self.block, bits)
         device = bits.device
         columns = (torch.arange(self.rect.col, self.rect.col_end, device=device) // self.block[1]) - self.grid.col
+        if self.grid.rows == 1:  # every row is the same, however many there are
+            if skip is None or bool((bits != skip).any()):
+                step = max(1, _CHUNK // self.rect.cols)
+                kept = other.flags()[:, columns]
+                for top in range(0, self.rect.rows, step):
+                    rows = slice(top, min(top + step, self.rect.rows))
+                    yield rows, kept.expand(rows.stop - top, -1)
+            return
         for first, last in self.row_chunks(_CHUNK // (self.block[0] * self.block[1])):
             if skip is not None:
                 part = bits[first * self.grid.cols // 8 : -(-last * self.grid.cols // 8)]
@@ -202,6 +210,11 @@ class BlockMask:
         if not self.in_one_pass or live.element_size() not in WORDS:
             self._zero(tensor, ~self.bits)
             return
+        if self.grid.rows == 1:
+            word = WORDS[live.element_size()]
+            [(_, kept)] = BlockMask(self.rect._replace(rows=1), self.block, self.bits).element_chunks()
+            live.view(word).bitwise_and_(kept.to(word).neg_())
+            return
         step = max(1, _CHUNK // max(1, self.rect.cols) // 8) * 8
         for first in range(0, self.rect.rows, step):
             part = live[first : first + step].view(WORDS[live.element_size()])
@@ -213,9 +226,9 @@ class BlockMask:
     @property
     def in_one_pass(self) -> bool:
         """Whether :meth:`apply_` is one pass over the shard, several times quicker than a pass over scattered rows: a
-        row of elements is a row of blocks, of one block or of whole bytes of bits."""
+        row of elements is a row of blocks, of one block or of whole bytes of bits, or all rows are the same."""
         whole = self.grid.cols == 1 or (self.grid.cols % 8 == 0 and self.rect.cols == self.grid.cols * self.block[1])
-        return self.block[0] == 1 and whole
+        return (self.block[0] == 1 and whole) or self.grid.rows == 1
 
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
         """Write zero to what this mask removes and is not known to be zero already: what ``before``, of the same

@@ -43,7 +43,7 @@ _FEW = 16
 """Up to this width, adding strided slices is faster than a reduction over the last dimension."""
 
 _LONG = 8192
-"""Longer rows are summed in pieces of this many columns: below it torch never splits one sum over threads."""
+"""Longer rows and columns are summed in pieces of this length: below it torch never splits one sum over threads."""
 
 
 def element_scores(chunk: Tensor, measure: Measure, offset: tuple[int, int], out: Tensor | None = None) -> Tensor:
@@ -76,23 +76,31 @@ def block_sums(tensor: Tensor, rect: Rect, block: Block, measure: Measure) -> It
     buffer = torch.empty(0, dtype=torch.float64, device=tensor.device)
     folded = buffer
     for start, stop in row_chunks(rect, block):
-        if stop - start > buffer.shape[0]:
-            buffer = torch.empty(stop - start, rect.cols, dtype=torch.float64, device=tensor.device)
-            folded = torch.empty(stop - start, grid.cols, dtype=torch.float64, device=tensor.device)
-        scored = element_scores(tensor[start:stop], measure, (rect.row + start, rect.col), out=buffer[: stop - start])
-        rows = _fold_columns(scored, rect, block[1], folded[: stop - start])
         height = min(block[0], stop - start)
-        yield (rect.row + start) // block[0] - grid.row, _fold(rows.view(-1, height, grid.cols).transpose(1, 2))
+        total: Tensor | None = None
+        for first in range(start, stop, _LONG) if height > _LONG else (start,):  # tall blocks are summed in pieces
+            last = min(first + _LONG, stop) if height > _LONG else stop
+            if last - first > buffer.shape[0]:
+                buffer = torch.empty(last - first, rect.cols, dtype=torch.float64, device=tensor.device)
+                folded = torch.empty(last - first, grid.cols, dtype=torch.float64, device=tensor.device)
+            offset = rect.row + first, rect.col
+            scored = element_scores(tensor[first:last], measure, offset, out=buffer[: last - first])
+            rows = _fold_columns(scored, rect, block[1], folded[: last - first])
+            sums = _fold(rows.view(-1, min(height, last - first), grid.cols).transpose(1, 2))
+            total = sums if total is None else total.add_(sums)
+        assert total is not None
+        yield (rect.row + start) // block[0] - grid.row, total
 
 
 def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
     """The shard's rows in chunks ``[start, stop)`` of whole block rows near CHUNK_ELEMENTS elements.
 
-    A block row that is not whole (cut by the shard's border, or the last of the table) makes a chunk of its own.
+    A block row that is not whole (cut by the shard's border, or the last of the table) makes a chunk of its own, and so
+    does a tall one.
     """
     if rect.numel == 0:
         return
-    per_chunk = max(1, CHUNK_ELEMENTS // (rect.cols * block[0])) * block[0]
+    per_chunk = max(1, CHUNK_ELEMENTS // (rect.cols * block[0]) if block[0] <= _LONG else 1) * block[0]
     start = 0
     while start < rect.rows:
         ahead = (rect.row + start) % block[0]  # rows of this block row above the shard

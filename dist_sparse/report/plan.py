@@ -85,7 +85,7 @@ class Plan:
 
     level: float
     byte_budget: int | None
-    block: tuple[int, int | str]
+    block: tuple[int | str, int | str]
     norm: str
     batches: int | None
     tables: tuple[TablePlan, ...]

@@ -23,7 +23,7 @@ from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import LAST_BUCKET, Latest, Scored, bucket_of, scored
 from dist_sparse.sparsifiers.recorder import MaskChange, StepRecord
 from dist_sparse.sparsifiers.stats import TableStats
-from dist_sparse.tables.shards import ROW
+from dist_sparse.tables.shards import COL, ROW
 from dist_sparse.text import shortened
 
 __all__ = ["DueStep", "Run", "Series", "Spent", "read_run"]
@@ -313,13 +313,17 @@ def _stats(table: Mapping[str, Any]) -> TableStats:
         dtype=dtype,
         sharding=_str(table["sharding"]),
         shards=_count(table["shards"]),
-        sparse_block_shape=None if block is None else (_count(block[0]), ROW if block[1] == ROW else _count(block[1])),
+        sparse_block_shape=None if block is None else (_side(block[0], COL), _side(block[1], ROW)),
         target=_optional(_level, table["target"]),
         **{
             name: _count(table[name])
             for name in ("blocks", "removed_blocks", "mask_bytes", "table_bytes", "kept_bytes")
         },
     )
+
+
+def _side(size: Any, whole: str) -> int | str:
+    return whole if size == whole else _count(size)
 
 
 def _optional(read: Any, value: Any) -> Any:

@@ -25,11 +25,11 @@ from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import TableStats, plain_stats, stats_of
 from dist_sparse.sparsifiers.step import make_masks
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, parse_block, resolve_block
+from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, parse_block, resolve_block
 
 __all__ = ["BlockShape", "DataNormSparsifier", "Norm", "Preview", "ScoreSparsifier"]
 
-BlockShape: TypeAlias = tuple[int, int | str] | Literal["row", "1x4"] | str
+BlockShape: TypeAlias = tuple[int | str, int | str] | Literal["row", "col", "1x4"] | str
 Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
 
 
@@ -58,8 +58,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         data_list: as in :class:`BaseDataSparsifier`.
         sparsity_level: fraction of blocks to hit, 0 to 1 (clipped): exactly ``round(sparsity_level * blocks)`` of them,
             half to even.
-        sparse_block_shape: ``(rows, columns)`` of a block; ``(1, ROW)`` is whole rows. ``"1x4"`` and ``"row"`` are
-            accepted too.
+        sparse_block_shape: ``(rows, columns)`` of a block; ``(1, ROW)`` is whole rows, ``(COL, 1)`` whole columns.
+            ``"1x4"``, ``"row"`` and ``"col"`` are accepted too.
         zeros_per_block: elements to remove in a block that is hit, those with the smallest score; None is the whole
             block.
         **defaults: further configuration that :meth:`score` receives.
@@ -243,14 +243,14 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
-        area = block[0] * block[1]
+        whole_columns, area = config["sparse_block_shape"][0] == COL, block[0] * block[1]
         zeros = area if config["zeros_per_block"] is None else config["zeros_per_block"]
-        zeros = integer("zeros_per_block", zeros, least=0, most=area, of=data.name)
+        zeros = integer("zeros_per_block", zeros, least=area if whole_columns else 0, most=area, of=data.name)
         level = number("sparsity_level", config["sparsity_level"], of=data.name)
         grid = grid_of(Rect(0, 0, *data.shape), block)
         k = round(min(max(level, 0.0), 1.0) * (grid.rows * grid.cols)) if zeros else 0
         measure: Measure = self.measure or partial(self._scored, data.name, config)
-        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=measure)
+        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=measure, whole_columns=whole_columns)
 
     def _scored(self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]) -> Tensor:
         return self.score(name, data, offset=offset, **config)
@@ -274,8 +274,8 @@ class DataNormSparsifier(ScoreSparsifier):
     Args:
         data_list: ``(name, data)`` pairs to register at once.
         sparsity_level: fraction of blocks to hit: exactly ``round(sparsity_level * blocks)``, half to even.
-        sparse_block_shape: ``(rows, columns)``, the grid anchored at the tensor's corner; ``(1, ROW)`` is whole rows.
-            ``"1x4"`` and ``"row"`` are accepted too.
+        sparse_block_shape: ``(rows, columns)``, the grid anchored at the tensor's corner; ``(1, ROW)`` is whole rows,
+            ``(COL, 1)`` whole columns. ``"1x4"``, ``"row"`` and ``"col"`` are accepted too.
         zeros_per_block: elements to remove in a hit block, the smallest first; None is the whole block.
         norm: ``"L1"`` or ``"L2"``, in either case.
 

@@ -84,7 +84,7 @@ class TableStats:
     dtype: torch.dtype
     sharding: str
     shards: int
-    sparse_block_shape: tuple[int, int | str] | None
+    sparse_block_shape: tuple[int | str, int | str] | None
     target: float | None
     blocks: int
     removed_blocks: int

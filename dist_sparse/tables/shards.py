@@ -18,6 +18,7 @@ from torch import Tensor
 from dist_sparse.checks import integer, parse_block
 
 __all__ = [
+    "COL",
     "ROW",
     "Block",
     "Grid",
@@ -39,6 +40,9 @@ __all__ = [
 
 ROW: Final = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
+
+COL: Final = "COL"
+"""In a block shape: the whole column, whatever the number of rows of the table."""
 
 Block = tuple[int, int]
 
@@ -163,17 +167,19 @@ class Source(Protocol):
 
 
 def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
-    """Return a user's ``sparse_block_shape`` as two ints, with ``ROW`` resolved for a matrix of ``shape``.
+    """Return a user's ``sparse_block_shape`` as two ints, with ``ROW`` and ``COL`` resolved for a matrix of ``shape``.
 
     Raises:
-        ValueError: it is not two positive ints, or ``ROW`` is not the second.
+        ValueError: it is not two positive ints, ``(int, ROW)`` or ``(COL, int)``.
     """
-    rule = f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, or (int, ROW)."
+    rule = f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, (int, ROW) or (COL, int)."
     if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
         raise ValueError(rule)
     height, width = block
     if width == ROW:
         width = max(shape[1], 1)
+    elif height == COL:
+        height = max(shape[0], 1)
     try:
         return integer("rows", height, least=1), integer("columns", width, least=1)
     except ValueError:

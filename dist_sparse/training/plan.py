@@ -26,7 +26,7 @@ from dist_sparse.schedulers.ready import (
     ReadyDataScheduler,
 )
 from dist_sparse.sparsifiers.score import BlockShape, Norm
-from dist_sparse.tables.shards import ROW, Rect, ShardedData, grid_of, resolve_block
+from dist_sparse.tables.shards import COL, ROW, Rect, ShardedData, grid_of, resolve_block
 
 __all__ = [
     "BlockShape",
@@ -65,7 +65,7 @@ class Plan:
     """Arguments of :func:`~dist_sparse.sparsify` that need no model, checked and resolved.
 
     Attributes:
-        block: ``(rows, columns)``, columns an int or ``ROW``.
+        block: ``(rows, columns)`` of ints, ``(int, ROW)`` or ``(COL, int)``.
         every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
         norm, optimizer_state: as the parts spell them.
         schedule: makes the scheduler.
@@ -110,13 +110,17 @@ def _levels(level: object) -> Levels:
     return {str(name): checks.level(f"level[{name!r}]", each) for name, each in level.items()}
 
 
-def _block(block: Any) -> tuple[int, int | str]:
+def _block(block: Any) -> tuple[int | str, int | str]:
     try:
         rows, columns = checks.parse_block(block) if isinstance(block, str) else block
         whole_rows = isinstance(columns, str) and columns == ROW
-        return checks.integer("rows", rows, least=1), ROW if whole_rows else checks.integer("columns", columns, least=1)
+        whole_columns = isinstance(rows, str) and rows == COL and not whole_rows
+        return (
+            COL if whole_columns else checks.integer("rows", rows, least=1),
+            ROW if whole_rows else checks.integer("columns", columns, least=1),
+        )
     except (TypeError, ValueError):
-        rule = 'must be "row", text such as "1x4" or "2xrow", or (rows, columns) of ints >= 1 (columns may be ROW)'
+        rule = 'must be "row", "col", text such as "1x4", or (rows, columns): ints >= 1, (int, ROW) or (COL, int)'
         raise ValueError(f"Invalid {block=}: {rule}.") from None
 
 
@@ -167,7 +171,7 @@ def _matches(data: ShardedData, pattern: str) -> bool:
     return fnmatchcase(data.name, pattern) or (data.fqn is not None and fnmatchcase(data.fqn, pattern))
 
 
-def _capped(level: float, data: ShardedData, block: tuple[int, int | str]) -> float:
+def _capped(level: float, data: ShardedData, block: tuple[int | str, int | str]) -> float:
     grid = grid_of(Rect(0, 0, *data.shape), resolve_block(data.name, block, data.shape))
     blocks = grid.rows * grid.cols
     return (blocks - 1) / blocks if level < 1 and blocks and round(level * blocks) == blocks else level

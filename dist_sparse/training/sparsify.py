@@ -317,7 +317,7 @@ def sparsify(
         end, begin, every: last and first step of mask updates, and the steps between them; ``every`` is cut to
             ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``.
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or ``(1, ROW)`` for whole
-            rows, or text such as ``"1x4"``.
+            rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such as ``"1x4"``.
         norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are compared.
         include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.
         schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``, ``"one_shot"`` (at

@@ -132,7 +132,15 @@ def test_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("word", "block"),
-    [("1x4", [1, 4]), ("1,4", [1, 4]), ("row", [1, "ROW"]), ("1xROW", [1, "ROW"]), ("2xrow", [2, "ROW"])],
+    [
+        ("1x4", [1, 4]),
+        ("1,4", [1, 4]),
+        ("row", [1, "ROW"]),
+        ("1xROW", [1, "ROW"]),
+        ("2xrow", [2, "ROW"]),
+        ("col", ["COL", 1]),
+        ("colx4", ["COL", 4]),
+    ],
 )
 def test_block_shapes(word: str, block: list[Any], model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{model}:no_batches", "--level", "0.5", "--block", word, "--json"]) == 0

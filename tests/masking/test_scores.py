@@ -75,3 +75,22 @@ def test_row_chunks_cover_the_shard_in_whole_block_rows(monkeypatch: pytest.Monk
     assert [start for start, _ in chunks[1:]] == [stop for _, stop in chunks[:-1]]
     assert all((5 + start) % 3 == 0 for start, _ in chunks[1:])
     assert list(row_chunks(Rect(5, 0, 0, 4), (3, 2))) == []
+
+
+def test_tall_blocks_are_summed_in_an_order_of_their_own() -> None:
+    """Whole columns of more rows than are summed at a time: neither the other columns nor how they are read counts."""
+    torch.manual_seed(0)
+    weights = torch.randn(20_011, 24)
+    whole = Rect(0, 0, *weights.shape)
+    [(first, sums)] = block_sums(weights, whole, (len(weights), 1), "L2")
+    torch.testing.assert_close(sums[0], weights.double().square().sum(0), rtol=1e-12, atol=0)
+    assert first == 0 and sums.shape == (1, 24)
+    for start, stop in ((0, 1), (3, 11), (8, 24)):
+        part = weights[:, start:stop].contiguous()
+        [(_, found)] = block_sums(part, Rect(0, start, len(part), stop - start), (len(part), 1), "L2")
+        assert torch.equal(found[0], sums[0, start:stop])
+    uneven = dict(block_sums(weights, whole, (9_000, 5), "L1"))
+    assert list(uneven) == [0, 1, 2]
+    for i, found in uneven.items():
+        rows = weights[i * 9_000 : (i + 1) * 9_000].double().abs()
+        torch.testing.assert_close(found[0], torch.stack([part.sum() for part in rows.split(5, dim=1)]))

@@ -17,7 +17,7 @@ import torch
 from torch import nn, optim
 
 import dist_sparse
-from dist_sparse import ROW, SparseTraining, sparsify
+from dist_sparse import COL, ROW, SparseTraining, sparsify
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,7 +171,15 @@ class TestNames:
 
     @pytest.mark.parametrize(
         ("block", "shape"),
-        [("row", (1, ROW)), ("ROW", (1, ROW)), ("1x4", (1, 4)), ("2xrow", (2, ROW)), ([2, 2], (2, 2)), ((1, ROW),) * 2],
+        [
+            ("row", (1, ROW)),
+            ("ROW", (1, ROW)),
+            ("1x4", (1, 4)),
+            ("2xrow", (2, ROW)),
+            ("Col", (COL, 1)),
+            ([2, 2], (2, 2)),
+            ((1, ROW),) * 2,
+        ],
     )
     def test_blocks(self, block: Any, shape: Any) -> None:
         sparse = pair(block=block)[2]
