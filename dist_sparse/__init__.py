@@ -14,7 +14,8 @@ Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataSche
 Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
 Whole rows, columns: ROW and COL, as in sparse_block_shape=(1, ROW) or (COL, 1)
 One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
-After training:      post_training_sparse_quantize (8-bit tables), load_served
+Serving:             export, load_served
+After training:      post_training_sparse_quantize (8-bit tables)
 Under Lightning:     dist_sparse.lightning.SparsifyCallback
 Names of ancestors:  CubicSL, LambdaSL, Noamlr, ExponentDecayLr
 
@@ -48,6 +49,7 @@ _MODULE_OF = {
     "SparseTraining": "training.sparsify",
     "TableStats": "sparsifiers.stats",
     "describe": "sparsifiers.stats",
+    "export": "serving.export",
     "load_served": "serving.served",
     "post_training_sparse_quantize": "quantization.quantize",
     "sparsify": "training.sparsify",

@@ -42,6 +42,7 @@ _EXAMPLES = f"""examples:
   dist-sparse inspect runs/latest                     the tables and the config of a run
   dist-sparse report runs/latest                      charts of a run, as one HTML file
   dist-sparse plan model.py:trained --keep 512MiB     what does a budget prune from this model?
+  dist-sparse serve-check served/                     is this artifact whole, and what does it take?
 
 {_STATUS}
 """
@@ -71,6 +72,15 @@ _PLAN = f"""examples:
 FUNCTION takes no arguments and returns (model, batches); batches may be None. The model is not changed. --keep
 finds the lowest common level at which the kept weights of all tables take no more than SIZE; masks, and tables that are
 left out, are not counted.
+
+{_STATUS}
+"""
+
+_SERVE_CHECK = f"""example:
+  dist-sparse serve-check served/
+
+ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified by checksums; bitmaps, grids and weights are
+checked to be valid, and that every table was compared with its model. Needs torch and safetensors, no model.
 
 {_STATUS}
 """
@@ -110,7 +120,7 @@ def _main(words: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version of the package and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    for add in (_add_launch, _add_inspect, _add_report, _add_plan, _add_doctor):
+    for add in (_add_launch, _add_inspect, _add_report, _add_plan, _add_serve_check, _add_doctor):
         add(commands)
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
@@ -225,6 +235,23 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
+    _add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_serve_check(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        from dist_sparse.serving.check import check_artifact
+        from dist_sparse.serving.summary import summary
+
+        try:
+            manifest = check_artifact(options.folder).manifest
+        except (ValueError, OSError, ImportError) as error:
+            return _failed("serve-check", f"refused: {error}")
+        return _print(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")
+
+    parser = _subcommand(commands, "serve-check", "verifies an artifact, and shows what its tables take", _SERVE_CHECK)
+    parser.add_argument("folder", metavar="ARTIFACT", help="the folder that export wrote")
     _add_json(parser)
     parser.set_defaults(run=run)
 

@@ -24,7 +24,7 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert leaving.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n    {name} " in out for name in ("launch", "inspect", "plan", "doctor"))
+    assert all(f"\n    {name}" in out for name in ("launch", "inspect", "plan", "serve-check", "doctor"))
     assert "examples:" in out and "exit status: 0" in out
 
 
@@ -36,7 +36,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dist-sparse {project['version']}\n"
 
 
-@pytest.mark.parametrize("name", ["inspect", "plan", "doctor"])
+@pytest.mark.parametrize("name", ["inspect", "plan", "serve-check", "doctor"])
 def test_each_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([name, "--help"])

@@ -1,0 +1,158 @@
+"""What an artifact serves, compared with the model before it gets its name, and checked on its own at any later time.
+
+Every removed id must serve exactly 0. Kept weights must be bit-equal (float32, float16) or within half a step of their
+row's grid (8 and 4 bits), where zeros are exactly 0. Lookups read the mapped file in pure torch: no table is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dist_sparse.serving.artifact import Artifact, open_artifact
+from dist_sparse.serving.codes import Rows, decode, encode, starts, unpack_rows
+from dist_sparse.serving.row_index import RowIndex
+
+__all__ = ["MappedTable", "TableCheck", "check_artifact"]
+
+_SPAN = 1 << 18
+"""Ids that are looked up together."""
+
+_ROUNDING = 1 + 2.0**-40
+"""Of the float64 arithmetic that finds the nearest code."""
+
+
+class MappedTable:
+    """A table of an artifact, read where it is mapped.
+
+    Args:
+        artifact: verified.
+        name: of the table.
+    """
+
+    def __init__(self, artifact: Artifact, name: str) -> None:
+        self.entry = artifact.manifest.tables[name]
+        self._tensors = artifact.tensors(name)
+        self.index = RowIndex(self._tensors["kept"], self.entry.rows) if "kept" in self._tensors else None
+        self._first: Tensor | None = None
+        if "mask" in self._tensors:
+            self._first = starts(self._tensors["mask"], self.entry.width, self.entry.dim, self.entry.dtype)
+            stored = int(self._first[-1]) // (2 if self.entry.dtype == "int4" else 1)
+            if stored != len(self._tensors["values"]):
+                raise ValueError(f"Table {name!r}: its bitmasks have {stored} values, and there are others.")
+
+    def rows(self, first: int, last: int) -> Rows:
+        """Return the kept rows ``[first, last)`` as they are stored, packed ones unpacked."""
+        tail = self._tensors["scale_bias"][first:last] if "scale_bias" in self._tensors else None
+        if self._first is None:
+            return Rows(self._tensors["rows"][first:last], tail)
+        masks, values = self._tensors["mask"][first:last], self._tensors["values"]
+        entry = self.entry
+        return unpack_rows(masks, self._first[first:last], values, tail, entry.width, entry.dim, entry.dtype)
+
+
+class TableCheck:
+    """The check of one table: its kept rows come in order, chunk by chunk.
+
+    Args:
+        artifact: before it has its name.
+        name: of the table.
+        kept: of the model: bool ``(rows,)``.
+
+    Raises:
+        ValueError: the bitmap keeps other rows; names table and id.
+    """
+
+    def __init__(self, artifact: Artifact, name: str, kept: Tensor) -> None:
+        self._name = name
+        self._table = MappedTable(artifact, name)
+        self._at = 0
+        self._error = self._step = 0.0
+        self._kept = int(kept.count_nonzero())
+        self._removed = len(kept) - self._kept
+        before = 0
+        for start, part in zip(range(0, len(kept), _SPAN), torch.split(kept, _SPAN), strict=True):
+            ids = torch.arange(start, start + len(part))
+            found = ids if self._table.index is None else self._table.index(ids)
+            expected = torch.where(part, part.cumsum(0) + (before - 1), -1)
+            if len(wrong := (found != expected).nonzero()):
+                at = int(wrong[0])
+                raise ValueError(
+                    f"Table {name!r}: id {start + at} is served by row {int(found[at])}, and should be by "
+                    f"{int(expected[at])} (-1: none)."
+                )
+            before += int(part.count_nonzero())
+
+    def add(self, weight: Tensor) -> None:
+        """Compare the next kept rows of the model with what is stored.
+
+        Raises:
+            ValueError: names table, row and values.
+        """
+        first, self._at = self._at, self._at + len(weight)
+        stored = self._table.rows(first, self._at)
+        dim, dtype = self._table.entry.dim, self._table.entry.dtype
+        found, weight = decode(stored, dim), weight.cpu()
+        if stored.scale_bias is None:
+            exact = encode(weight, dtype).rows
+            wrong = stored.rows.view(torch.uint8) != exact.view(torch.uint8)
+            wrong = wrong.view(len(weight), dim, exact.element_size()).any(2)
+        else:
+            step = stored.scale_bias[:, :1].double()
+            error = (found.double() - weight.double()).abs()
+            wrong = (error > step / 2 * _ROUNDING) | ((weight == 0) & (found != 0))
+            self._error = max([self._error, *error.amax(1).tolist()])
+            self._step = max([self._step, *step.flatten().tolist()])
+        if len(places := wrong.nonzero()):
+            row, column = places[0].tolist()
+            raise ValueError(
+                f"Table {self._name!r}: the kept row {first + row} serves {float(found[row, column])} in column "
+                f"{column}, and the model has {float(weight[row, column])}."
+            )
+
+    def result(self) -> dict[str, int | float]:
+        """Return how many rows were compared and how many ids serve 0; of 8 and 4 bits the largest error and step.
+
+        Raises:
+            ValueError: not all kept rows came.
+        """
+        if self._at != self._kept:
+            raise ValueError(f"Table {self._name!r}: {self._at} rows were compared, and {self._kept} are kept.")
+        return {"kept": self._kept, "removed": self._removed, "largest_error": self._error, "largest_step": self._step}
+
+
+def check_artifact(path: str | os.PathLike[str]) -> Artifact:
+    """Check an artifact with nothing but its own files, and return it: CRC32s, sizes and bitmaps, that every weight is
+    finite, and that the grid of every row of 8 or 4 bits holds zero exactly.
+
+    Raises:
+        ValueError: names the file, or the table and the row.
+        OSError: a file can't be read.
+        ImportError: safetensors is not installed.
+    """
+    artifact = open_artifact(path)
+    for name, entry in artifact.manifest.tables.items():
+        if entry.check.get("kept") != entry.kept or entry.check.get("removed") != entry.rows - entry.kept:
+            raise ValueError(f"{artifact.path}: table {name!r} was not compared with its model.")
+        table = MappedTable(artifact, name)
+        for first, last in _spans(entry.kept, entry.dim):
+            stored = table.rows(first, last)
+            wrong = ~decode(stored, entry.dim).isfinite().all(1)
+            if stored.scale_bias is not None:
+                scale, bias = stored.scale_bias.double().unbind(1)
+                zero = -bias / scale
+                wrong |= (zero != zero.round()) | (zero < 0) | (zero > (255 if entry.dtype == "int8" else 15))
+            if len(places := wrong.nonzero()):
+                raise ValueError(
+                    f"{artifact.path}: the kept row {first + int(places[0])} of table {name!r} is damaged."
+                )
+    return artifact
+
+
+def _spans(rows: int, dim: int) -> Iterator[tuple[int, int]]:
+    size = max(1, (1 << 20) // max(1, dim))
+    for first in range(0, rows, size):
+        yield first, min(first + size, rows)

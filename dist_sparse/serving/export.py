@@ -1,0 +1,283 @@
+"""`export()`: the tables of a model, without what masks remove, as an artifact on disk.
+
+Everything is checked on all ranks before anything is written. Then tables are streamed to rank 0, chunk by chunk and
+one after the other, which encodes and writes them; they are streamed once more to be compared with what was written;
+and last the artifact gets its name. An error of rank 0 waits until the table's messages are through, and is raised on
+all ranks. Files depend on the weights and masks alone: not on the sharding, nor on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import dist_sparse
+from dist_sparse.checks import choice
+from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.serving.artifact import Artifact, ArtifactWriter, check_new
+from dist_sparse.serving.check import TableCheck
+from dist_sparse.serving.codes import LARGEST, encode, pack_rows, packed_bytes
+from dist_sparse.serving.lookups import lookups_of
+from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of
+from dist_sparse.serving.row_index import RowIndex
+from dist_sparse.serving.sources import Source, check_range, check_registered, check_zero, sources_of
+from dist_sparse.serving.summary import dense_is_smaller, summary
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.modules import model_source
+from dist_sparse.text import size
+from dist_sparse.training.sparsify import SparseTraining
+
+__all__ = ["Exported", "export"]
+
+_log = logging.getLogger(__name__)
+
+Consume = Callable[[Iterator[Tensor]], object]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What :func:`export` wrote. ``print()`` shows the bytes of each table, before and after.
+
+    Attributes:
+        path: the folder.
+        manifest: as in its ``manifest.json``; ``manifest.tables["user"].bytes.after`` is one of its numbers.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        return f"{self.path}\n{summary(self.manifest)}"
+
+    def __repr__(self) -> str:
+        tables = self.manifest.tables.values()
+        before = sum(table.bytes.before for table in tables)
+        return f"Exported({len(tables)} tables, {self.manifest.dtype}, {size(before)} -> {size(self.manifest.bytes)})"
+
+
+def export(
+    model: nn.Module,
+    sparse: SparseTraining | BaseDataSparsifier | None,
+    path: str | os.PathLike[str],
+    dtype: Dtype = "fp32",
+) -> Exported:
+    """Write the tables of ``model``, without what masks remove, as a folder that ``dist_sparse.load_served`` reads.
+    Collective: every rank of the world must call it; rank 0 writes.
+
+    Rows with nothing left are not stored; a bitmap says which ids they had. Tables whose masks remove parts of rows are
+    stored as bitmask and values where that is smaller. Tables that were never sparsified are stored whole. Before the
+    folder gets its name, every weight of the model is compared with what was written.
+
+    No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not changed, except that
+    removed weights are zeroed by an attached enforcer.
+
+    Args:
+        model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any module.
+        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose removed rows
+            :func:`~dist_sparse.compact` took out, or that has none.
+        path: of the new folder, in one that exists; of rank 0.
+        dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest float32), ``"fp16"``
+            the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of each row's grid, which holds 0.
+
+    Raises:
+        ValueError: something is at ``path``, a table or module can't be served, removed weights are not zero, weights
+            are not finite or beyond what ``dtype`` holds, or ranks disagree; on every rank, and nothing was written.
+        OSError: rank 0 can't write (on the other ranks a ValueError); nothing is left.
+        ImportError: safetensors is not installed.
+
+    Example::
+
+        >>> import tempfile, torch
+        >>> from dist_sparse import DataNormSparsifier, export
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16))
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.8, sparse_block_shape="row", norm="L2")
+        >>> names = sparsifier.add_model(model)
+        >>> sparsifier.step()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     exported = export(model, sparsifier, f"{folder}/served", dtype="int8")
+        >>> exported
+        Exported(1 tables, int8, 62.5 KiB -> 4.24 KiB)
+        >>> exported.manifest.tables["0"].kept, exported.manifest.tables["0"].bytes.index
+        (200, 128)
+    """
+    world = group_over(world_ranks())
+    with world.agreeing("export()") as facts:
+        chosen: Any = choice("dtype", dtype, LARGEST)
+        sparsifier = _sparsifier_of(sparse)
+        located = sorted(model_source(model).locate(), key=lambda data: data.name)
+        lookups = lookups_of(model, located)
+        if sparsifier is not None:
+            check_registered(model, sparsifier, located)
+        if world.rank == 0:
+            check_new(path)
+            if importlib.util.find_spec("safetensors") is None:
+                raise ImportError("export() needs safetensors: install the extra dist_sparse[serving].")
+        facts["path, dtype"] = [os.fspath(path), chosen]
+        for data in located:
+            facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
+            if 0 not in (data.ranks or (0,)):
+                raise ValueError(f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them.")
+    sources = sources_of(located, lookups.pooling, sparsifier)
+    with world.agreeing("export()"):
+        if sparsifier is not None and sparsifier.enforcer is not None:
+            sparsifier.enforcer.settle()
+        check_range(located, chosen)
+    if sparsifier is not None:
+        check_zero(sparsifier, sources)
+    manifest = Manifest(
+        dist_sparse=dist_sparse.__version__,
+        dtype=chosen,
+        collections=lookups.collections,
+        tables={name: _planned(source, chosen, world) for name, source in sources.items()},
+        bytes=0,
+    )
+    target = Path(os.path.abspath(path))
+    manifest = _write(manifest, sources, target, world)
+    if world.rank == 0 and (names := dense_is_smaller(manifest)):
+        _log.warning("dense tables of 4 bits would be smaller than what was pruned: %s", ", ".join(names))
+    return Exported(target, manifest)
+
+
+def _sparsifier_of(sparse: Any) -> BaseDataSparsifier | None:
+    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
+    if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
+        raise ValueError(
+            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, a sparsifier, or None."
+        )
+    return sparsifier
+
+
+def _stream(
+    world: Group, source: Source, consume: Consume | None, bar: Callable[[int], object] = lambda rows: None
+) -> None:
+    """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is raised on all ranks.
+
+    The other ranks wait for messages until the table is through, so an error is kept until then.
+    """
+    chunks = _counted(source.chunks(), bar)
+    error: Exception | None = None
+    try:
+        if consume is not None:
+            consume(chunks)
+    except Exception as fault:
+        error = fault
+    for _ in chunks:
+        pass
+    with world.agreeing("export()"):
+        if error is not None:
+            raise error
+
+
+def _counted(chunks: Iterator[Tensor], bar: Callable[[int], object]) -> Iterator[Tensor]:
+    for rows in chunks:
+        yield rows
+        bar(len(rows))
+
+
+def _planned(source: Source, dtype: Dtype, world: Group) -> Table:
+    """What will be stored of a table, packed where that is smaller. Collective; known on rank 0."""
+    rows, dim = len(source.kept), source.data.shape[1]
+    table = Table(
+        rows=rows,
+        kept=int(source.kept.count_nonzero()),
+        dim=dim,
+        pooling=source.pooling,
+        dtype=dtype,
+        block=source.block,
+        bytes=TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0),
+    )
+    if source.finer:
+        sizes: list[int] = []
+        _stream(world, source, lambda chunks: sizes.extend(packed_bytes(rows, table.width, dtype) for rows in chunks))
+        table = min(table, replace(table, values=sum(sizes)), key=lambda each: sum(_sizes(each).values()))
+    taken = _sizes(table)
+    return replace(
+        table,
+        bytes=TableBytes(
+            before=rows * dim * source.data.dtype.itemsize,
+            after=sum(taken.values()),
+            index=taken.get("kept", 0),
+            mask=taken.get("mask", 0),
+            scales=taken.get("scale_bias", 0),
+            dense_int4=rows * (-(-dim // 2) + 4),
+        ),
+    )
+
+
+def _sizes(table: Table) -> dict[str, int]:
+    return {name: size_of(*each) for name, each in table.layout().items()}
+
+
+def _write(manifest: Manifest, sources: Mapping[str, Source], path: Path, world: Group) -> Manifest:
+    """Write, check and publish; return the manifest that was written. Collective."""
+    first = world.rank == 0
+    checks: dict[str, Mapping[str, int | float]] = {}
+    with ExitStack() as stack:
+        bar = stack.enter_context(_progress(2 * sum(table.kept for table in manifest.tables.values()), shown=first))
+        with world.agreeing("export()"):
+            writer = stack.enter_context(ArtifactWriter(path, manifest.tables)) if first else None
+        for name, source in sources.items():
+            write = partial(_write_table, writer, name, manifest.tables[name], source) if writer is not None else None
+            _stream(world, source, write, bar)
+        with world.agreeing("export()"):
+            if writer is not None:
+                manifest = writer.seal(manifest)
+            artifact = Artifact(writer.folder, manifest) if writer is not None else None
+        for name, source in sources.items():
+            compare = partial(_compare, artifact, name, source, checks) if artifact is not None else None
+            _stream(world, source, compare, bar)
+        with world.agreeing("export()"):
+            if writer is not None:
+                tables = {name: replace(table, check=checks[name]) for name, table in manifest.tables.items()}
+                manifest = replace(manifest, tables=tables)
+                writer.publish(manifest)
+    return Manifest.from_text(world.all_gather_json(manifest.to_text() if first else None)[0])
+
+
+def _write_table(writer: ArtifactWriter, name: str, table: Table, source: Source, chunks: Iterator[Tensor]) -> None:
+    if table.kept < table.rows:
+        writer.append(f"{name}.kept", RowIndex.of(source.kept).words)
+    for rows in chunks:
+        stored = encode(rows, table.dtype)
+        if stored.scale_bias is not None:
+            writer.append(f"{name}.scale_bias", stored.scale_bias)
+        if table.values is None:
+            writer.append(f"{name}.rows", stored.rows)
+        else:
+            mask, values = pack_rows(rows, stored, table.width)
+            writer.append(f"{name}.mask", mask)
+            writer.append(f"{name}.values", values)
+
+
+def _compare(
+    artifact: Artifact,
+    name: str,
+    source: Source,
+    checks: dict[str, Mapping[str, int | float]],
+    chunks: Iterator[Tensor],
+) -> None:
+    check = TableCheck(artifact, name, source.kept)
+    for rows in chunks:
+        check.add(rows)
+    checks[name] = check.result()
+
+
+@contextmanager
+def _progress(rows: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Yield a function that counts rows: a bar of tqdm's on a terminal, if tqdm is installed."""
+    if not shown or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield lambda rows: None
+        return
+    with importlib.import_module("tqdm").tqdm(total=rows, desc="export", unit=" rows", unit_scale=True) as bar:
+        yield bar.update

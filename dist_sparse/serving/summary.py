@@ -1,0 +1,32 @@
+"""An artifact's bytes as text: of each table before and after, what its index costs, and where dense 4 bits win."""
+
+from __future__ import annotations
+
+from dist_sparse.serving.manifest import Manifest
+from dist_sparse.text import count, percent, printable, size, table_lines
+
+__all__ = ["dense_is_smaller", "summary"]
+
+
+def dense_is_smaller(manifest: Manifest) -> list[str]:
+    """Return the tables that were pruned and would be smaller if they were dense, in 4 bits."""
+    tables = manifest.tables.items()
+    return [name for name, table in tables if table.block is not None and table.bytes.dense_int4 < table.bytes.after]
+
+
+def summary(manifest: Manifest) -> str:
+    """Return a table of the tables' bytes, and what to know about them."""
+    head = ("table", "rows", "kept", "dim", "dtype", "stored as", "dense", "served", "", "index", "masks", "scales")
+    rows = []
+    for name, table in manifest.tables.items():
+        taken = table.bytes
+        stored = "rows" if table.values is None else "mask + values"
+        share = percent(taken.after / taken.before if taken.before else None)
+        sizes = size(taken.before), size(taken.after), share, size(taken.index), size(taken.mask), size(taken.scales)
+        rows.append((name, count(table.rows), count(table.kept), count(table.dim), table.dtype, stored, *sizes))
+    before = sum(table.bytes.before for table in manifest.tables.values())
+    whole = f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of {size(before)} dense"
+    lines = [*table_lines(head, rows, right={1, 2, 3, 6, 7, 8, 9, 10, 11}), whole]
+    if smaller := dense_is_smaller(manifest):
+        lines.append(f"dense rows of 4 bits would be smaller: {', '.join(map(printable, smaller))}")
+    return "\n".join(lines)

@@ -1,0 +1,195 @@
+"""`export()` on ranks: the same files for every sharding and number of ranks, errors on all of them, nothing left."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.sharding_plan import row_wise, table_wise
+
+from dist_sparse import DataNormSparsifier, export, groups
+from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.tables.modules import model_source
+from tests.dist.cells import Cell, TableSpec, build, cells, gathered, plain, set_weights, weights
+from tests.dist.harness import RanksFailed, run_ranks
+from tests.dist.plugin import on_ranks
+from tests.serving.stored import crcs, dense
+
+KINDS: dict[str, tuple[Any, str, dict[str, dict[str, float]]]] = {
+    "rows": ((1, "ROW"), "fp32", {"tiny": {"sparsity_level": 1.0}, "word": {"sparsity_level": 0.0}}),
+    "small blocks": ((1, 4), "int4", {"user": {"sparsity_level": 0.9}}),
+    "blocks cut by borders": ((3, 5), "int8", {}),
+}
+CELLS = {
+    1: ("row_wise", "ec_column_wise"),
+    2: ("table_wise", "row_wise", "column_wise_uneven", "two_shards", "mixed", "row_wise_fp16", "ec_row_wise"),
+    4: ("row_wise", "column_wise", "table_row_wise", "data_parallel", "grid_shard", "ec_data_parallel"),
+}
+EVERY = [(world, name) for world, names in CELLS.items() for name in names]
+
+BIG = Cell("big", 2, {"big": row_wise(), "other": table_wise(rank=1)}, tables=(
+    TableSpec("big", 9000, 16, ("big_id",)),
+    TableSpec("other", 3000, 16, ("other_id",)),
+))  # fmt: skip
+
+
+def exported(model: torch.nn.Module, path: Path, kind: str) -> None:
+    block, dtype, config = KINDS[kind]
+    sparsifier = DataNormSparsifier(sparsity_level=0.7, sparse_block_shape=block, norm="L2")
+    located = {data.name for data in model_source(model).locate()}
+    sparsifier.add_model(model, config={name: entry for name, entry in config.items() if name in located} or None)
+    sparsifier.step()
+    export(model, sparsifier, path / kind, dtype)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
+    """What one process writes of the unsharded model, by what distinguishes the tables of cells."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for cell in (cells(world)[name] for world, name in EVERY):
+        if tables_of(cell) not in found:
+            path = tmp_path_factory.mktemp("plain")
+            for kind in KINDS:
+                exported(plain(cell), path, kind)
+            found[tables_of(cell)] = {kind: crcs(path / kind) for kind in KINDS}
+    return found
+
+
+def tables_of(cell: Cell) -> tuple[str, ...]:
+    return (str(cell.tables), str(cell.bags), cell.data_type.value)
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_files_depend_on_the_model_alone(world: int, name: str, tmp_path: Path, expected: dict[Any, Any]) -> None:
+    """Byte for byte those of one process; empty ranks, tables smaller than the world and with nothing left included."""
+    cell = cells(world)[name]
+    model = build(cell)
+    for kind in KINDS:
+        exported(model, tmp_path, kind)
+        dist.barrier()
+        assert crcs(tmp_path / kind) == expected[tables_of(cell)][kind], kind
+        if KINDS[kind][1] == "fp32":
+            found = dense(tmp_path / kind)
+            assert all(torch.equal(found[table], full.float()) for table, full in gathered(model).items())
+        set_weights(model, weights(cell))
+
+
+@on_ranks(2)
+def test_a_plain_model_on_ranks(tmp_path: Path, expected: dict[Any, Any]) -> None:
+    """Each rank has its own, without DDP: the first rank's is written."""
+    cell = cells(2)["row_wise"]
+    exported(plain(cell), tmp_path, "rows")
+    ddp = torch.nn.parallel.DistributedDataParallel(plain(cell))
+    (tmp_path / "ddp").mkdir(exist_ok=True)
+    exported(ddp, tmp_path / "ddp", "rows")
+    dist.barrier()
+    for path in (tmp_path, tmp_path / "ddp"):
+        assert crcs(path / "rows") == expected[tables_of(cell)]["rows"]
+
+
+@on_ranks(2)
+def test_bytes_on_the_wire(tmp_path: Path) -> None:
+    """Each rank sends its kept rows twice, to be written and to be checked; nothing else grows with the tables."""
+    model = build(BIG)
+    sparsifier = DataNormSparsifier(sparsity_level=0.8, sparse_block_shape=(1, "ROW"))
+    sparsifier.add_model(model)
+    sparsifier.step()
+    reset_traffic()
+    export(model, sparsifier, tmp_path / "served")
+    sent = traffic().bytes
+    assert 2 * 64 * rows_held(model) <= sent <= 2 * 64 * rows_held(model) + 16384
+
+
+def rows_held(model: torch.nn.Module) -> int:
+    """The kept rows of this rank's shards."""
+    return sum(int(s.tensor.any(1).sum()) for data in model_source(model).locate() for s in data.shards)
+
+
+@on_ranks(2, 4)
+def test_errors_are_raised_on_all_ranks(world: int, tmp_path: Path) -> None:
+    cell = replace(BIG, world=world, plan={"big": row_wise(), "other": table_wise(rank=world - 1)})
+    model = build(cell)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
+    sparsifier.add_model(model)
+    sparsifier.step()
+    rank, last = dist.get_rank(), world - 1
+    served = tmp_path / "served"
+
+    def refused(message: str, *arguments: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            export(model, *arguments)
+        dist.barrier()
+        assert not [*tmp_path.iterdir()], message
+        dist.barrier()
+
+    refused(f"rank {last}: ValueError: Invalid dtype='int3'", sparsifier, served, "int3" if rank == last else "int8")
+    refused("path, dtype", sparsifier, served, "int8" if rank == last else "int4")
+    refused("path, dtype", sparsifier, tmp_path / str(rank))
+    refused("rank 0: ValueError: Invalid path.* exists already", sparsifier, tmp_path)
+    refused(f"rank {last}: ValueError: Invalid sparse", "sparse" if rank == last else sparsifier, served)
+    other = next(data for data in model_source(model).locate() if data.name == "other")
+    if rank == last:
+        other.shards[0].tensor[5, 1] = torch.nan
+    refused(
+        f"rank {last}: ValueError: Table 'other' can't be exported in fp32: it has the value nan", sparsifier, served
+    )
+    if rank == last:
+        other.shards[0].tensor[5, 1] = 1e5
+    refused(f"rank {last}: .*'other' can't be exported in fp16: it has the value 100000.0", sparsifier, served, "fp16")
+    if rank == last:
+        other.shards[0].tensor.fill_(1.0)
+    refused("'other' has .* removed weights that are not zero", sparsifier, served)
+    sparsifier.apply_masks()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        refused("rank 0: OSError.* File too large", sparsifier, served)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    export(model, sparsifier, served)
+
+
+def killed(path: Path, rank: int, exchange: int) -> None:
+    """End a rank, as kill -9 would, when it is about to send for the n-th time."""
+    model = build(BIG)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
+    sparsifier.add_model(model)
+    sparsifier.step()
+    if dist.get_rank() == rank:
+        real, calls = groups.Parcels.exchange, iter(range(exchange))
+
+        def ending(self: groups.Parcels, device: torch.device) -> None:
+            if next(calls, None) is None:
+                os._exit(9)
+            real(self, device)
+
+        groups.Parcels.exchange = ending  # type: ignore[method-assign]
+    export(model, sparsifier, path / "served")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("rank", "exchange"), [(1, 1), (0, 1), (1, 3)], ids=["other", "writer", "check"])
+def test_a_killed_rank_leaves_no_artifact(tmp_path: Path, rank: int, exchange: int) -> None:
+    with pytest.raises(RanksFailed, match=f"rank {rank} ----\ndied with exit code 9"):
+        run_ranks(2, killed, tmp_path, rank, exchange)
+    left = [entry.name for entry in tmp_path.iterdir()]
+    assert all(name.endswith(".partial") for name in left) and (rank == 0) == bool(left)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_collections_of_sharded_modules(kind: str, tmp_path: Path) -> None:
+    """The same as of the unsharded module."""
+    cell = cells(2)["mixed" if kind == "bags" else "ec_row_wise"]
+    mine = export(build(cell), None, tmp_path / "sharded").manifest
+    whole = export(plain(cell), None, tmp_path / "plain").manifest
+    assert mine == whole and mine.collections[0].path == "sparse.tables"
+    assert mine.collections[0].kind == ("bag" if kind == "bags" else "sequence")
