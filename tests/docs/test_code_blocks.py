@@ -123,7 +123,7 @@ def test_every_block_says_what_it_is(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(read(file)), "a fence is not closed"
     for block in read(file):
-        assert block.kind in ("python", "text", "console", "diff"), f"line {block.line}: ```{block.kind}"
+        assert block.kind in ("python", "text", "console", "diff", "cpp"), f"line {block.line}: ```{block.kind}"
         assert block.opted_out or not block.code.startswith("# Not run"), f"line {block.line}: {OPT_OUT.pattern}"
 
 
