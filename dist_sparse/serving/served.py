@@ -266,8 +266,8 @@ def load_served(
 
     Args:
         path: the folder.
-        layout: of an artifact that is stored as bitmask and values: "rows" decodes it now, "packed" at each lookup, in
-            pure torch, which saves memory and is many times slower.
+        layout: of tables stored as bitmask and values: "rows" decodes them now, "packed" at each lookup, in pure
+            torch, which saves memory and is many times slower.
         fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it they are pure torch.
 
     Returns:
@@ -282,10 +282,19 @@ def load_served(
 
     Example::
 
-        >>> import dist_sparse
-        >>> dist_sparse.load_served("no_such_folder")
-        Traceback (most recent call last):
-        ValueError: no_such_folder holds no artifact: there is no manifest.json.
+        >>> import tempfile, torch
+        >>> from dist_sparse import DataNormSparsifier, export, load_served
+        >>> weight = torch.tensor([[0.1, 0.2], [3.0, 4.0]])
+        >>> model = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum")
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row", norm="L2")
+        >>> names = sparsifier.add_model(model)
+        >>> sparsifier.step()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     exported = export(model, sparsifier, f"{folder}/served")
+        ...     served = load_served(f"{folder}/served")
+        >>> served(torch.tensor([0, 1, 0, 1, 1]), torch.tensor([0, 2]))  # row 0 was removed
+        tensor([[3., 4.],
+                [6., 8.]])
     """
     choice("layout", layout, ("rows", "packed"))
     if fbgemm and layout == "packed":
@@ -295,7 +304,7 @@ def load_served(
         raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
     artifact = open_artifact(path)
     if layout == "packed" and all(table.values is None for table in artifact.manifest.tables.values()):
-        raise ValueError(f"Invalid layout='packed': {path} holds rows. Export it with layout='packed'.")
+        raise ValueError(f"Invalid layout='packed': no table of {path} is stored as bitmask and values.")
     served = {each.path: _served(artifact, each, layout, native) for each in artifact.manifest.collections}
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
