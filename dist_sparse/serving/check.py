@@ -146,9 +146,8 @@ def check_artifact(path: str | os.PathLike[str]) -> Artifact:
                 zero = -bias / scale
                 wrong |= (zero != zero.round()) | (zero < 0) | (zero > (255 if entry.dtype == "int8" else 15))
             if len(places := wrong.nonzero()):
-                raise ValueError(
-                    f"{artifact.path}: the kept row {first + int(places[0])} of table {name!r} is damaged."
-                )
+                row = first + int(places[0])
+                raise ValueError(f"{artifact.path}: the kept row {row} of table {name!r} has no valid weights.")
     return artifact
 
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.sharding_plan import row_wise, table_wise
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.embedding_configs import DataType
 
-from dist_sparse import DataNormSparsifier, export, groups
+from dist_sparse import DataNormSparsifier, export, groups, load_served
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.tables.modules import model_source
-from tests.dist.cells import Cell, TableSpec, build, cells, gathered, plain, set_weights, weights
+from dist_sparse.tables.modules import model_source, modules_by_path
+from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, plain, set_weights, weights
 from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
 from tests.serving.stored import crcs, dense
@@ -78,7 +80,29 @@ def test_files_depend_on_the_model_alone(world: int, name: str, tmp_path: Path, 
         if KINDS[kind][1] == "fp32":
             found = dense(tmp_path / kind)
             assert all(torch.equal(found[table], full.float()) for table, full in gathered(model).items())
+            if cell.data_type is DataType.FP32 and cell.trains:
+                check_served(cell, model, tmp_path / kind)
         set_weights(model, weights(cell))
+
+
+def check_served(cell: Cell, model: torch.nn.Module, path: Path) -> None:
+    """What is served is bit for bit what the model gives unsharded; row-wise shards add partial sums, so they round
+    otherwise."""
+    features = batch(cell, seed=dist.get_rank())
+    whole = plain(cell)
+    set_weights(whole, gathered(model))
+    trained = modules_by_path(model)["sparse.tables"](features)
+    trained = trained.wait() if isinstance(trained, LazyAwaitable) else trained
+    expected = modules_by_path(whole)["sparse.tables"](features)
+    served = load_served(path)(features)
+    assert list(served.keys()) == list(expected.keys()) and set(trained.keys()) == set(served.keys())
+    for key in served.keys():  # noqa: SIM118  (a KeyedTensor is no mapping)
+        if cell.bags:
+            assert torch.equal(served[key], expected[key])
+            torch.testing.assert_close(served[key], trained[key], rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(served[key].values(), trained[key].values())
+            assert torch.equal(served[key].lengths(), trained[key].lengths())
 
 
 @on_ranks(2)

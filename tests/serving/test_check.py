@@ -1,0 +1,122 @@
+"""The check of an artifact: it finds what differs from the model, and artifacts that are whole but wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_sparse import DataNormSparsifier, export
+from dist_sparse.serving import export as export_module
+from dist_sparse.serving.artifact import Artifact, ArtifactWriter, open_artifact
+from dist_sparse.serving.check import TableCheck, check_artifact
+from dist_sparse.serving.codes import Rows, encode
+from dist_sparse.serving.manifest import Manifest, Table
+
+DTYPES = ("fp32", "fp16", "int8", "int4")
+
+
+def exported(path: Path, dtype: Any, block: Any = "row") -> tuple[Artifact, torch.Tensor]:
+    """An artifact of one table, and the weights of the model."""
+    torch.manual_seed(0)
+    model = nn.Embedding(60, 8)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block, norm="L2")
+    sparsifier.add_model(model)
+    sparsifier.step()
+    export(model, sparsifier, path, dtype)
+    return open_artifact(path), model.weight.data
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", ["row", (1, 4)], ids=str)
+def test_what_differs_is_found(tmp_path: Path, dtype: str, block: Any) -> None:
+    artifact, weight = exported(tmp_path / "served", dtype, block)
+    kept = weight.any(1)
+    rows = weight[kept]
+    check = TableCheck(artifact, "weight", kept)
+    check.add(rows[:7])
+    with pytest.raises(ValueError, match="7 rows were compared"):
+        check.result()
+    check.add(rows[7:])
+    assert check.result() == artifact.manifest.tables["weight"].check
+    for row, column in (rows[9:10] != 0).nonzero() + torch.tensor([9, 0]):
+        wrong = rows.clone()
+        if dtype in ("fp32", "fp16"):
+            wrong[row, column] *= 1 + (2.0**-22 if dtype == "fp32" else 2.0**-9)
+        else:
+            wrong[row, column] += float(artifact.tensors("weight")["scale_bias"][row, 0]) * 1.01
+        with pytest.raises(ValueError, match=rf"the kept row {row} serves .* in column {column}"):
+            TableCheck(artifact, "weight", kept).add(wrong)
+    if block != "row":
+        row, column = (rows == 0).nonzero()[3]
+        wrong = rows.clone()
+        wrong[row, column] = 1.0
+        with pytest.raises(ValueError, match=f"the kept row {row} serves 0.0 in column {column}"):
+            TableCheck(artifact, "weight", kept).add(wrong)
+
+
+def test_ids_that_other_rows_serve_are_found(tmp_path: Path) -> None:
+    artifact, weight = exported(tmp_path / "served", "fp32")
+    kept = weight.any(1)
+    for wrong in (int(kept.nonzero()[4]), int((~kept).nonzero()[4])):
+        other = kept.clone()
+        other[wrong] = ~other[wrong]
+        with pytest.raises(ValueError, match=f"id {wrong} is served by row"):
+            TableCheck(artifact, "weight", other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_export_that_wrote_something_else_is_refused(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(weight: torch.Tensor, dtype: Any) -> Rows:
+        found = encode(weight, dtype)
+        found.rows.view(torch.uint8)[3, -1] ^= 0x33
+        return found
+
+    monkeypatch.setattr(export_module, "encode", wrong)
+    with pytest.raises(ValueError, match="the kept row 3 serves"):
+        exported(tmp_path / "served", dtype)
+    assert not [*tmp_path.iterdir()]
+
+
+def rewritten(artifact: Artifact, path: Path, *, table: dict[str, Any] | None = None, **tensors: torch.Tensor) -> None:
+    """Write an artifact again with other tensors, and checksums that fit."""
+    entry: Table = replace(artifact.manifest.tables["weight"], **(table or {}))
+    manifest: Manifest = replace(artifact.manifest, tables={"weight": entry})
+    with ArtifactWriter(path, manifest.tables) as writer:
+        for name, tensor in {**artifact.tensors("weight"), **tensors}.items():
+            writer.append(f"weight.{name}", tensor)
+        writer.publish(writer.seal(manifest))
+
+
+def test_artifacts_that_are_whole_but_wrong(tmp_path: Path) -> None:
+    """Their checksums fit, and they are refused all the same."""
+    floats, _ = exported(tmp_path / "floats", "fp32")
+    codes, _ = exported(tmp_path / "codes", "int8", (1, 4))
+    for artifact in (floats, codes):
+        rewritten(artifact, tmp_path / f"{artifact.path.name}, same")
+        check_artifact(tmp_path / f"{artifact.path.name}, same")
+    rows, tail = floats.tensors("weight")["rows"].clone(), codes.tensors("weight")["scale_bias"].clone()
+    rows[11, 2] = torch.nan
+    rewritten(floats, tmp_path / "nan", rows=rows)
+    for name, value in (("bias", 0.1), ("above", 1.0), ("infinite", torch.inf)):
+        other = tail.clone()
+        other[5, 1] = value
+        rewritten(codes, tmp_path / name, scale_bias=other)
+    rewritten(floats, tmp_path / "unchecked", table={"check": {}})
+    rewritten(codes, tmp_path / "more", mask=torch.full_like(codes.tensors("weight")["mask"], 3))
+    for name, message in {
+        "nan": "the kept row 11 of table 'weight' has no valid weights",
+        "bias": "the kept row 5 of",
+        "above": "the kept row 5 of",
+        "infinite": "the kept row 5 of",
+        "unchecked": "'weight' was not compared with its model",
+        "more": "its bitmasks have .* values",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            check_artifact(tmp_path / name)
