@@ -15,6 +15,7 @@ Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
 Whole rows, columns: ROW and COL, as in sparse_block_shape=(1, ROW) or (COL, 1)
 One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
 Serving:             export, load_served
+Smaller tables:      compact (store kept rows only, train on)
 After training:      post_training_sparse_quantize (8-bit tables)
 Under Lightning:     dist_sparse.lightning.SparsifyCallback
 Names of ancestors:  CubicSL, LambdaSL, Noamlr, ExponentDecayLr
@@ -48,6 +49,7 @@ _MODULE_OF = {
     "ScoreSparsifier": "sparsifiers.score",
     "SparseTraining": "training.sparsify",
     "TableStats": "sparsifiers.stats",
+    "compact": "serving.compact",
     "describe": "sparsifiers.stats",
     "export": "serving.export",
     "load_served": "serving.served",

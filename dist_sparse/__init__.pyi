@@ -28,6 +28,7 @@ from dist_sparse.schedulers.ready import LinearDataScheduler as LinearDataSchedu
 from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataScheduler
 from dist_sparse.schedulers.torch_ao import CubicSL as CubicSL
 from dist_sparse.schedulers.torch_ao import LambdaSL as LambdaSL
+from dist_sparse.serving.compact import compact as compact
 from dist_sparse.serving.export import export as export
 from dist_sparse.serving.served import load_served as load_served
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier

@@ -103,6 +103,11 @@ class MaskEnforcer:
         return self._optimizers is not None
 
     @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """What :meth:`attach` was called with; empty when detached."""
+        return self._optimizers or ()
+
+    @property
     def seconds(self) -> float:
         """See the class."""
         return self.clock.seconds

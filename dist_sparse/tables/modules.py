@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -121,7 +121,8 @@ class ModelTables:
             selected = [(known[found.fqn], found) for found in everything if found.fqn in known]
         wanted = None if names is None else set(names)
         chosen = [(name, found) for name, found in selected if wanted is None or name in wanted]
-        self._found = dict(chosen)
+        # What the walk read of a collection, views of its weights too, must not outlive it.
+        self._found = {name: replace(found, locate=found.find) for name, found in chosen}
         return [found.locate(name) for name, found in chosen]
 
     def find(self, name: str) -> ShardedData:

@@ -1,0 +1,305 @@
+"""Collections of TorchRec that store kept rows only, behind the ids of the whole tables.
+
+A collection of TorchRec's own, ``inner``, holds the kept rows: DistributedModelParallel, planners, fused optimizers and
+checkpoints treat it as any other. In front of it, :class:`CompactIds` translates ids to rows and drops those of removed
+rows, before the input distribution: they cost no message and no lookup. Results are those of tables with zero rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from dist_sparse.serving.row_index import RowIndex, RowIndexes
+
+__all__ = ["CompactEmbeddingBagCollection", "CompactEmbeddingCollection", "CompactIds"]
+
+
+class CompactIds(nn.Module):
+    """Translate a KeyedJaggedTensor of ids into one of rows among the kept ones, without those that were removed.
+
+    A module of its own from KeyedJaggedTensor to KeyedJaggedTensor, so that
+    ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it ahead, with the input distribution.
+
+    Args:
+        tables: configurations of the whole tables.
+        indexes: by table, of those that have removed rows.
+
+    Attributes:
+        names: of what the collection returns, in the order of the tables; the keys of the result.
+    """
+
+    def __init__(self, tables: Sequence[EmbeddingBagConfig | EmbeddingConfig], indexes: Mapping[str, RowIndex]) -> None:
+        super().__init__()
+        unknown = sorted(set(indexes) - {table.name for table in tables})
+        if unknown:
+            raise ValueError(f"There are indexes of {unknown}, which are none of the tables.")
+        self.names = [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+        self._features = [feature for table in tables for feature in table.feature_names]
+        self._tables = [table.name for table in tables]
+        self._rows = [table.num_embeddings for table in tables]
+        self._indexed = [table.name in indexes for table in tables]
+        of_features = [number for number, table in enumerate(tables) for _ in table.feature_names]
+        self.index = RowIndexes([indexes.get(name) for name in self._tables], self._rows, of_features)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the rows of what is kept, under the keys :attr:`names`."""
+        features = self.ordered(features)
+        rows = self.rows(features)
+        kept = rows >= 0
+        counts = nn.functional.pad(kept.cumsum(0), (1, 0))
+        weights = features.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=self.names,
+            values=rows[kept].to(features.values().dtype),
+            weights=None if weights is None else weights[kept],
+            lengths=counts[features.offsets()].diff().to(features.lengths().dtype),
+        )
+
+    def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the features of the collection in the order of its tables, one that two tables share twice.
+
+        Raises:
+            ValueError: a feature is missing, or batch sizes differ between features.
+        """
+        if features.variable_stride_per_key():
+            raise ValueError("Batch sizes that differ between features are not supported by compact collections.")
+        keys = features.keys()
+        if keys == self._features:
+            return features
+        places = {key: place for place, key in enumerate(keys)}
+        missing = [feature for feature in self._features if feature not in places]
+        if missing:
+            raise ValueError(f"The features {missing} are missing; the KeyedJaggedTensor has {keys}.")
+        return features.permute([places[feature] for feature in self._features])
+
+    def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
+        """Return the row of each id among the kept ones, -1 where removed: int32 ``(n,)``. Ids out of range are read as
+        id 0, as FBGEMM does."""
+        per_feature = ordered.lengths().view(len(self.names), -1).sum(1)
+        found: Tensor = self.index(ordered.values(), per_feature)
+        return found
+
+    def table_indexes(self) -> dict[str, RowIndex]:
+        """Return the index of each table that has removed rows."""
+        found, start = {}, 0
+        for name, rows, indexed in zip(self._tables, self._rows, self._indexed, strict=True):
+            if indexed:
+                stop = start + max(1, -(-rows // 32))
+                found[name] = RowIndex.from_words(self.index.words[start:stop].clone(), rows)
+                start = stop
+        return found
+
+
+def _stored(table: Any, indexes: Mapping[str, RowIndex], names: list[str], rows: Mapping[str, int]) -> Any:
+    """The configuration of what is stored of a table. A table with nothing left stores a row that is never read:
+    neither TorchRec's planners nor FBGEMM's kernels expect tables without rows."""
+    index = indexes.get(table.name)
+    kept = table.num_embeddings if index is None else index.num_kept
+    return replace(table, num_embeddings=max(kept, 1, rows.get(table.name, 0)), feature_names=names)
+
+
+class CompactEmbeddingBagCollection(nn.Module):
+    """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows for the others.
+
+    Sums and weighted sums are bit-equal. Means divide by all ids of a bag, removed ones too; they are computed as a sum
+    times 1 / ids, so they may differ in the last bit from those of a sharding that divides.
+
+    Args:
+        tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
+        indexes: by table, of those that have removed rows.
+        is_weighted: as of an EmbeddingBagCollection.
+        device: of the stored rows, which are initialized as TorchRec does.
+        stored_rows: by table, the least number of rows to store; those behind the kept ones are never read.
+
+    Attributes:
+        ids: the :class:`CompactIds`.
+        inner: the collection of kept rows; a sharded one in its place under DistributedModelParallel.
+
+    Example::
+
+        >>> import torch
+        >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+        >>> from dist_sparse.serving.collections import CompactEmbeddingBagCollection
+        >>> from dist_sparse.serving.row_index import RowIndex
+        >>> table = EmbeddingBagConfig(name="user", num_embeddings=4, embedding_dim=2, feature_names=["user_id"])
+        >>> index = RowIndex.of(torch.tensor([False, True, False, True]))
+        >>> bags = CompactEmbeddingBagCollection([table], {"user": index})
+        >>> bags.inner.embedding_bags["user"].weight.shape
+        torch.Size([2, 2])
+        >>> ids = KeyedJaggedTensor(["user_id"], torch.tensor([1, 0, 2]), lengths=torch.tensor([1, 2]))
+        >>> bags(ids)["user_id"][1]  # both are removed
+        tensor([0., 0.], grad_fn=<SelectBackward0>)
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        indexes: Mapping[str, RowIndex],
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        stored_rows: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._configs = list(tables)
+        self._weighted = is_weighted
+        self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
+        averaged = [table.pooling is PoolingType.MEAN and table.name in indexes for table in tables]
+        if is_weighted and any(averaged):
+            names = [table.name for table, mean in zip(tables, averaged, strict=True) if mean]
+            raise ValueError(
+                f"The tables {names} are pooled by weighted means, which TorchRec divides by the number of ids in some "
+                "shardings and by the sum of their weights in others; make them weighted sums."
+            )
+        names_by_table = get_embedding_names_by_table(list(tables))
+        stored = [
+            _stored(table, indexes, names, stored_rows or {})
+            for table, names in zip(tables, names_by_table, strict=True)
+        ]
+        for config, mean in zip(stored, averaged, strict=True):
+            config.pooling = PoolingType.SUM if mean else config.pooling
+        self._averaged = {name for names, mean in zip(names_by_table, averaged, strict=True) for name in names if mean}
+        self.mean = _Means(self.ids, self._averaged) if self._averaged else None
+        self.inner: nn.Module = EmbeddingBagCollection(stored, is_weighted, device)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the pooled embeddings, as an EmbeddingBagCollection does."""
+        pooled: KeyedTensor = self.inner(self.ids(features))
+        return pooled if self.mean is None else self.mean(pooled, features)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Return the configurations of the whole tables."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Return whether the KeyedJaggedTensor must have weights."""
+        return self._weighted
+
+
+class _Means(nn.Module):
+    """Divide sums by the number of ids, removed ones too. A module, so that it is a leaf of TorchRec's pipelines."""
+
+    def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
+        super().__init__()
+        self._ids = [ids]  # not as a module: it has its place already
+        self._averaged = averaged
+
+    def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the means of the averaged keys, and the others as they are."""
+        [ids] = self._ids
+        lengths = ids.ordered(features).lengths().view(len(ids.names), -1)
+        values, keys, widths = pooled.values(), pooled.keys(), pooled.length_per_key()
+        scale = torch.ones(len(keys), lengths.shape[1], dtype=values.dtype, device=values.device)
+        for place, key in enumerate(keys):
+            if key in self._averaged:
+                scale[place] = 1.0 / lengths[ids.names.index(key)].clamp(min=1).to(torch.float32)
+        columns = torch.tensor(widths, device=values.device)
+        return KeyedTensor(keys=keys, length_per_key=widths, values=values * scale.T.repeat_interleave(columns, dim=1))
+
+
+class CompactEmbeddingCollection(nn.Module):
+    """An EmbeddingCollection that stores kept rows only and returns zero vectors for the others.
+
+    Args:
+        tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
+        indexes: by table, of those that have removed rows.
+        device: of the stored rows, which are initialized as TorchRec does.
+        stored_rows: by table, the least number of rows to store; those behind the kept ones are never read.
+
+    Attributes:
+        ids: the :class:`CompactIds`.
+        inner: the collection of kept rows; a sharded one in its place under DistributedModelParallel.
+
+    Example::
+
+        >>> import torch
+        >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
+        >>> from dist_sparse.serving.collections import CompactEmbeddingCollection
+        >>> from dist_sparse.serving.row_index import RowIndex
+        >>> table = EmbeddingConfig(name="word", num_embeddings=4, embedding_dim=2, feature_names=["query"])
+        >>> words = CompactEmbeddingCollection([table], {"word": RowIndex.of(torch.tensor([True, False, True, True]))})
+        >>> ids = KeyedJaggedTensor(["query"], torch.tensor([0, 1, 3]), lengths=torch.tensor([2, 1]))
+        >>> found = words(ids)["query"]
+        >>> found.values()[1], found.lengths()
+        (tensor([0., 0.], grad_fn=<SelectBackward0>), tensor([2, 1]))
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        indexes: Mapping[str, RowIndex],
+        device: torch.device | None = None,
+        stored_rows: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._configs = list(tables)
+        self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
+        names_by_table = get_embedding_names_by_table(list(tables))
+        stored = [
+            _stored(table, indexes, names, stored_rows or {})
+            for table, names in zip(tables, names_by_table, strict=True)
+        ]
+        padded = {
+            name for table, names in zip(tables, names_by_table, strict=True) if table.name in indexes for name in names
+        }
+        self.zeros = _Zeros(self.ids, padded)
+        self.inner: nn.Module = EmbeddingCollection(stored, device)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the embeddings of every id, as an EmbeddingCollection does."""
+        found: dict[str, JaggedTensor] = self.zeros(self.inner(self.ids(features)), features)
+        return found
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Return the configurations of the whole tables."""
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        """Return the width of all tables."""
+        width: int = self._configs[0].embedding_dim
+        return width
+
+
+class _Zeros(nn.Module):
+    """Put zero vectors back in the places of removed ids."""
+
+    def __init__(self, ids: CompactIds, padded: set[str]) -> None:
+        super().__init__()
+        self._ids = [ids]  # not as a module: it has its place already
+        self._padded = padded
+
+    def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return one vector for each id of every key."""
+        [ids] = self._ids
+        if isinstance(found, LazyAwaitable):
+            found = found.wait()
+        features = ids.ordered(features)
+        # Looked up again: what the input distribution sends can't carry it.
+        kept = ids.rows(features) >= 0
+        lengths = features.lengths().view(len(ids.names), -1)
+        out: dict[str, JaggedTensor] = {}
+        start = 0
+        for name, count, of_bags in zip(ids.names, features.length_per_key(), lengths, strict=True):
+            values: Tensor = found[name].values()
+            if name in self._padded:
+                [places] = kept[start : start + count].nonzero(as_tuple=True)
+                values = values.new_zeros(count, values.shape[1]).index_copy(0, places, values)
+            out[name] = JaggedTensor(values=values, lengths=of_bags)
+            start += count
+        return out
+
+
+def _on_meta(device: torch.device | None) -> bool:
+    return device is not None and torch.device(device).type == "meta"

@@ -1,0 +1,264 @@
+"""`compact()`: from a sparsified model to one that stores kept rows only, in training.
+
+Everything is checked on all ranks first. Then compact modules take the places of the old ones in the user's module,
+rows and optimizer state of kept rows move, bit for bit and table by table, and last the old tables are released.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.serving.kept_rows import kept_rows
+from dist_sparse.serving.sites import (
+    Site,
+    compact_embedding,
+    cut,
+    replace_modules,
+    sites_of,
+    torchrec_part,
+)
+from dist_sparse.serving.steppers import Stepped, Steppers
+from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.shards import Source
+from dist_sparse.training.sparsify import SparseTraining
+
+__all__ = ["compact"]
+
+
+def compact(
+    model: nn.Module,
+    sparse: SparseTraining | BaseDataSparsifier,
+    *,
+    optimizer: Any = None,
+    plan: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Return ``model`` with tables that store kept rows only. Collective: every rank of the world must call it.
+
+    Collections of TorchRec become :class:`~dist_sparse.serving.collections.CompactEmbeddingBagCollection` or
+    ``CompactEmbeddingCollection``, ``nn.Embedding`` and ``nn.EmbeddingBag``
+    :class:`~dist_sparse.serving.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights and optimizer state of
+    kept rows are moved bit for bit, learning rates and step counts too; all other parameters stay the same objects. The
+    model gives what it gave, and trains on; it can be sparsified and compacted again.
+
+    ``model`` and ``sparse`` are consumed. A DistributedModelParallel is built again around the same module: use the
+    one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its sparsifier
+    registers nothing any more. Make pipelines and optimizers that combine ``fused_optimizer`` with others again.
+
+    Args:
+        model: as it was sparsified: a DistributedModelParallel or a plain module. Of a DDP module pass the module
+            inside, and wrap the result.
+        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove whole rows.
+        optimizer: all optimizers that step tables themselves, or a sequence of them: they hold the new parameters
+            afterwards. None is those that the enforcer is attached to; ``()`` is none.
+        plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept rows are called
+            ``inner``. None keeps sharding types, ranks and columns, and cuts the kept rows evenly.
+
+    Raises:
+        ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a kind that can't be
+            compacted. Nothing was changed.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import compact, sparsify
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8), torch.nn.Linear(8, 1))
+        >>> optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        >>> sparse = sparsify(model, optimizer, level=0.8, begin=0, end=0)
+        >>> sparse.step()
+        >>> before = model(torch.arange(100).view(20, 5))
+        >>> model = compact(model, sparse)
+        >>> model[0].weight.shape, bool((model(torch.arange(100).view(20, 5)) == before).all())
+        (torch.Size([20, 8]), True)
+    """
+    together = group_over(world_ranks())
+    with together.agreeing("compact()"):
+        sparsifier, optimizers = _parts(sparse, optimizer)
+    removed = {stats.name for stats in sparsifier.table_stats() if stats.removed_blocks}
+    flags = kept_rows(sparsifier)
+    with together.agreeing("compact()"):
+        steppers = Steppers(optimizers or ())
+        kept = _kept(model, sparsifier, removed, flags)
+        for site in kept:
+            _check(model, site, optimizers is not None)
+    torchrec = torchrec_part()
+    in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
+    root: nn.Module = torchrec.unwrapped(model) if in_dmp else model
+    sharded = [site for site in kept if torchrec is not None and torchrec.is_sharded(site.module)]
+    made = {site: _compacted(site, kept[site], model) for site in kept}
+    result = replace_modules(root, {site.replaced: made[site] for site in kept})
+    try:
+        if in_dmp:
+            result = torchrec.reshard(model, result, {site.place: (site.module, made[site]) for site in sharded}, plan)
+        stepped = [
+            each
+            for site in kept
+            for each in (_moved if site in sharded else _stepped)(site, made[site], kept[site], steppers)
+        ]
+    except BaseException:
+        replace_modules(root, {made[site]: site.replaced for site in kept})
+        raise
+    _detach(sparse, sparsifier)
+    for each in stepped:
+        steppers.replace(each)
+    for site in sharded:
+        torchrec.consume(site.module)
+    gc.collect()  # table batches, DDP and their hooks are cycles
+    return result
+
+
+Kept = dict[str, Tensor]
+"""Which rows of the tables of one module are kept, by the table's name in the module."""
+
+
+def _parts(sparse: Any, optimizer: Any) -> tuple[BaseDataSparsifier, Sequence[Any] | None]:
+    """The sparsifier, and the optimizers that step tables themselves, None if they are unknown."""
+    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
+    if not isinstance(sparsifier, BaseDataSparsifier):
+        raise ValueError(
+            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or a sparsifier."
+        )
+    if sparsifier.dense_store.names:
+        raise ValueError(
+            f"Plain data can't be compacted: {sparsifier.dense_store.names} are no tables of a model. Delete them from "
+            "the sparsifier first."
+        )
+    if optimizer is None:
+        enforcer = sparsifier.enforcer
+        return sparsifier, enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
+    return sparsifier, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def _kept(
+    model: nn.Module, sparsifier: BaseDataSparsifier, removed: set[str], flags: Mapping[str, Tensor]
+) -> dict[Site, Kept]:
+    """What is kept in each module that holds a table with removed rows."""
+    located = sparsifier.packed_store.locate()
+    for name in sorted(removed):
+        height, width = sparsifier.packed_store.block(name)
+        if height != 1 or width < located[name].shape[1]:
+            raise ValueError(
+                f"Table {name!r} has masks of blocks ({height}, {width}), and only whole rows can be compacted, "
+                "(1, ROW): what a finer mask removes inside of kept rows would come back. export() stores such masks."
+            )
+    if not removed:
+        raise ValueError("Nothing is removed yet, so there is nothing to compact.")
+    names = {data.fqn: name for name, data in located.items()}
+    known = {module for source in sparsifier.packed_store.sources for module in _model_of(source).modules()}
+    found: dict[Site, Kept] = {}
+    for site in (site for site in sites_of(model) if site.module in known):
+        registered = {table: names.get(fqn, "") for table, fqn in site.tables.items()}
+        if removed.isdisjoint(registered.values()):
+            continue
+        found[site] = {
+            table: flags[registered[table]].clone() if registered[table] else torch.ones(rows, dtype=torch.bool)
+            for table, rows in _rows(site).items()
+        }
+        for table, index in (torchrec_part().table_indexes(site.outer) if site.outer is not None else {}).items():
+            found[site][table][index.num_kept :] = False  # rows that no id has
+    if missing := removed - {names.get(fqn) for site in found for fqn in site.tables.values()}:
+        raise ValueError(f"{sorted(missing)} are no embedding tables of this model: they can't be compacted.")
+    return found
+
+
+def _model_of(source: Source) -> nn.Module:
+    """What was registered by add_model(); nothing for a tensor."""
+    model = getattr(source, "model", None)
+    return model if isinstance(model, nn.Module) else nn.Module()
+
+
+def _rows(site: Site) -> dict[str, int]:
+    """The rows that each table of a module stores."""
+    if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
+        return {"": site.module.num_embeddings}
+    rows: dict[str, int] = torchrec_part().table_rows(site.module)
+    return rows
+
+
+def _check(model: nn.Module, site: Site, optimizers_known: bool) -> None:
+    """Refuse a module that can't be compacted, or whose optimizers are unknown."""
+    module, name = site.module, ", ".join(site.tables.values())
+    torchrec = torchrec_part()
+    in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
+    if not in_dmp:
+        for path, wrapper in model.named_modules():
+            if isinstance(wrapper, (DistributedDataParallel, nn.DataParallel)) and module in wrapper.modules():
+                raise ValueError(
+                    f"{name} is inside {type(wrapper).__name__}{f' at {path!r}' if path else ''}, which holds on to "
+                    "the old parameters: compact the module inside, and wrap the result again."
+                )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if type(module) not in (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag):
+            raise ValueError(
+                f"{name} belongs to a {type(module).__name__}, which is neither nn.Embedding nor nn.EmbeddingBag and "
+                "may do more: it can't be compacted."
+            )
+        if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+            raise ValueError(f"{name} has mode='max', in which removed rows count as zeros: it can't be compacted.")
+    elif reason := torchrec.refusal(model, module):
+        raise ValueError(f"{name} can't be compacted: {reason}.")
+    for parameter in _parameters(module).values():
+        others = set(model.modules()) - set(module.modules())
+        holders = [type(other).__name__ for other in others if parameter in set(other._parameters.values())]
+        if holders:
+            raise ValueError(f"{name} is the weight of other modules too ({holders}): it can't be compacted.")
+        if parameter.requires_grad and not optimizers_known:
+            raise ValueError(
+                f"{name} is stepped by a plain optimizer, which must get the new parameters: pass compact(optimizer="
+                "...), or optimizer=() if there is none. An attached enforcer knows them."
+            )
+
+
+def _compacted(site: Site, kept: Kept, model: nn.Module) -> Any:
+    """The compact module that takes the place of another."""
+    if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
+        return compact_embedding(site.module, kept[""])
+    return torchrec_part().compacted(site.module, site.outer, kept, getattr(model, "device", None))
+
+
+def _parameters(module: Any) -> dict[str, nn.Parameter]:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        weight: Any = module.weight
+        return {"": weight}
+    found: dict[str, nn.Parameter] = torchrec_part().parameters_of(module)
+    return found
+
+
+def _stepped(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Stepped]:
+    """The parameters of an unsharded module, old and new, and the state of the new ones."""
+    new = _parameters(getattr(made, "inner", made))
+    return [
+        Stepped(
+            old,
+            new[name],
+            {key: cut(state, kept[name], len(new[name])) for key, state in steppers.states(old).items()},
+        )
+        for name, old in _parameters(site.module).items()
+    ]
+
+
+def _moved(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Stepped]:
+    """Move the tables of a sharded collection. Collective."""
+    moving: Any = importlib.import_module("dist_sparse.serving.moving")  # it needs torchrec
+    stepped: list[Stepped] = moving.move_collection(site.module, made.inner, kept, steppers)
+    return stepped
+
+
+def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
+    """Detach the enforcer, and have the sparsifier forget all tables."""
+    if isinstance(sparse, SparseTraining):
+        sparse.detach()
+    if isinstance(sparsifier.enforcer, MaskEnforcer):
+        sparsifier.enforcer.detach()
+    for name in sparsifier.packed_store.names:
+        sparsifier.packed_store.drop(name)
+        del sparsifier.data_groups[name]

@@ -1,0 +1,362 @@
+"""Compact collections in the place of TorchRec's, sharded or not, and what a sharded one needs to train on.
+
+With :mod:`dist_sparse.tables.torchrec`, this module knows the internals of TorchRec. A sharded collection is built
+again, with kept rows only, by a plan derived from its own: the same sharding types, ranks and columns, so that the
+arithmetic of training stays the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_module
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dist_sparse.serving.collections import CompactEmbeddingBagCollection, CompactEmbeddingCollection
+from dist_sparse.serving.row_index import RowIndex
+from dist_sparse.serving.sites import cut
+from dist_sparse.tables.shards import ShardedData
+from dist_sparse.tables.torchrec import collection_tables, find_table, fused_kernels, sharded_tables, shards_tables
+
+__all__ = [
+    "Fused",
+    "compacted",
+    "consume",
+    "fused_tables",
+    "is_compact",
+    "is_sharded",
+    "is_sharded_model",
+    "located",
+    "parameters_of",
+    "refusal",
+    "reshard",
+    "set_hyperparameters",
+    "table_indexes",
+    "table_names",
+    "table_rows",
+    "unwrapped",
+]
+
+Collection = CompactEmbeddingBagCollection | CompactEmbeddingCollection
+Planner = Callable[[nn.Module], ShardingPlan]
+
+
+def is_compact(module: nn.Module) -> bool:
+    """Return whether a module is a compact collection."""
+    return isinstance(module, (CompactEmbeddingBagCollection, CompactEmbeddingCollection))
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Return whether a model is a DistributedModelParallel."""
+    return isinstance(model, DistributedModelParallel)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is a sharded collection."""
+    return shards_tables(module)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's module inside a DistributedModelParallel."""
+    module: nn.Module = model.module  # type: ignore[assignment]
+    return module
+
+
+def table_names(module: nn.Module, path: str) -> dict[str, str] | None:
+    """Return the fully qualified names of the weights of a collection at ``path``, by table; None for another
+    module."""
+    tables = sharded_tables(module, path)
+    if tables is not None:
+        return {table.name: table.fqn for table in tables}
+    found = collection_tables(module)
+    if found is None:
+        return None
+    return {name: _join(path, f"{found[0]}.{name}.weight") for name in found[1]}
+
+
+def table_rows(module: nn.Module) -> dict[str, int]:
+    """Return the rows of each table of a collection."""
+    return {config.name: config.num_embeddings for config in _configs(module)}
+
+
+def table_indexes(module: Collection) -> dict[str, RowIndex]:
+    """Return the indexes of a compact collection's tables that have removed rows."""
+    return module.ids.table_indexes()
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a collection that plain optimizers step, by table: those without a fused optimizer. They
+    are what this rank holds of a table, and empty if that is nothing."""
+    return {
+        name.split(".")[-2]: parameter
+        for name, parameter in module.named_parameters()
+        if not hasattr(parameter, "_in_backward_optimizers")
+    }
+
+
+def refusal(model: nn.Module, module: nn.Module) -> str | None:
+    """Return why a collection of ``model`` can't be compacted, or None."""
+    for other in model.modules():
+        if isinstance(other, ShardedFeatureProcessedEmbeddingBagCollection) and module in other.modules():
+            return "a feature processor weights ids by their positions, which removed ids would shift"
+    if is_sharded_model(model):
+        if type(model) is not DistributedModelParallel:
+            return (
+                f"the model is a {type(model).__name__}; 2-D parallelism is not supported, DistributedModelParallel is"
+            )
+        if model.model_trackers:
+            return "the model tracks its ids; compact it before the tracker is initialized"
+        if type(get_module(model)) not in (DistributedDataParallel, type(unwrapped(model))):
+            return f"its dense part is wrapped in {type(get_module(model)).__name__}; DistributedDataParallel works"
+    elif shards_tables(module):
+        return "it is sharded, but the model is no DistributedModelParallel; pass that"
+    elif any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
+        return "its optimizer runs in the backward though it is not sharded; shard the model first"
+    weighted = getattr(module, "_is_weighted", False)
+    if weighted and any(config.pooling is PoolingType.MEAN for config in _configs(module)):
+        return "it has weighted means, which TorchRec divides differently in different shardings; use weighted sums"
+    if getattr(module, "_need_indices", False):
+        return "need_indices=True is not supported"
+    return None
+
+
+def compacted(
+    module: nn.Module, outer: Collection | None, kept: Mapping[str, Tensor], device: torch.device
+) -> Collection:
+    """Return a compact collection in place of another: of a sharded one its rows are on the meta device, to be sharded
+    and filled.
+
+    Args:
+        module: the collection.
+        outer: the compact collection that it is the ``inner`` of, if it is.
+        kept: by table, which of the rows in ``module`` are kept.
+        device: of the ids.
+    """
+    indexes = outer.ids.table_indexes() if outer is not None else {}
+    stored, shards = {}, _row_shards(module)
+    for name, flags in kept.items():
+        if name in indexes:
+            indexes[name] = indexes[name].compose(RowIndex.of(flags[: indexes[name].num_kept]))
+        elif not bool(flags.all()):
+            indexes[name] = RowIndex.of(flags)
+        # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty table beside others
+        # of another width, FBGEMM's CPU backward writes other rows than it was given.
+        rows = int(flags.count_nonzero())
+        stored[name] = max(rows, 1, (shards[name] - 1) * -(-rows // shards[name]) + 1)
+    configs = _configs(outer or module)
+    meta = torch.device("meta")
+    made: Collection
+    if isinstance(module, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)):
+        made = CompactEmbeddingBagCollection(configs, indexes, module._is_weighted, meta, stored)
+    else:
+        made = CompactEmbeddingCollection(configs, indexes, meta, stored)
+    made.ids.to(device)
+    if not shards_tables(module):
+        whole = _tables(module)
+        for name, table in _tables(made.inner).items():
+            weight = cut(whole[name].weight, kept[name], table.num_embeddings)
+            table.weight = nn.Parameter(weight, requires_grad=whole[name].weight.requires_grad)
+    return made.train(module.training)
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """The configurations of a collection's tables, of any kind."""
+    for attribute in ("embedding_bag_configs", "embedding_configs"):
+        if hasattr(module, attribute):
+            return list(getattr(module, attribute)())
+    bags = isinstance(module, ShardedEmbeddingBagCollection)
+    found: list[EmbeddingBagConfig | EmbeddingConfig] = getattr(
+        module, "_embedding_bag_configs" if bags else "_embedding_configs"
+    )
+    return list(found)
+
+
+def _row_shards(module: nn.Module) -> dict[str, int]:
+    """For each table into how many shards its rows are cut."""
+    counts = {config.name: 1 for config in _configs(module)}
+    if shards_tables(module):
+        for name, sharding in module.module_sharding_plan.items():  # type: ignore[union-attr, operator]
+            if sharding.sharding_spec is not None:
+                counts[name] = max(map(len, _by_columns(sharding.sharding_spec).values()))
+    return counts
+
+
+def _by_columns(spec: EnumerableShardingSpec) -> dict[int, list[ShardMetadata]]:
+    groups: dict[int, list[ShardMetadata]] = defaultdict(list)
+    for shard in spec.shards:
+        groups[shard.shard_offsets[1]].append(shard)
+    return groups
+
+
+def _cut_again(spec: EnumerableShardingSpec, rows: int) -> EnumerableShardingSpec:
+    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last ones smaller."""
+    places = {}
+    for group in _by_columns(spec).values():
+        block = -(-rows // len(group))
+        for number, shard in enumerate(group):
+            top, bottom = min(number * block, rows), min((number + 1) * block, rows)
+            places[id(shard)] = ShardMetadata(
+                [top, shard.shard_offsets[1]], [bottom - top, shard.shard_sizes[1]], shard.placement
+            )
+    return EnumerableShardingSpec([places[id(shard)] for shard in spec.shards])
+
+
+def reshard(
+    model: Any, root: nn.Module, replaced: Mapping[str, tuple[nn.Module, Collection]], planner: Planner | None
+) -> DistributedModelParallel:
+    """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact collections with rows on
+    the meta device are sharded. Collective. Their rows are not filled yet.
+
+    Args:
+        root: the user's module.
+        replaced: by path, a sharded collection, no longer in the model, and the compact one in its place.
+        planner: returns a plan for ``root``; None derives it from the old one.
+    """
+    plan = dict(model.plan.plan)
+    for path, (old, new) in replaced.items():
+        inner, tables = _join(path, "inner"), _tables(new.inner)
+        parameters = _fused_params(old)
+        for name, table in tables.items():
+            if name in parameters:  # as apply_optimizer_in_backward leaves them
+                table.weight._optimizer_classes = [None]
+                table.weight._optimizer_kwargs = [dict(parameters[name])]
+        for known in (path, inner):
+            plan.pop(known, None)
+        plan[inner] = EmbeddingModuleShardingPlan(
+            {
+                name: replace(sharding, sharding_spec=_cut_again(sharding.sharding_spec, tables[name].num_embeddings))
+                if sharding.sharding_spec is not None
+                else sharding
+                for name, sharding in old.module_sharding_plan.items()  # type: ignore[union-attr, operator]
+            }
+        )
+    if planner is not None:
+        plan = {**plan, **planner(root).plan}
+    cuda = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):  # sharding initializes weights, which are overwritten
+        return DistributedModelParallel(
+            root,
+            env=model._env,
+            device=model.device,
+            plan=ShardingPlan(plan),
+            sharders=model.sharders,
+            init_data_parallel=model._ddp_wrapped,
+            data_parallel_wrapper=model._data_parallel_wrapper,
+        )
+
+
+def _tables(module: nn.Module) -> dict[str, Any]:
+    """The modules of an unsharded collection's tables."""
+    tables: Any = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
+    return dict(tables.items())
+
+
+def _fused_params(module: Any) -> dict[str, dict[str, Any]]:
+    """The arguments of FBGEMM's kernels for each table with a fused optimizer, the same on every rank."""
+    shardings = (
+        module._embedding_shardings
+        if isinstance(module, ShardedEmbeddingBagCollection)
+        else module._sharding_type_to_sharding.values()
+    )
+    return {
+        config.name: dict(config.fused_params or {})
+        for sharding in shardings
+        for groups in sharding._grouped_embedding_configs_per_rank
+        for group in groups
+        for config in group.embedding_tables
+        if "fused" in config.compute_kernel.value
+    }
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One shard of a table with a fused optimizer.
+
+    Args:
+        batch: FBGEMM's batch of tables that holds it.
+        states: of its optimizer, live views: of the shape of the shard, or one value per row.
+    """
+
+    batch: Any
+    states: list[Tensor]
+
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """Return those that FBGEMM can change, and the optimizer's step count."""
+        arguments = self.batch.optimizer_args
+        known = {name: float(getattr(arguments, name)) for name in _HYPERPARAMETERS if hasattr(arguments, name)}
+        return {**known, "lr": self.batch.get_learning_rate(), "step": int(self.batch.iter.item())}
+
+
+_HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
+
+
+def set_hyperparameters(module: nn.Module, values: Mapping[str, Mapping[str, float]]) -> None:
+    """Give the fused optimizers of a sharded collection the hyperparameters of its tables.
+
+    Raises:
+        ValueError: two tables that the plan brings into one kernel differ in them.
+    """
+    for kernel in fused_kernels(module):
+        names = [config.name for config in kernel._config.embedding_tables]
+        if any(values[name] != values[names[0]] for name in names):
+            raise ValueError(
+                f"The tables {names} share a kernel in the new plan, but their optimizers' hyperparameters differ."
+            )
+        chosen = dict(values[names[0]])
+        kernel.emb_module.set_optimizer_step(int(chosen.pop("step")))
+        kernel.emb_module.update_hyper_parameters(chosen)
+        for group in kernel.fused_optimizer.param_groups:
+            group["lr"] = chosen["lr"]
+
+
+def fused_tables(module: nn.Module) -> dict[str, list[Fused]]:
+    """Return this rank's shards of a sharded collection's tables with a fused optimizer, in the order of
+    :attr:`ShardedData.shards <dist_sparse.tables.shards.ShardedData>`."""
+    found: dict[str, list[Fused]] = {}
+    for kernel in fused_kernels(module):
+        batch, tables = kernel.emb_module, kernel._config.embedding_tables
+        views = batch.split_embedding_weights()
+        states = batch.split_optimizer_states() or [[] for _ in tables]  # SGD has none at all
+        for config, view, of_table in zip(tables, views, states, strict=True):
+            if view.numel():
+                found.setdefault(config.name, []).append(Fused(batch, list(of_table)))
+    return found
+
+
+def located(module: nn.Module, table: str) -> ShardedData:
+    """Return a table of a sharded collection as it is stored now."""
+    return find_table(module, "", table, table)
+
+
+def consume(module: Any) -> None:
+    """Release everything that a sharded collection holds. Using it, or its optimizer, raises from now on."""
+    optimizers = [optimizer for _, optimizer in module.fused_optimizer._optims]
+    for used in (module, *optimizers):
+        used.__dict__.clear()
+        object.__setattr__(used, "__class__", type("Consumed", (type(used),), {"__getattribute__": _consumed}))
+
+
+def _consumed(used: Any, name: str) -> Any:
+    if name.startswith("__"):  # such as __class__, for isinstance
+        return object.__getattribute__(used, name)
+    raise RuntimeError(
+        "This table collection was compacted, and its memory released: use the model that compact() returned, and its "
+        "fused_optimizer."
+    )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

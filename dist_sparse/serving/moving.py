@@ -1,0 +1,130 @@
+"""Weights and optimizer state of kept rows, from a sharded collection to the compact one in its place.
+
+One table at a time, its weights and then each of its states; a rank holds its shards and chunks of a few MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse.groups import group_over
+from dist_sparse.serving.compact_torchrec import fused_tables, located, parameters_of, set_hyperparameters
+from dist_sparse.serving.kept_rows import move_rows
+from dist_sparse.serving.steppers import Stepped, Steppers
+from dist_sparse.tables.shards import Rect, ShardedData
+
+__all__ = ["move_collection"]
+
+
+class _Kind(NamedTuple):
+    """Of optimizer state: its dtype, whether it has one value per row, and its dimensions."""
+
+    dtype: str
+    rowwise: bool
+    dims: int
+
+
+@torch.no_grad()
+def move_collection(old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], steppers: Steppers) -> list[Stepped]:
+    """Fill a sharded collection of kept rows from the sharded collection of all. Collective over its ranks.
+
+    Args:
+        kept: by table, which rows of ``old`` are kept.
+        steppers: the optimizers that step what is not fused. They are not changed.
+
+    Returns:
+        What they step.
+
+    Raises:
+        ValueError: row-wise optimizer state of a table whose columns are cut otherwise in ``new``.
+    """
+    tables = {name: (located(old, name), located(new, name)) for name in kept}
+    fused, into = fused_tables(old), fused_tables(new)
+    plain, plain_into = parameters_of(old), parameters_of(new)
+    mine = {
+        name: {
+            "hyperparameters": shards[0].hyperparameters,
+            "states": {
+                str(i): _Kind(_dtype(state), state.dim() == 1, state.dim()) for i, state in enumerate(shards[0].states)
+            },
+        }
+        for name, shards in fused.items()
+    }
+    for name, parameter in plain.items():
+        if parameter.numel():
+            mine[name] = {
+                "states": {
+                    key: _Kind(_dtype(state), state.shape != parameter.shape, state.dim())
+                    for key, state in steppers.states(parameter).items()
+                }
+            }
+    [(first, _), *_] = tables.values()
+    known: dict[str, Any] = {}
+    for told in group_over(first.ranks).all_gather_json(mine):
+        known = {**told, **known}
+    set_hyperparameters(
+        new, {name: entry["hyperparameters"] for name, entry in known.items() if "hyperparameters" in entry}
+    )
+    stepped = []
+    for name, (source, target) in tables.items():
+        _move(source, [s.tensor for s in source.shards], kept[name], target, [s.tensor for s in target.shards])
+        made: dict[str, Tensor] = {}
+        for key, kind in known[name]["states"].items():
+            dtype, rowwise, dims = _Kind(*kind)
+            if "hyperparameters" in known[name]:
+                held = [shard.states[int(key)] for shard in fused.get(name, ())]
+                wanted = [shard.states[int(key)] for shard in into.get(name, ())]
+            else:
+                made[key] = plain_into[name].new_zeros(
+                    (len(plain_into[name]), *([1] if rowwise else plain_into[name].shape[1:]))[:dims],
+                    dtype=getattr(torch, dtype),
+                )
+                held = _by_shard(steppers.states(plain[name]).get(key), source)
+                wanted = _by_shard(made[key], target)
+            _move(source, held, kept[name], target, wanted, getattr(torch, dtype), rowwise)
+        if name in plain:
+            stepped.append(Stepped(plain[name], plain_into[name], made))
+    return stepped
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _by_shard(tensor: Tensor | None, data: ShardedData) -> list[Tensor]:
+    """Optimizer state of a rank's shards, which TorchRec concatenates by rows, apart."""
+    return (
+        list(torch.split(tensor, [shard.rect.rows for shard in data.shards]))
+        if tensor is not None and data.shards
+        else []
+    )
+
+
+def _move(
+    source: ShardedData,
+    held: Sequence[Tensor],
+    kept: Tensor,
+    target: ShardedData,
+    into: Sequence[Tensor],
+    dtype: torch.dtype | None = None,
+    rowwise: bool = False,
+) -> None:
+    """Fill the shards ``into`` of ``target`` from the shards ``held`` of ``source``; rows behind the kept ones are
+    0."""
+    rows = int(kept.count_nonzero())
+    for tensor in into:
+        tensor.zero_()
+    if source.replicated and target.replicated and not source.copied:  # each rank has it all
+        into[0][:rows] = held[0][kept.to(held[0].device)]
+        return
+    whole = Rect(0, 0, rows, target.shape[1])
+    wanted = [[common for rect in rects if (common := rect.intersect(whole))] for rects in target.tiling]
+    for rect, part in move_rows(source, held, kept, wanted, dtype=dtype, rowwise=rowwise):
+        for shard, tensor in zip(target.shards, into, strict=True):
+            if rect.intersect(shard.rect) == rect:
+                place = tensor[rect.row - shard.rect.row : rect.row_end - shard.rect.row]
+                place.copy_(part.view_as(place))

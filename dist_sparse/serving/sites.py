@@ -1,0 +1,98 @@
+"""Modules that hold tables, and compact ones in their places."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dist_sparse.serving.row_index import RowIndex
+from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
+from dist_sparse.tables.modules import modules_by_path
+
+__all__ = ["Site", "compact_embedding", "cut", "replace_modules", "sites_of", "torchrec_part"]
+
+
+def torchrec_part() -> Any:
+    """Return :mod:`dist_sparse.serving.compact_torchrec` once torchrec is in use, as it must be for a model that holds
+    its modules; otherwise None."""
+    return importlib.import_module("dist_sparse.serving.compact_torchrec") if "torchrec" in sys.modules else None
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A module that holds tables.
+
+    Args:
+        path: of the module in the model.
+        module: an embedding, or a collection of TorchRec's.
+        outer: the compact collection whose ``inner`` it is, if there is one.
+        tables: fully qualified names of the weights, by the table's name in the module; of an embedding by ``""``.
+    """
+
+    path: str
+    module: nn.Module
+    outer: nn.Module | None
+    tables: dict[str, str]
+
+    @property
+    def replaced(self) -> nn.Module:
+        """The module whose place a compact one takes."""
+        return self.module if self.outer is None else self.outer
+
+    @property
+    def place(self) -> str:
+        """The path of :attr:`replaced`."""
+        return self.path if self.outer is None else self.path.rpartition(".")[0]
+
+
+def sites_of(model: nn.Module) -> Iterator[Site]:
+    """Yield every module that holds tables, with its path in the user's module."""
+    torchrec, inside = torchrec_part(), set[nn.Module]()
+    modules = modules_by_path(model)
+    for path, module in modules.items():
+        if module in inside:
+            continue
+        tables = torchrec.table_names(module, path) if torchrec is not None else None
+        if tables is not None:
+            inside.update(module.modules())
+            outer = modules.get(path.rpartition(".")[0])
+            yield Site(path, module, outer if torchrec.is_compact(outer) else None, tables)
+        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield Site(path, module, None, {"": f"{path}.weight".lstrip(".")})
+
+
+def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put modules in the places of others, wherever ``root`` holds them; return the root, which may be one of them."""
+    for module in list(root.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and child in replaced:
+                setattr(module, name, replaced[child])
+    return replaced.get(root, root)
+
+
+def compact_embedding(module: nn.Embedding | nn.EmbeddingBag, kept: Tensor) -> nn.Module:
+    """Return the compact module of an embedding, compact already or not."""
+    weight = module.weight
+    index = RowIndex.of(kept.to(weight.device))
+    if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
+        index = module.index.compose(index)
+    rows = cut(weight.data, kept, int(kept.count_nonzero()))
+    made = (
+        CompactEmbedding(module, rows, index)
+        if isinstance(module, nn.Embedding)
+        else CompactEmbeddingBag(module, rows, index)
+    )
+    return made.train(module.training)
+
+
+def cut(tensor: Tensor, kept: Tensor, rows: int) -> Tensor:
+    """Return the kept rows of a tensor in a new one of so many rows; the ones behind them are 0."""
+    out = tensor.new_zeros((rows, *tensor.shape[1:]))
+    found = tensor.detach()[kept.to(tensor.device)]
+    out[: len(found)] = found
+    return out

@@ -1,0 +1,160 @@
+"""`nn.Embedding` and `nn.EmbeddingBag` that store kept rows only, behind the ids of the whole table.
+
+Both are subclasses, so that optimizers, sparsifiers and state_dicts find a table of the same name in the same place.
+Results are those of a table with zero rows; an id out of range raises, as it does in torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dist_sparse.serving.row_index import RowIndex
+
+__all__ = ["CompactEmbedding", "CompactEmbeddingBag"]
+
+
+def _rows(index: RowIndex, ids: Tensor) -> Tensor:
+    """The rows of ids, -1 where removed; behind the last one for ids out of range, at which torch's lookup raises."""
+    return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.num_kept)
+
+
+class CompactEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` of the kept rows of another one; removed ids give zero vectors.
+
+    Args:
+        table: the whole table, or a compact one; its options are kept.
+        weight: its kept rows, ``(index.num_kept, embedding_dim)``.
+        index: of the original rows.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.serving.row_index import RowIndex
+        >>> from dist_sparse.serving.tables import CompactEmbedding
+        >>> table, kept = torch.nn.Embedding(4, 2), torch.tensor([False, True, False, True])
+        >>> compact = CompactEmbedding(table, table.weight.data[kept], RowIndex.of(kept))
+        >>> compact.weight.shape, bool((compact(torch.tensor(3)) == table.weight[3]).all())
+        (torch.Size([2, 2]), True)
+        >>> compact(torch.tensor([[0]])).tolist()
+        [[[0.0, 0.0]]]
+    """
+
+    padding_id: int | None
+
+    def __init__(self, table: nn.Embedding, weight: Tensor, index: RowIndex) -> None:
+        padding_id = table.padding_id if isinstance(table, CompactEmbedding) else table.padding_idx
+        padding = -1 if padding_id is None else int(index(torch.tensor(padding_id, device=weight.device)))
+        super().__init__(
+            weight.shape[0],
+            weight.shape[1],
+            padding_idx=padding if padding >= 0 else None,
+            max_norm=table.max_norm,
+            norm_type=table.norm_type,
+            scale_grad_by_freq=table.scale_grad_by_freq,
+            sparse=table.sparse,
+            _weight=weight,
+            _freeze=not table.weight.requires_grad,
+        )
+        self.index = index
+        self.padding_id = padding_id  # of the original table; padding_idx is the row
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings of ids of any shape: ``(*input.shape, embedding_dim)``.
+
+        Raises:
+            IndexError: an id is out of the range of the original table; on CUDA a device-side assertion.
+        """
+        rows = _rows(self.index, input).view(-1)
+        [places] = (rows >= 0).nonzero(as_tuple=True)
+        found = super().forward(rows[places])
+        out = found.new_zeros(rows.numel(), self.embedding_dim).index_copy(0, places, found)
+        return out.view(*input.shape, self.embedding_dim)
+
+
+class CompactEmbeddingBag(nn.EmbeddingBag):
+    """An ``nn.EmbeddingBag`` (sum or mean) of the kept rows of another one; removed ids add nothing to a bag.
+
+    A mean divides by all ids of a bag, removed ones too, except for those equal to ``padding_idx``, as torch does.
+
+    Args:
+        table: the whole table, or a compact one; its options are kept.
+        weight: its kept rows, ``(index.num_kept, embedding_dim)``.
+        index: of the original rows.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.serving.row_index import RowIndex
+        >>> from dist_sparse.serving.tables import CompactEmbeddingBag
+        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.tensor([[0.0], [1.0], [0.0], [3.0]]), mode="mean")
+        >>> kept = torch.tensor([False, True, False, True])
+        >>> compact = CompactEmbeddingBag(table, table.weight.data[kept], RowIndex.of(kept))
+        >>> ids = torch.tensor([[0, 1], [1, 3], [0, 2]])
+        >>> compact(ids).tolist() == table(ids).tolist() == [[0.5], [2.0], [0.0]]
+        True
+    """
+
+    padding_id: int | None
+
+    def __init__(self, table: nn.EmbeddingBag, weight: Tensor, index: RowIndex) -> None:
+        if table.mode not in ("sum", "mean"):
+            raise ValueError(
+                f"Invalid mode={table.mode!r}: must be 'sum' or 'mean'; removed rows would count as zeros."
+            )
+        super().__init__(
+            weight.shape[0],
+            weight.shape[1],
+            max_norm=table.max_norm,
+            norm_type=table.norm_type,
+            scale_grad_by_freq=table.scale_grad_by_freq,
+            mode=table.mode,
+            sparse=table.sparse,
+            _weight=weight,
+            include_last_offset=table.include_last_offset,
+        )
+        self.weight.requires_grad_(table.weight.requires_grad)
+        self.index = index
+        # In ids of the original table, unlike padding_idx, which is a row and stays None.
+        self.padding_id = table.padding_id if isinstance(table, CompactEmbeddingBag) else table.padding_idx
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the pooled bags, ``(bags, embedding_dim)``; arguments as of ``nn.EmbeddingBag``.
+
+        Raises:
+            IndexError: an id is out of the range of the original table; on CUDA a device-side assertion.
+            ValueError: offsets are given for bags of one length, or missing for bags in one line.
+        """
+        if (input.dim() == 2) is (offsets is not None) or input.dim() not in (1, 2):
+            raise ValueError(f"Invalid input of shape {tuple(input.shape)}: must be 2-D, or 1-D with offsets.")
+        ids = input.reshape(-1)
+        if offsets is None:
+            ends = torch.arange(len(input) + 1, device=ids.device) * input.shape[1]
+        elif self.include_last_offset:
+            ends = offsets
+        else:
+            ends = torch.cat([offsets, offsets.new_tensor([ids.numel()])])
+        rows = _rows(self.index, ids)
+        pooled = torch.ones_like(ids, dtype=torch.bool) if self.padding_id is None else ids != self.padding_id
+        kept = (rows >= 0) & pooled
+        sums = F.embedding_bag(
+            rows[kept],
+            self.weight,
+            _counted(kept)[ends],
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode="sum",
+            sparse=self.sparse,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.reshape(-1)[kept],
+            include_last_offset=True,
+        )
+        if self.mode == "sum":
+            return sums
+        return sums / _counted(pooled)[ends].diff().clamp(min=1).unsqueeze(1)
+
+
+def _counted(flags: Tensor) -> Tensor:
+    """How many flags before each place are set: int64 ``(n + 1,)``."""
+    return F.pad(flags.cumsum(0), (1, 0))

@@ -1,0 +1,216 @@
+"""compact() of models in one process, against the masked model."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
+from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
+
+
+class Net(nn.Module):
+    """Bags and sequences of plain tables."""
+
+    def __init__(self, mode: str = "sum", sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.EmbeddingBag(60, 8, mode=mode, sparse=sparse, padding_idx=3)
+        self.words = nn.Embedding(40, 8, sparse=sparse, padding_idx=5)
+        self.twice = self.words
+        self.over = nn.Linear(8, 1)
+
+    def forward(self, seed: int) -> Tensor:
+        draw = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(0, 5, (6,), generator=draw)
+        offsets = lengths.cumsum(0) - lengths
+        bags = self.bags(torch.randint(0, 60, (int(lengths.sum()),), generator=draw), offsets)
+        flat = self.bags(torch.randint(0, 60, (6, 3), generator=draw))
+        words = self.twice(torch.randint(0, 40, (6, 2), generator=draw)).sum(1)
+        return self.over(bags + flat + words).squeeze(1)
+
+
+def train(net: nn.Module, optimizer: Any, seeds: range) -> list[Tensor]:
+    found = []
+    for seed in seeds:
+        optimizer.zero_grad()
+        found.append(net(seed))
+        found[-1].square().mean().backward()
+        optimizer.step()
+    return [each.detach() for each in found]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adam": lambda net: torch.optim.Adam(net.parameters(), lr=0.05),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.002, momentum=0.9),
+    "keyed": lambda net: CombinedOptimizer(
+        [KeyedOptimizerWrapper(dict(net.named_parameters()), lambda p: torch.optim.Adagrad(p, lr=0.05))]
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trains_as_the_masked_model(mode: str, name: str) -> None:
+    runs = []
+    for compacts in (False, True):
+        net: Any = Net(mode)
+        optimizer = OPTIMIZERS[name](net)
+        sparse = sparsify(net, optimizer, level=0.7, end=0)
+        sparse.step()
+        found = train(net, optimizer, range(3))
+        found.append(net(99).detach())
+        if compacts:
+            kept = {key: net.state_dict()[key].any(1) for key in ("bags.weight", "words.weight")}
+            assert compact(net, sparse) is net
+            assert type(net.bags) is CompactEmbeddingBag and type(net.words) is CompactEmbedding is type(net.twice)
+            assert net.words is net.twice
+            assert len(net.bags.weight) == int(kept["bags.weight"].sum()) == 18
+            assert repr(sparse) == "SparseTraining(step 1 of 0, level 0.7, 0 tables, detached)"
+        found.append(net(99).detach())
+        assert torch.equal(found[-1], found[-2]) or mode == "mean"
+        runs.append(found + train(net, optimizer, range(10, 30)))
+    for mine, other in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def test_sparse_gradients() -> None:
+    runs: list[Tensor] = []
+    for compacts in (False, True):
+        net: Any = Net(sparse=True)
+        tables = [net.bags.weight, net.words.weight]
+        optimizers = [torch.optim.SparseAdam(tables, lr=0.05), torch.optim.SGD(net.over.parameters(), lr=0.05)]
+        sparse = sparsify(net, optimizers, level=0.7, end=0)
+        sparse.step()
+        both = KeyedOptimizerWrapper({"over": net.over.weight}, lambda _, step=optimizers[1]: step)
+        for seed in range(13):
+            optimizers[0].zero_grad()
+            runs += train(net, both, range(seed, seed + 1))
+            optimizers[0].step()
+            if compacts and seed == 2:
+                compact(net, sparse)
+    for mine, other in zip(runs[:13], runs[13:], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def test_twice() -> None:
+    """Bitmaps compose: after two rounds the tables hold what both have kept, under the original ids."""
+    net: Any = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    everything = torch.arange(60).unsqueeze(1)
+    for level in (0.5, 0.5):
+        sparse = sparsify(net, optimizer, level=level, end=0, min_rows=1)
+        sparse.step()
+        before = net.bags(everything), net.words(torch.arange(40))
+        compact(net, sparse)
+        assert torch.equal(net.bags(everything), before[0]) and torch.equal(net.words(torch.arange(40)), before[1])
+    assert (len(net.bags.weight), net.bags.index.rows, net.bags.index.num_kept) == (15, 60, 15)
+    assert list(net.state_dict())[:3] == ["bags.weight", "bags.index.words", "bags.index.counts"]
+    copied = copy.deepcopy(net)
+    copied.load_state_dict(net.state_dict())
+    assert torch.equal(copied(1), net(1))
+
+
+def test_nothing_left_and_ids_out_of_range() -> None:
+    net: Any = Net("mean")
+    sparsifier = DataNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, "ROW"))
+    sparsifier.add_model(net)
+    sparsifier.step()
+    compact(net, sparsifier, optimizer=())
+    assert len(net.bags.weight) == 0 and not net.bags(torch.tensor([[1, 2], [3, 59]])).any()
+    assert torch.equal(net.words(torch.tensor([[1], [39]])), torch.zeros(2, 1, 8))
+    with pytest.raises((IndexError, RuntimeError)):
+        net.words(torch.tensor([40]))
+    with pytest.raises((IndexError, RuntimeError)):
+        net.bags(torch.tensor([[-1]]))
+    with pytest.raises(ValueError, match=r"Invalid input of shape \(3,\)"):
+        net.bags(torch.tensor([1, 2, 3]))
+
+
+def test_a_root_that_is_a_table() -> None:
+    table = nn.EmbeddingBag(50, 4, mode="sum")
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    sparse = sparsify(table, optimizer, level=0.5, end=0)
+    sparse.step()
+    made = compact(table, sparse)
+    assert type(made) is CompactEmbeddingBag and optimizer.param_groups[0]["params"] == [made.weight]
+
+
+def test_unsharded_collection() -> None:
+    tables = [EmbeddingBagConfig(name=n, num_embeddings=30, embedding_dim=4, feature_names=[n]) for n in ("a", "b")]
+    ids = KeyedJaggedTensor(["b", "a"], torch.randint(0, 30, (24,)), lengths=torch.full((12,), 2))
+    model: Any = nn.ModuleDict({"bags": EmbeddingBagCollection(tables)})
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level={"a": 0.8}, end=0)
+    model["bags"](ids).values().sum().backward()
+    optimizer.step()
+    sparse.step()
+    before, sums = model["bags"](ids).values(), optimizer.state[model["bags"].embedding_bags["b"].weight]["sum"]
+    compact(model, sparse)
+    assert torch.equal(model["bags"](ids).values(), before)
+    inner = model["bags"].inner.embedding_bags
+    assert (len(inner["a"].weight), len(inner["b"].weight)) == (6, 30)
+    assert torch.equal(optimizer.state[inner["b"].weight]["sum"], sums)
+
+
+class Odd(nn.Embedding):
+    """A user's own."""
+
+
+def refused(net: nn.Module, words: str, block: Any = (1, "ROW"), **how: Any) -> None:
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block)
+    sparsifier.add_model(net)
+    sparsifier.step()
+    weights = {key: value.clone() for key, value in net.state_dict().items()}
+    with pytest.raises(ValueError, match=words):
+        compact(net, sparsifier, **{"optimizer": (), **how})
+    assert all(torch.equal(value, weights[key]) for key, value in net.state_dict().items())
+    assert sparsifier.data_groups
+
+
+def test_refused() -> None:
+    refused(Net(), r"'bags' has masks of blocks \(1, 4\), and only whole rows", block=(1, 4))
+    refused(nn.ModuleDict({"own": Odd(20, 4)}), r"own\.weight belongs to a Odd")
+    refused(nn.Sequential(nn.EmbeddingBag(20, 4, mode="max")), r"0\.weight has mode='max'")
+    refused(Net(), r"bags\.weight is stepped by a plain optimizer.*optimizer=\(\)", optimizer=None)
+    tied = Net()
+    tied.other = nn.Linear(8, 40)
+    tied.other.weight = tied.words.weight
+    refused(tied, r"words\.weight is the weight of other modules too \(\['Linear'\]\)")
+    net = Net()
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, "ROW"))
+    sparsifier.add_model(net)
+    sparsifier.step()
+    with pytest.raises(ValueError, match="Nothing is removed yet"):
+        compact(net, sparsifier)
+    with pytest.raises(ValueError, match=r"Invalid sparse of type Linear"):
+        compact(net, nn.Linear(1, 1))  # type: ignore[arg-type]
+    sparsifier.data_groups["bags"]["sparsity_level"] = 0.5
+    sparsifier.step()
+    with pytest.raises(ValueError, match=re.escape("['bags'] are no embedding tables of this model")):
+        compact(Net(), sparsifier)
+    plain = DataNormSparsifier([("w", torch.randn(4, 4))])
+    plain.step()
+    with pytest.raises(ValueError, match=r"Plain data can't be compacted: \['w'\]"):
+        compact(net, plain)
+
+
+def test_a_dense_parameter_is_refused() -> None:
+    """Its mask would be lost."""
+    net = Net()
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
+    sparsifier.add_model(net, dense="over.weight")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    MaskEnforcer(sparsifier).attach(optimizer)
+    sparsifier.data_groups["over/weight"]["sparsity_level"] = 1.0
+    sparsifier.step()
+    with pytest.raises(ValueError, match=r"\['over/weight'\] are no embedding tables"):
+        compact(net, sparsifier)
