@@ -16,7 +16,7 @@ import torch
 from dlrm.batches import DataError, Dataset, SparseFeature
 from dlrm.movielens import hashed_cross
 
-__all__ = ["load"]
+__all__ = ["load", "read"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -36,7 +36,7 @@ def load(path: Path, seed: int) -> Dataset:
     Raises:
         DataError: the file is not such an .npz; says what is wrong with it.
     """
-    users, items, (train_user, train_item), (test_user, test_item) = _read(path)
+    users, items, (train_user, train_item), (test_user, test_item) = read(path)
     rng = np.random.default_rng(seed)
     known_train = np.unique(train_user * items + train_item)
     known = np.union1d(known_train, test_user * items + test_item)
@@ -74,7 +74,12 @@ def load(path: Path, seed: int) -> Dataset:
     )
 
 
-def _read(path: Path) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
+def read(path: Path) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
+    """Return the number of users, of items, and the (user, item) pairs of the two parts, int64.
+
+    Raises:
+        DataError: the file is not such an .npz; says what is wrong with it.
+    """
     if not path.is_file():
         raise DataError(f"Invalid --data {path}: no such file.")
     try:

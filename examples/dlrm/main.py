@@ -1,4 +1,4 @@
-"""Train a DLRM dense, sparsified during training, and with small dense tables of the same size.
+"""Train a DLRM dense, sparsified, and with small tables of the same size; serve the sparsified one from its artifact.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
@@ -30,7 +30,7 @@ from dlrm import interactions, movielens
 from dlrm.batches import DataError
 from dlrm.model import DIM, sharding_of
 from dlrm.options import parse, started_world
-from dlrm.report import overhead, runs_table, tables_table
+from dlrm.report import overhead, runs_table, served_table, tables_table
 from dlrm.train import Result, Settings, Sparsity, run
 
 _TIMEOUT = timedelta(minutes=5)
@@ -84,6 +84,9 @@ def main(options: argparse.Namespace) -> None:
     say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
     say(f"\n{overhead(sparse)}")
     if rank == 0:
+        say(f"\nServed from {options.run_dir / 'served'} by a process without TorchRec\n")
+        if sparse.served:
+            say(served_table(dense, sparse.served))
         say(f"\nReport: {write_report(options.run_dir)}")
 
 

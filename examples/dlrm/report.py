@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dist_sparse.text import table_lines
+from dlrm.served import Served
 from dlrm.train import Result, TableRow
 
-__all__ = ["overhead", "runs_table", "tables_table"]
+__all__ = ["overhead", "runs_table", "served_table", "tables_table"]
 
 
 def tables_table(tables: Sequence[TableRow]) -> str:
@@ -38,6 +39,17 @@ def runs_table(results: Sequence[Result]) -> str:
         (r.name, str(r.dim), f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results
     ]
     return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4, 5)))
+
+
+def served_table(dense: Result, artifacts: Sequence[Served]) -> str:
+    """Return the dense run and each artifact of the sparsified one: bytes, AUC, and how far its logits are from those
+    of the model that was exported."""
+    head = ("artifact", "bytes", "of dense", "AUC", "logits differ by")
+    lines = [("dense tables", str(dense.table_bytes), "100.0%", f"{dense.auc:.4f}", "-")]
+    for a in artifacts:
+        share = f"{a.file_bytes / dense.table_bytes:.1%}"
+        lines.append((a.dtype, str(a.file_bytes), share, f"{a.auc:.4f}", f"{a.difference:.1g}"))
+    return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4)))
 
 
 def overhead(sparse: Result) -> str:

@@ -24,6 +24,7 @@ from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import DIM, ShardedModel, build
 from dlrm.notes import Notes
 from dlrm.predictions import Predictions
+from dlrm.served import Served, serve
 
 __all__ = [
     "Result",
@@ -92,7 +93,8 @@ class Result:
     """The outcome of one run.
 
     ``table_bytes``: the remaining weights, without masks. ``enforce_ms`` and ``masks_ms``: the part of ``ms_per_step``
-    spent in enforcement and in mask updates. ``removed``: weights read at the end and found to be 0.
+    spent in enforcement and in mask updates. ``removed``: weights read at the end and found to be 0. ``served``: what
+    the model's artifacts gave, on rank 0.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Result:
     masks_ms: float = 0.0
     removed: int = 0
     tables: list[TableRow] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
 
 
 class Sparsification:
@@ -192,7 +195,10 @@ class Sparsification:
 
 def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity: Sparsity | None = None) -> Result:
     """Train a model from the seed, evaluate it and log both in ``folder``. Collective; all ranks get the same result
-    except for the times."""
+    except for the times.
+
+    A sparsified model is also exported to ``folder/served`` and evaluated from there, in a process of its own.
+    """
     sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world, dim=settings.dim)
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
     sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
@@ -211,7 +217,11 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     auc, ne = predictions.auc, predictions.ne
 
     tables = [] if sparsification is None else sparsification.tables(sharded)
-    removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
+    removed, served = 0, []
+    if sparsification is not None:
+        removed = sparsification.check_zeros(sharded)
+        pipeline.detach()
+        served = serve(sharded, sparsification.sparsifier, dataset, predictions, folder / "served")
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
     notes.close(test_auc=auc, test_ne=ne, table_bytes=table_bytes, ms_per_step=ms_per_step)
     return Result(
@@ -225,6 +235,7 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
         masks_ms=1000 * spent[1] / steps,
         removed=removed,
         tables=tables,
+        served=served,
     )
 
 

@@ -310,6 +310,7 @@ class Printed(NamedTuple):
 
     tables: dict[str, dict[str, str]]
     runs: dict[str, dict[str, str]]
+    artifacts: dict[str, dict[str, str]]
 
 
 def start(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -329,7 +330,7 @@ def printed(*arguments: object) -> Printed:
         head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
         if lines and set("".join(lines[0])) == {"-"}:
             found[head[0]] = {line[0]: dict(zip(head, line, strict=True)) for line in lines[1:]}
-    return Printed(found["table"], found["run"])
+    return Printed(found["table"], found["run"], found["artifact"])
 
 
 def check(result: Printed, level: float, rows_per_block: int, columns_per_block: int) -> None:
@@ -353,6 +354,11 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
     columns = int(dense["table bytes"]) // DIM
     assert int(small["table bytes"]) == columns * int(small["dim"])
     assert abs(int(small["table bytes"]) - kept) <= 2 * columns  # widths are multiples of 4
+    fp32, int8 = result.artifacts["fp32"], result.artifacts["int8"]
+    assert int(result.artifacts["dense tables"]["bytes"]) == int(dense["table bytes"])
+    assert int(int8["bytes"]) < int(fp32["bytes"]) < kept + 0.25 * columns + 4096 * len(result.tables)
+    assert fp32["AUC"] == result.runs["sparsified"]["AUC"] and float(fp32["logits differ by"]) < 1e-5
+    assert 0 < float(int8["logits differ by"]) < 0.1
     for run in result.runs.values():
         assert 0.4 < float(run["AUC"]) <= 1
         assert float(run["NE"]) > 0
