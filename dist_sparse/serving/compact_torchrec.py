@@ -39,6 +39,7 @@ __all__ = [
     "is_sharded",
     "is_sharded_model",
     "located",
+    "lookups",
     "parameters_of",
     "refusal",
     "reshard",
@@ -94,6 +95,15 @@ def table_rows(module: nn.Module) -> dict[str, int]:
 def table_indexes(module: Collection) -> dict[str, RowIndex]:
     """Return the indexes of a compact collection's tables that have removed rows."""
     return module.ids.table_indexes()
+
+
+def lookups(module: Any) -> tuple[bool, list[tuple[str, tuple[str, ...], str]]]:
+    """Return whether the ids of a collection have weights, and its tables in their order: name, features, and
+    ``"sum"``, ``"mean"`` or ``"none"``."""
+    weighted = module.is_weighted() if hasattr(module, "is_weighted") else getattr(module, "_is_weighted", False)
+    pooling = [config.pooling.value.lower() if hasattr(config, "pooling") else "none" for config in _configs(module)]
+    names = [(config.name, tuple(config.feature_names)) for config in _configs(module)]
+    return weighted, [(*each, pooled) for each, pooled in zip(names, pooling, strict=True)]
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:

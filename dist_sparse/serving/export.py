@@ -128,7 +128,7 @@ def export(
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             if 0 not in (data.ranks or (0,)):
                 raise ValueError(f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them.")
-    sources = sources_of(located, lookups.pooling, sparsifier)
+    sources = sources_of(located, lookups, sparsifier)
     with world.agreeing("export()"):
         if sparsifier is not None and sparsifier.enforcer is not None:
             sparsifier.enforcer.settle()

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from dist_sparse.serving.manifest import Collection, Feature, Kind, Pooling
-from dist_sparse.tables.modules import modules_by_path
+from dist_sparse.serving.manifest import Collection, Feature, Pooling
+from dist_sparse.serving.row_index import RowIndex
+from dist_sparse.serving.sites import sites_of, torchrec_part
+from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Lookups", "lookups_of"]
 
 
 class Lookups(NamedTuple):
-    """The collections of a model, in the order of their paths, and the pooling of each table."""
+    """How a model looks its tables up.
+
+    Args:
+        collections: in the order of their paths.
+        pooling: by table.
+        indexes: of the rows of original tables, by the name of a table that is compact.
+    """
 
     collections: tuple[Collection, ...]
     pooling: dict[str, Pooling]
+    indexes: dict[str, RowIndex]
 
 
 def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
@@ -30,46 +37,59 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
     named = {data.fqn: data.name for data in located}
-    # Looked up by name: a static import would make torchrec a need of every user.
-    torchrec: Any = importlib.import_module("dist_sparse.tables.torchrec") if "torchrec" in sys.modules else None
-    found: dict[str, Collection] = {}
+    found: list[Collection] = []
     pooling: dict[str, Pooling] = {}
-    for path, module in modules_by_path(model).items():
-        if any(path.startswith(f"{other}." if other else "") for other in found):
-            continue  # tables of a collection that has been found
-        known = torchrec.lookups(module, path) if torchrec else None
-        if known is not None:
-            weighted, tables = known
-            found[path] = Collection(
-                path=path,
-                kind="sequence" if tables[0].pooling == "none" else "bag",
+    indexes: dict[str, RowIndex] = {}
+    for site in sites_of(model):
+        if shared := [fqn for fqn in site.tables.values() if fqn not in named]:
+            raise ValueError(f"{shared[0]} is a table of another module too; only one of them can be served.")
+        names = {table: named[fqn] for table, fqn in site.tables.items()}
+        if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
+            [name] = names.values()
+            found.append(_collection_of(site.module, name, site.place))
+            bags = isinstance(site.module, nn.EmbeddingBag)
+            pooling[name] = "none" if not bags else "mean" if site.module.mode == "mean" else "sum"
+            if isinstance(site.module, (CompactEmbedding, CompactEmbeddingBag)):
+                indexes[name] = site.module.index
+            continue
+        torchrec: Any = torchrec_part()
+        weighted, tables = torchrec.lookups(site.replaced)
+        if getattr(site.module, "_need_indices", False):
+            raise ValueError(f"Collection {site.place!r} has need_indices=True, which served ones have not.")
+        for table, _, pooled in tables:
+            if weighted and pooled == "mean":
+                raise ValueError(
+                    f"Table {names[table]!r} has weighted means, which TorchRec divides differently in different "
+                    "shardings: they can't be served; weighted sums can."
+                )
+            pooling[names[table]] = pooled
+        if site.outer is not None:
+            indexes |= {names[table]: index for table, index in torchrec.table_indexes(site.outer).items()}
+        features = tuple(Feature(name=name, table=names[table]) for table, each, _ in tables for name in each)
+        found.append(
+            Collection(
+                path=site.place,
+                kind="sequence" if all(pooled == "none" for *_, pooled in tables) else "bag",
                 weighted=weighted,
-                tables=tuple(named[table.fqn] for table in tables),
-                features=tuple(Feature(name=f, table=named[table.fqn]) for table in tables for f in table.features),
+                tables=tuple(names[table] for table, *_ in tables),
+                features=features,
             )
-            pooling |= {named[table.fqn]: table.pooling for table in tables}
-        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            name = _table_of(module, path, named)
-            kind: Kind = "embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding"
-            ends = isinstance(module, nn.EmbeddingBag) and bool(module.include_last_offset)
-            found[path] = Collection(path=path, kind=kind, include_last_offset=ends, tables=(name,))
-            pooling[name] = "none" if kind == "embedding" else "mean" if module.mode == "mean" else "sum"
-    return Lookups(tuple(found[path] for path in sorted(found)), pooling)
+        )
+    return Lookups(tuple(sorted(found, key=lambda each: each.path)), pooling, indexes)
 
 
-def _table_of(module: nn.Embedding | nn.EmbeddingBag, path: str, named: dict[str | None, str]) -> str:
-    """The table of a module of torch's, which is one that can be served."""
-    fqn = f"{path}.weight".lstrip(".")
-    if fqn not in named:
-        raise ValueError(f"Module {path!r} shares its table with another module; only one of them can be served.")
+def _collection_of(module: nn.Embedding | nn.EmbeddingBag, name: str, path: str) -> Collection:
+    """An embedding module of torch's, if it is one that can be served."""
     if module.max_norm is not None:
-        raise ValueError(f"Table {named[fqn]!r}: max_norm={module.max_norm} changes rows when they are looked up.")
-    if isinstance(module, nn.EmbeddingBag):
-        if module.mode == "max":
-            raise ValueError(f"Table {named[fqn]!r}: mode='max' can't be served; 'sum' and 'mean' can.")
-        if module.padding_idx is not None:
-            raise ValueError(
-                f"Table {named[fqn]!r}: padding_idx={module.padding_idx} of an EmbeddingBag can't be served; leave "
-                "those ids out of the bags."
-            )
-    return named[fqn]
+        raise ValueError(f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up.")
+    if not isinstance(module, nn.EmbeddingBag):
+        return Collection(path=path, kind="embedding", tables=(name,))
+    if module.mode == "max":
+        raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
+    padding = getattr(module, "padding_id", module.padding_idx)
+    if padding is not None:
+        raise ValueError(
+            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those ids out of bags."
+        )
+    last = bool(module.include_last_offset)
+    return Collection(path=path, kind="embedding_bag", include_last_offset=last, tables=(name,))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.serving.codes import LARGEST, out_of_range
 from dist_sparse.serving.kept_rows import kept_rows, move_rows
+from dist_sparse.serving.lookups import Lookups
 from dist_sparse.serving.manifest import Dtype, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import model_source
@@ -29,7 +30,7 @@ class Source:
         pooling: of the module that looks it up.
         block: of its masks; None without any.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
-        kept: the ids that they belong to: bool ``(original rows,)``.
+        kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a compact table.
     """
 
     data: ShardedData
@@ -77,20 +78,26 @@ def check_registered(model: nn.Module, sparsifier: BaseDataSparsifier, located: 
 
 
 def sources_of(
-    located: list[ShardedData], pooling: Mapping[str, Pooling], sparsifier: BaseDataSparsifier | None
+    located: list[ShardedData], lookups: Lookups, sparsifier: BaseDataSparsifier | None
 ) -> dict[str, Source]:
     """What is served of each table. Collective."""
-    kept = {} if sparsifier is None else kept_rows(sparsifier)
+    masked = {} if sparsifier is None else kept_rows(sparsifier)
     found = {}
     for data in located:
-        rows, block = kept.get(data.name), None
-        if rows is None or sparsifier is None:
-            rows = torch.ones(data.shape[0], dtype=torch.bool)
-        elif data.name in sparsifier.packed_store:
-            block = sparsifier.packed_store.block(data.name)
+        stored, block = masked.get(data.name), None
+        if stored is None or sparsifier is None:
+            stored = torch.ones(data.shape[0], dtype=torch.bool)
         else:
-            block = 1, 1
-        found[data.name] = Source(data=data, pooling=pooling[data.name], block=block, stored=rows, kept=rows)
+            packed = sparsifier.packed_store
+            block = packed.block(data.name) if data.name in packed else (1, 1)
+        kept = stored
+        if (index := lookups.indexes.get(data.name)) is not None:
+            block = block or (1, data.shape[1])
+            stored = stored & (torch.arange(len(stored)) < index.num_kept)  # no id has the rows behind
+            kept = index.kept().cpu()
+            kept[kept.clone()] = stored[: index.num_kept]
+        pooling = lookups.pooling[data.name]
+        found[data.name] = Source(data=data, pooling=pooling, block=block, stored=stored, kept=kept)
     return found
 
 

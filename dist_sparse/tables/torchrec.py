@@ -38,14 +38,12 @@ from dist_sparse.tables.shards import Rect, Shard, ShardedData
 from dist_sparse.tables.versions import check_versions
 
 __all__ = [
-    "Lookup",
     "Table",
     "averages",
     "check_versions",
     "collection_tables",
     "find_table",
     "fused_kernels",
-    "lookups",
     "refusal",
     "sharded_tables",
     "shards_tables",
@@ -80,16 +78,6 @@ class Table(NamedTuple):
     locate: Callable[[str], ShardedData]
 
 
-class Lookup(NamedTuple):
-    """A table of a collection: its name inside it, its fully qualified name, its features, and ``"sum"``, ``"mean"`` or
-    ``"none"``."""
-
-    name: str
-    fqn: str
-    features: tuple[str, ...]
-    pooling: str
-
-
 def refusal(module: nn.Module) -> str | None:
     """Why the tables below a module of TorchRec's can't be sparsified (and what would work), or None."""
     strategy = getattr(getattr(module, "_env", None), "sharding_strategy", None)
@@ -119,27 +107,6 @@ def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict, dict[str, 
     else:
         return None
     return attribute, getattr(module, attribute), {config.name: tuple(config.feature_names) for config in configs}
-
-
-def lookups(module: Any, path: str) -> tuple[bool, list[Lookup]] | None:
-    """Whether the ids of a collection at ``path``, sharded or not, have weights, and its tables in the order of its
-    configs; None for another module."""
-    if isinstance(module, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)):
-        sharded = isinstance(module, ShardedEmbeddingBagCollection)
-        configs = module._embedding_bag_configs if sharded else module.embedding_bag_configs()
-        weighted = module._is_weighted if sharded else module.is_weighted()
-        attribute, poolings = "embedding_bags", [config.pooling.value.lower() for config in configs]
-    elif isinstance(module, (EmbeddingCollection, ShardedEmbeddingCollection)):
-        sharded = isinstance(module, ShardedEmbeddingCollection)
-        configs = module._embedding_configs if sharded else module.embedding_configs()
-        weighted, attribute, poolings = False, "embeddings", ["none"] * len(configs)
-    else:
-        return None
-    prefix = f"{path}.{attribute}".lstrip(".")
-    return weighted, [
-        Lookup(config.name, f"{prefix}.{config.name}.weight", tuple(config.feature_names), pooling)
-        for config, pooling in zip(configs, poolings, strict=True)
-    ]
 
 
 def shards_tables(module: nn.Module) -> bool:

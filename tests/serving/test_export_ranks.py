@@ -15,7 +15,7 @@ from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import DataType
 
-from dist_sparse import DataNormSparsifier, export, groups, load_served
+from dist_sparse import DataNormSparsifier, compact, export, groups, load_served
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.tables.modules import model_source, modules_by_path
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, plain, set_weights, weights
@@ -103,6 +103,20 @@ def check_served(cell: Cell, model: torch.nn.Module, path: Path) -> None:
         else:
             assert torch.equal(served[key].values(), trained[key].values())
             assert torch.equal(served[key].lengths(), trained[key].lengths())
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), [(2, "mixed"), (2, "ec_row_wise"), (4, "row_wise")])
+def test_compact_tables(world: int, name: str, tmp_path: Path) -> None:
+    """The same files as before compaction; ids are those of the original tables."""
+    model = build(cells(world)[name])
+    sparsifier = DataNormSparsifier(sparsity_level=0.6, sparse_block_shape=(1, "ROW"))
+    sparsifier.add_model(model, config={"tiny": {"sparsity_level": 1.0}})
+    sparsifier.step()
+    export(model, sparsifier, tmp_path / "before", "int8")
+    export(compact(model, sparsifier, optimizer=()), None, tmp_path / "after", "int8")
+    dist.barrier()
+    assert crcs(tmp_path / "before") == crcs(tmp_path / "after")
 
 
 @on_ranks(2)
