@@ -19,16 +19,29 @@ __all__ = ["RowIndex", "RowIndexes"]
 _MOST_ROWS = 2**31 - 1
 
 
-def _rank(words: Tensor, counts: Tensor, word: Tensor, bit: Tensor) -> Tensor:
-    """Return the number of kept rows before the rows ``(n,)`` at ``bit`` of ``word``, -1 where removed: all int32."""
+def _constants() -> Tensor:
+    """Operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in each of its operations,
+    which doubled the time of short lookups."""
+    return torch.tensor([1, 2, 4, 5, 24, 31, 0x55555555, 0x33333333, 0x0F0F0F0F, 0x01010101], dtype=torch.int32)
+
+
+def _rank(words: Tensor, counts: Tensor, row: Tensor, start: Tensor | None, constants: Tensor) -> Tensor:
+    """Return the number of kept rows before the rows ``(n,)`` of a bitmap, -1 where removed: all int32.
+
+    ``start``: the first word of each row's table, where the bitmap is of several; None for 0."""
+    one, two, four, five, top, last, pairs, fours, bytes_, ones = constants.unbind()
+    word = row >> five
+    if start is not None:
+        word.add_(start)
     # Shifted up until the row's own bit is the sign: left are the bits of rows up to this one.
-    found = words.index_select(0, word).bitwise_left_shift_(bit.bitwise_not().bitwise_and_(31))
-    removed = found.bitwise_not().bitwise_right_shift_(31)  # -1 where the sign was 0
+    found = words.index_select(0, word).bitwise_left_shift_(row.bitwise_not().bitwise_and_(last))
+    kept = found >> last  # all ones where the sign was
     # Count the bits: sums of 2, 4, 8, then all four bytes in the highest (Warren, Hacker's Delight, 5-1).
-    found.sub_((found >> 1).bitwise_and_(0x55555555))
-    found = (found & 0x33333333).add_((found >> 2).bitwise_and_(0x33333333))
-    found.add_(found >> 4).bitwise_and_(0x0F0F0F0F).mul_(0x01010101).bitwise_right_shift_(24)
-    return found.add_(counts.index_select(0, word)).sub_(1).bitwise_or_(removed)
+    found.sub_((found >> one).bitwise_and_(pairs))
+    upper = (found >> two).bitwise_and_(fours)
+    found.bitwise_and_(fours).add_(upper)
+    found.add_(found >> four).bitwise_and_(bytes_).mul_(ones).bitwise_right_shift_(top)
+    return found.add_(counts.index_select(0, word)).bitwise_and_(kept).sub_(one)
 
 
 class RowIndex(nn.Module):
@@ -53,6 +66,7 @@ class RowIndex(nn.Module):
 
     words: Tensor
     counts: Tensor
+    constants: Tensor
 
     def __init__(self, words: Tensor, rows: int) -> None:
         super().__init__()
@@ -71,6 +85,7 @@ class RowIndex(nn.Module):
         until = in_word.cumsum(0, dtype=torch.int32)
         self.register_buffer("words", words)
         self.register_buffer("counts", until - in_word)
+        self.register_buffer("constants", _constants(), persistent=False)
         self.rows = rows
         self.num_kept = int(until[-1])
         self.nbytes = self.words.nbytes + self.counts.nbytes
@@ -98,8 +113,8 @@ class RowIndex(nn.Module):
         Ids (int32 or int64, any shape) out of ``[0, rows)`` are read as id 0, as FBGEMM does. ``ids`` is not changed.
         """
         inside = ids.clamp(0, max(self.rows - 1, 0))
-        flat = inside.mul_(inside == ids).int().reshape(-1)  # mul_: out of range is 0
-        return _rank(self.words, self.counts, flat >> 5, flat).long().view(ids.shape)
+        row = inside.int().mul_(inside == ids).reshape(-1)  # mul_: out of range is 0
+        return _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
 
     def kept(self) -> Tensor:
         """Return which rows are kept: bool ``(rows,)``."""
@@ -145,6 +160,7 @@ class RowIndexes(nn.Module):
 
     words: Tensor
     counts: Tensor
+    constants: Tensor
     of_features: Tensor
     any_removed: bool
     any_dense: bool
@@ -161,6 +177,7 @@ class RowIndexes(nn.Module):
         nothing = torch.zeros(1, dtype=torch.int32)
         self.register_buffer("words", torch.cat([index.words for index in indexes] or [nothing]))
         self.register_buffer("counts", torch.cat([index.counts for index in indexes] or [nothing]))
+        self.register_buffer("constants", _constants(), persistent=False)
         starts, start = [], 0
         for table in tables:
             starts.append(-1 if table is None else start)
@@ -182,16 +199,16 @@ class RowIndexes(nn.Module):
         """
         if self.only_last >= 0:  # one feature needs nothing of the others
             inside = ids.clamp(0, self.only_last)
-            row = inside.mul_(inside == ids).int()
-            return _rank(self.words, self.counts, row >> 5, row) if self.any_removed else row
+            row = inside.int().mul_(inside == ids)
+            return _rank(self.words, self.counts, row, None, self.constants) if self.any_removed else row
         feature = torch.repeat_interleave(lengths, output_size=ids.size(0))
         inside = torch.minimum(ids.clamp(min=0), self.of_features[0].index_select(0, feature))
-        row = inside.mul_(inside == ids).int()
+        row = inside.int().mul_(inside == ids)
         if not self.any_removed:
             return row
         start = self.of_features[1].int().index_select(0, feature)
-        word = (row >> 5).add_(start)
         if not self.any_dense:
-            return _rank(self.words, self.counts, word, row)
-        dense = start < 0
-        return torch.where(dense, row, _rank(self.words, self.counts, word.masked_fill_(dense, 0), row))
+            return _rank(self.words, self.counts, row, start, self.constants)
+        dense = start < 0  # read anything of the bitmap
+        found = _rank(self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants)
+        return torch.where(dense, row, found)

@@ -59,7 +59,8 @@ class CollectionLookup(_Lookup):
         """
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         offsets = _checked(offsets, values.size(0))
-        counts = lengths.view(self.features, -1).sum(1)
+        # Of one feature nothing reads them.
+        counts = lengths if self.features == 1 else lengths.view(self.features, -1).sum(1)
         found: Tensor = self.rows(self.index(values, counts), offsets, counts, weights)
         return found
 
