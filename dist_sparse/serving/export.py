@@ -63,7 +63,7 @@ class Exported:
     def __repr__(self) -> str:
         tables = self.manifest.tables.values()
         before = sum(table.bytes.before for table in tables)
-        return f"Exported({len(tables)} tables, {self.manifest.dtype}, {size(before)} -> {size(self.manifest.bytes)})"
+        return f"Exported({len(tables)} table{'s' * (len(tables) != 1)}, {self.manifest.dtype}, {size(before)} -> {size(self.manifest.bytes)})"
 
 
 def export(
@@ -107,7 +107,7 @@ def export(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     exported = export(model, sparsifier, f"{folder}/served", dtype="int8")
         >>> exported
-        Exported(1 tables, int8, 62.5 KiB -> 4.24 KiB)
+        Exported(1 table, int8, 62.5 KiB -> 4.24 KiB)
         >>> exported.manifest.tables["0"].kept, exported.manifest.tables["0"].bytes.index
         (200, 128)
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_sparse.serving.manifest import Manifest
+from dist_sparse.serving.manifest import Manifest, Table
 from dist_sparse.text import count, percent, printable, size, table_lines
 
 __all__ = ["dense_is_smaller", "summary"]
@@ -10,8 +10,12 @@ __all__ = ["dense_is_smaller", "summary"]
 
 def dense_is_smaller(manifest: Manifest) -> list[str]:
     """Return the tables that were pruned and would be smaller if they were dense, in 4 bits."""
+
+    def pruned(table: Table) -> bool:
+        return table.kept < table.rows or (table.block is not None and table.width < table.dim)
+
     tables = manifest.tables.items()
-    return [name for name, table in tables if table.block is not None and table.bytes.dense_int4 < table.bytes.after]
+    return [name for name, table in tables if pruned(table) and table.bytes.dense_int4 < table.bytes.after]
 
 
 def summary(manifest: Manifest) -> str:
