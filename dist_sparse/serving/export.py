@@ -63,7 +63,8 @@ class Exported:
     def __repr__(self) -> str:
         tables = self.manifest.tables.values()
         before = sum(table.bytes.before for table in tables)
-        return f"Exported({len(tables)} table{'s' * (len(tables) != 1)}, {self.manifest.dtype}, {size(before)} -> {size(self.manifest.bytes)})"
+        counted = f"{len(tables)} table{'s' if len(tables) > 1 else ''}"
+        return f"Exported({counted}, {self.manifest.dtype}, {size(before)} -> {size(self.manifest.bytes)})"
 
 
 def export(
