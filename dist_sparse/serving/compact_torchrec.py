@@ -137,9 +137,22 @@ def refusal(model: nn.Module, module: nn.Module) -> str | None:
     weighted = getattr(module, "_is_weighted", False)
     if weighted and any(config.pooling is PoolingType.MEAN for config in _configs(module)):
         return "it has weighted means, which TorchRec divides differently in different shardings; use weighted sums"
+    if shards_tables(module) and _misdivided(module):
+        return (
+            "it has means of row-wise tables beside tables of other sharding types, and TorchRec divides those too; "
+            "give them collections of their own"
+        )
     if getattr(module, "_need_indices", False):
         return "need_indices=True is not supported"
     return None
+
+
+def _misdivided(module: Any) -> bool:
+    """Whether TorchRec's divisor for row-wise means is applied to tables that it is not meant for."""
+    by_rows = {name: "row_wise" in sharding.sharding_type for name, sharding in module.module_sharding_plan.items()}
+    pooled = {config.name: getattr(config, "pooling", None) for config in _configs(module)}
+    means = [name for name, pooling in pooled.items() if pooling is PoolingType.MEAN and by_rows[name]]
+    return bool(means) and not all(by_rows.values())
 
 
 def compacted(

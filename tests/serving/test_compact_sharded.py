@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import DataNormSparsifier, MaskEnforcer, compact
+from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
+from dist_sparse.serving.collections import CompactEmbeddingBagCollection
 from dist_sparse.serving.kept_rows import kept_rows
+from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.torchrec import fused_kernels
 from tests.dist.cells import Cell, batch, build, cells, gathered
 from tests.dist.plugin import on_ranks
 
@@ -110,3 +123,232 @@ def test_fused_optimizers(world: int, optimizer: type[torch.optim.Optimizer]) ->
     small.compact()
     for mine, other in zip(small.train(5), masked.train(5), strict=True):
         check_equal(mine, other, False)
+
+
+class Beside(nn.Module):
+    """Two tables with a shared feature, a plain table and a dense layer; gives its loss and its predictions."""
+
+    def __init__(self, pooling: PoolingType, weighted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        tables = [
+            EmbeddingBagConfig(name=n, num_embeddings=40, embedding_dim=8, feature_names=[f, "both"], pooling=pooling)
+            for n, f in (("first", "a"), ("second", "b"))
+        ]
+        self.bags = EmbeddingBagCollection(tables, is_weighted=weighted)
+        self.plain = nn.EmbeddingBag(30, 32, mode="sum")
+        self.over = nn.Linear(32, 1)
+
+    def forward(self, ids: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        pooled = self.bags(ids)
+        found = self.over(torch.cat([pooled[key] for key in ("a", "b", "both@first", "both@second")], dim=1))
+        return found.square().mean(), found
+
+
+def beside(pooling: PoolingType, weighted: bool = False, **plan: Any) -> DistributedModelParallel:
+    net = Beside(pooling, weighted)
+    for bag in net.bags.embedding_bags.values():
+        apply_optimizer_in_backward(RowWiseAdagrad, [bag.weight], {"lr": 0.1})
+    made = construct_module_sharding_plan(net.bags, plan, world_size=2, local_size=2, device_type="cpu")
+    return DistributedModelParallel(
+        net, device=torch.device("cpu"), plan=ShardingPlan({"bags": made}), sharders=[EmbeddingBagCollectionSharder()]
+    )
+
+
+def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad([p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")], lr=0.1)
+
+
+def ids_of(world: int, weighted: bool, batch: int = 5, seed: int = 0) -> KeyedJaggedTensor:
+    draw = torch.Generator().manual_seed(world * seed + dist.get_rank())
+    lengths = torch.randint(0, 6, (3 * batch,), generator=draw)
+    values = torch.randint(0, 40, (int(lengths.sum()),), generator=draw)
+    weights = torch.rand(len(values), generator=draw) if weighted else None
+    return KeyedJaggedTensor(["both", "b", "a"], values, weights=weights, lengths=lengths)
+
+
+def by_key(pooled: Any) -> dict[str, Tensor]:
+    """What a collection gives, in any order of keys."""
+    return dict(zip(pooled.keys(), pooled.values().detach().split(pooled.length_per_key(), dim=1), strict=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["row-wise means", "table-wise means", "weighted", "one"])
+def test_pooling(world: int, kind: str) -> None:
+    """Means divide by all ids; weighted sums; a batch of one; a plain table beside."""
+    plans = {"row-wise means": {"first": row_wise(), "second": row_wise()}, "weighted": {"first": row_wise()}}
+    plan = {"first": table_wise(rank=0), "second": table_wise(rank=1), **plans.get(kind, {})}
+    model = beside(PoolingType.MEAN if "means" in kind else PoolingType.SUM, kind == "weighted", **plan)
+    optimizer = dense_optimizer(model)
+    sparse = sparsify(model, [optimizer, model.fused_optimizer], level=0.6, end=0)
+    sparse.step()
+    ids = ids_of(world, kind == "weighted", 1 if kind == "one" else 5)
+    before, plain = model.module.bags(ids), model.module.plain(torch.arange(30).view(10, 3))
+    expected = by_key(before)
+    model = compact(model, sparse)
+    found = by_key(model.module.bags(ids))
+    assert sorted(found) == sorted(expected) == ["a", "b", "both@first", "both@second"]
+    for key, values in expected.items():
+        torch.testing.assert_close(found[key], values, rtol=1e-6, atol=1e-6)
+    assert torch.equal(model.module.plain(torch.arange(30).view(10, 3)), plain)
+    assert model.module.plain.weight.shape == (12, 32)
+    assert any(parameter is model.module.plain.weight for parameter in optimizer.param_groups[0]["params"])
+
+
+@on_ranks(2)
+def test_means_that_torchrec_divides_wrongly(world: int) -> None:
+    """TorchRec divides the tables beside row-wise means as well."""
+    model = beside(PoolingType.MEAN, first=row_wise(), second=table_wise(rank=0))
+    sparse = sparsify(model, [dense_optimizer(model), model.fused_optimizer], level=0.6, end=0)
+    sparse.step()
+    with pytest.raises(ValueError, match=r"bags\.embedding_bags\.first\.weight.*means of row-wise tables"):
+        compact(model, sparse)
+
+
+@on_ranks(2)
+def test_removed_ids_are_not_sent() -> None:
+    """Lookups get kept ids only, over all ranks."""
+    run = Run(cell_of(2, "table_wise"), level=0.75)
+    kept = kept_rows(run.sparsifier)
+    features = batch(run.cell, seed=dist.get_rank())
+    tables = {feature: table.name for table in run.cell.tables for feature in table.features}
+    here = sum(int(kept[tables[key]][features[key].values()].sum()) for key in sorted(features.keys()))
+    run.compact()
+    looked_up = 0
+
+    def count(module: nn.Module, args: Any) -> None:
+        nonlocal looked_up
+        looked_up += args[0].values().numel()
+
+    for kernel in fused_kernels(run.model.module.sparse.tables.inner):
+        kernel.register_forward_pre_hook(count)
+    run.model(features)
+    totals = torch.tensor([here, looked_up, features.values().numel()])
+    dist.all_reduce(totals)
+    assert totals[0] == totals[1] < totals[2] / 2
+
+
+@on_ranks(2)
+def test_twice() -> None:
+    """A compact model is sparsified and compacted again: bitmaps compose, and it still gives what it gave."""
+    run = Run(cell_of(2, "mixed"), level=0.5)
+    run.train(2)
+    run.compact()
+    run.train(2)
+    run.enforcer.detach()
+    run.prune(0.5)
+    assert run.names == ["user", "item", "tiny", "word"]
+    run.train(2)
+    features = batch(run.cell, seed=dist.get_rank())
+    before = run.model(features).detach()
+    flags = kept_rows(run.sparsifier)
+    run.compact()
+    check_equal(run.model(features), before, False)
+    found = run.model.module.sparse.tables
+    assert type(found) is CompactEmbeddingBagCollection and type(found.inner) is ShardedEmbeddingBagCollection
+    indexes = found.ids.table_indexes()
+    assert (indexes["user"].rows, indexes["user"].num_kept) == (37, int(flags["user"].sum()))
+    assert 8 <= indexes["user"].num_kept <= 10
+    run.train(2)
+
+
+@on_ranks(2)
+def test_old_model_is_consumed() -> None:
+    """What holds on to the old tables can't go on unnoticed, and does not keep their memory."""
+    run = Run(cell_of(2, "row_wise"))
+    old, fused = run.model.module.sparse.tables, run.model.fused_optimizer
+    views = [weakref.ref(kernel.emb_module) for kernel in fused_kernels(old)]
+    run.compact()
+    for use in (fused.step, fused.state_dict, lambda: old(batch(run.cell)), lambda: old.state_dict()):
+        with pytest.raises(RuntimeError, match="was compacted, and its memory released"):
+            use()
+    assert views and all(view() is None for view in views)
+
+
+@on_ranks(2)
+def test_another_plan() -> None:
+    """A planner's own: other sharding types, while columns stay, which row-wise state needs."""
+    run = Run(cell_of(2, "row_wise"))
+    run.train(2)
+    features = batch(run.cell, seed=dist.get_rank())
+    before = run.model(features).detach()
+
+    def planned(module: nn.Module, **generators: Any) -> ShardingPlan:
+        made = construct_module_sharding_plan(
+            module.sparse.tables.inner,
+            {table.name: generators.get(table.name, table_wise(rank=1)) for table in run.cell.tables},
+            world_size=2,
+            local_size=2,
+            device_type="cpu",
+        )
+        for sharding in made.values():
+            sharding.compute_kernel = "fused"
+        return ShardingPlan({"sparse.tables.inner": made})
+
+    with pytest.raises(
+        ValueError, match=r"'item': row-wise optimizer state of .* is wanted, but the table is cut into"
+    ):
+        run.compact(plan=partial(planned, item=column_wise(ranks=[0, 1])))
+    assert torch.equal(run.model(features), before) and run.enforcer.attached  # nothing was changed
+    run.train(1)
+    before = run.model(features).detach()
+    run.compact(plan=planned)
+    torch.testing.assert_close(run.model(features), before, rtol=1e-6, atol=1e-6)
+    [table] = [data for data in model_source(run.model).locate() if data.name == "user"]
+    assert table.sharding == "table_wise" and table.tiling[0] == ()
+    run.train(2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+def test_pipeline(world: int, ahead: bool, pooling: PoolingType) -> None:
+    """TrainPipelineSparseDist, with the translation of ids pipelined or not, trains as a plain loop does."""
+    found: list[list[Tensor]] = []
+    for pipelined in (False, True):
+        model = beside(pooling, first=table_wise(rank=0), second=table_wise(rank=1))
+        sparse = sparsify(model, [dense_optimizer(model), model.fused_optimizer], level=0.6, end=0)
+        sparse.step()
+        model = compact(model, sparse)
+        plain = KeyedOptimizerWrapper(dict(model.module.over.named_parameters()), partial(torch.optim.SGD, lr=0.1))
+        optimizer = CombinedOptimizer([model.fused_optimizer, plain])
+        batches = [ids_of(world, False, seed=i) for i in range(5)]
+        found.append([])
+        if pipelined:
+            cpu = torch.device("cpu")
+            pipeline = TrainPipelineSparseDist(model, optimizer, cpu, execute_all_batches=True, pipeline_postproc=ahead)
+            stream = iter(batches)
+            found[-1] = [pipeline.progress(stream).detach() for _ in batches]
+            [sharded] = [module for module in model.modules() if type(module) is ShardedEmbeddingBagCollection]
+            assert isinstance(sharded.forward, PipelinedForward) is ahead
+            continue
+        for ids in batches:
+            optimizer.zero_grad()
+            loss, prediction = model(ids)
+            found[-1].append(prediction.detach())
+            loss.backward()
+            optimizer.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
+@on_ranks(2)
+def test_refused() -> None:
+    """On every rank, whichever is wrong; nothing is changed."""
+    run = Run(cell_of(2, "data_parallel"))
+    run.enforcer.detach()
+    with pytest.raises(ValueError, match=r"is stepped by a plain optimizer"):
+        run.compact()
+    with pytest.raises(ValueError, match=r"rank 1: .*Invalid sparse of type Linear"):
+        compact(run.model, run.sparsifier if dist.get_rank() == 0 else nn.Linear(1, 1))  # type: ignore[arg-type]
+    run.sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
+    run.sparsifier.add_model(run.model)
+    run.sparsifier.step()
+    with pytest.raises(ValueError, match=r"has masks of blocks \(1, 4\), and only whole rows can be compacted"):
+        run.compact()
+    with pytest.raises(ValueError, match=r"is inside DistributedDataParallel"):
+        wrapped = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(20, 4))
+        sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
+        sparsifier.add_model(wrapped)
+        sparsifier.step()
+        compact(wrapped, sparsifier, optimizer=())
+    run.train(1)
