@@ -66,6 +66,8 @@ def job(folder: Path, words: Sequence[str], *, command: Sequence[str] = LAUNCH, 
     environ |= dict([mark.split("=", 1)]) | variables
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest in the background; the launcher would leave it so
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # pytest under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(
         [*command, *words], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
