@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["LOCAL", "Ranks", "RanksFailed", "run_ranks"]
+__all__ = ["LOCAL", "Ranks", "RanksFailed", "context", "run_ranks"]
 
 LOCAL: Final = {1: 1, 2: 2, 3: 3, 4: 2}
 """``local_world_size`` for a world of this size. TorchRec keeps its host groups for the life of a process: one each."""
@@ -63,13 +63,13 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name)
         local = local_world_size or LOCAL.get(world, world)
-        context = _context()
+        forking = context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
+            ours, theirs = forking.Pipe()
             args = (rank, self._path, world, local, theirs)
-            process = context.Process(target=_main, args=args, daemon=True)
+            process = forking.Process(target=_main, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -152,9 +152,10 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, local_world_size: 
         ranks.close()
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+def context() -> Any:
+    """The :mod:`multiprocessing` context whose processes are forked from the warm server."""
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(_PRELOAD)
     kept = {key: os.environ.get(key) for key in _SERVER_ENV}
     os.environ.update(_SERVER_ENV)
     try:
@@ -167,7 +168,7 @@ def _context() -> Any:
                 del os.environ[key]
             else:
                 os.environ[key] = value
-    return context
+    return forking
 
 
 def _main(rank: int, folder: Path, world: int, local: int, pipe: Connection) -> None:

@@ -44,10 +44,8 @@ STEPS, EVERY = 20, 4
 
 
 def trainings() -> list[tuple[int, str, int]]:
-    """World, cell and a number that draws optimizer, block and norm: each optimizer of every cell, in one world each."""
-    return [
-        (world, name, i + part) for part, world in enumerate((1, 2, 4)) for i, name in enumerate(trained_cells(world))
-    ]
+    """World, cell and a number that draws optimizer, block and norm: every optimizer of a cell, each in one world."""
+    return [(world, name, i + j) for j, world in enumerate((1, 2, 4)) for i, name in enumerate(trained_cells(world))]
 
 
 @on_ranks()

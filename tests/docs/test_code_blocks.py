@@ -9,14 +9,13 @@ Python block does, and what it starts from runs too, in a process of its own.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.warm import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,16 +26,18 @@ FENCE = re.compile(r"^```(?P<kind>[^`\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTIL
 # Runs blocks by themselves, so that tracebacks name the line of the document; the output of each is written to a file.
 RUNNER = """
 import contextlib, io, json, sys
-blocks, out = json.load(sys.stdin), []
+from pathlib import Path
+blocks, out = json.loads(Path(sys.argv[1]).read_text()), []
 namespace = {"__name__": "__main__"}
 for name, line, code in blocks:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile("\\n" * (line - 1) + code, name, "exec"), namespace)
     out.append(printed.getvalue())
-with open(sys.argv[1], "w") as file:
+with open(sys.argv[2], "w") as file:
     json.dump(out, file)
 sys.stdout.flush()
+sys.stderr.flush()
 __import__("os")._exit(0)  # gloo's teardown under a live DDP sometimes aborts
 """
 
@@ -72,17 +73,11 @@ def read(file: Path) -> list[Block]:
 
 def run(name: str, blocks: list[Block], folder: Path) -> list[str]:
     """Runs Python blocks in a fresh process in ``folder``; returns what each has printed."""
-    result = folder / "printed.json"
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(result)],
-        input=json.dumps([(name, block.line, block.code) for block in blocks]),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=TIMEOUT,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    runner, given, result = folder / "runner.py", folder / "blocks.json", folder / "printed.json"
+    runner.write_text(RUNNER)
+    given.write_text(json.dumps([(name, block.line, block.code) for block in blocks]))
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = run_script(runner, [given, result], cwd=folder, env=env, timeout=TIMEOUT)
     assert done.returncode == 0, f"{name} does not run:\n{done.stderr[-4000:]}"
     printed: list[str] = json.loads(result.read_text())
     return printed

@@ -23,6 +23,7 @@ from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset, SparseFeature, batches, steps_per_pass
 from dlrm.model import DIM, sharding_of
 from dlrm.options import parse
+from tests.warm import run_ranks_of, run_script
 
 MAIN = Path(movielens.__file__).with_name("main.py")
 USERS, ITEMS = 400, 300
@@ -314,6 +315,7 @@ class Printed(NamedTuple):
 
 
 def start(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """As users start it."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, str(MAIN), *map(str, arguments)]
@@ -321,8 +323,7 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False, cwd=folder)
 
 
-def printed(*arguments: object) -> Printed:
-    done = start(*arguments)
+def printed(done: subprocess.CompletedProcess[str]) -> Printed:
     assert done.returncode == 0, done.stderr
     found = {}
     # The launcher puts the rank before each line.
@@ -368,9 +369,9 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
 @pytest.mark.dist
 @pytest.mark.slow
 class TestRuns:
-    def test_one_process_tells_the_truth_and_says_it_twice(self, npz: Path) -> None:
+    def test_one_process_tells_the_truth_and_says_it_twice(self, npz: Path, tmp_path: Path) -> None:
         options = ("--data", npz, "--batch-size", 64, "--every", 5, "--epochs", 2)
-        first, again = printed(*options), printed(*options)
+        first, again = printed(start(*options)), printed(run_script(MAIN, options, cwd=tmp_path))
         check(first, 0.8, 1, DIM)
         assert first.tables == again.tables
         for run in first.runs.values():
@@ -380,7 +381,13 @@ class TestRuns:
     @pytest.mark.parametrize(("sharding", "block", "width"), [("mixed", "1,ROW", DIM), ("column_wise", "1,4", 4)])
     def test_two_processes(self, npz: Path, tmp_path: Path, sharding: str, block: str, width: int) -> None:
         options = ("--data", npz, "--batch-size", 64, "--every", 5, "--sparsity", 0.5, "--run-dir", tmp_path / "run")
-        result = printed("--nproc", 2, *options, "--sharding", sharding, "--block", block)
+        options += ("--sharding", sharding, "--block", block)
+        if sharding == "mixed":
+            done = start("--nproc", 2, *options)
+        else:  # without the launcher
+            done, other = run_ranks_of(MAIN, options, world=2, cwd=tmp_path)
+            assert (other.returncode, other.stdout) == (0, ""), other.stderr
+        result = printed(done)
         noted = numbers(read_run(tmp_path / "run"))
         for run, last in {
             "sparsified": noted["last"],

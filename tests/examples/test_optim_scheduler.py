@@ -23,6 +23,7 @@ from dlrm.batches import DataError
 from optim_scheduler import checkpoint
 from optim_scheduler.options import parse
 from optim_scheduler.train import Job
+from tests.warm import run_ranks_of, run_script
 
 MAIN = Path(checkpoint.__file__).with_name("main.py")
 USERS, ITEMS = 400, 300
@@ -43,19 +44,22 @@ def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(*arguments: object, world: int = 1) -> subprocess.CompletedProcess[str]:
+def start(*arguments: object, world: int) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["OMP_NUM_THREADS"] = "1"
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), *rendezvous] if world > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), *rendezvous]
     command = [sys.executable, *torchrun, str(MAIN), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
 
 
-def printed(*arguments: object, world: int = 1) -> str:
-    done = start(*arguments, world=world)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def printed(*arguments: object, folder: Path, world: int = 1) -> str:
+    """By rank 0. Without torchrun and its imports."""
+    ranks = run_ranks_of(MAIN, arguments, world=world, cwd=folder)
+    for done in ranks:
+        assert done.returncode == 0, done.stderr
+    assert not any(done.stdout for done in ranks[1:])
+    return ranks[0].stdout
 
 
 def job(npz: Path, *arguments: object) -> Job:
@@ -102,18 +106,20 @@ def auc(out: str) -> float:
 def test_two_ranks_resumed_are_two_ranks_uninterrupted(npz: Path, tmp_path: Path) -> None:
     whole, parted, alone = (tmp_path / f"{name}.pt" for name in ("whole", "parted", "alone"))
     options = ("--data", npz, *SMALL, "--sparsity", 0.7, "--amp", "fp16")  # so that there are scalers to resume
-    first = printed(*options, "--checkpoint", whole, world=2)
+    done = start(*options, "--checkpoint", whole, world=2)
+    assert done.returncode == 0, done.stderr
+    first = done.stdout
     check_tables(first, read(whole), 0.7)
-    stopped = printed(*options, "--checkpoint", parted, "--stop-at", 9, world=2)  # in the second epoch
+    stopped = printed(*options, "--checkpoint", parted, "--stop-at", 9, folder=tmp_path, world=2)  # in the second epoch
     assert "Stopped after update 9" in stopped
     assert "AUC" not in stopped
     assert read(parted)["done"] == 9
     shutil.copy(parted, alone)
-    second = printed(*options, "--checkpoint", parted, "--resume", world=2)
+    second = printed(*options, "--checkpoint", parted, "--resume", folder=tmp_path, world=2)
     assert "updates 10 to 15" in second
     assert same(read(whole), read(parted))
     assert first.partition("\n\n")[2] == second.partition("\n\n")[2]  # but for the time
-    third = printed(*options, "--checkpoint", alone, "--resume")  # on another number of ranks
+    third = printed(*options, "--checkpoint", alone, "--resume", folder=tmp_path)  # on another number of ranks
     check_tables(third, read(alone), 0.7)
     assert auc(third) == pytest.approx(auc(first), abs=0.01)
 
@@ -126,7 +132,7 @@ def test_movielens_in_one_process(tmp_path: Path) -> None:
         movielens.fetch()
     except DataError as error:
         pytest.skip(f"OFFLINE, MovieLens-100K is not tested: {error}")
-    out = printed("--batch-size", 1024, "--accumulate", 2, "--every", 5)
+    out = printed("--batch-size", 1024, "--accumulate", 2, "--every", 5, folder=tmp_path)
     assert "updates 1 to 39 of 2 x 1024 examples" in out
     assert 0.55 < auc(out) < 0.8
     assert re.search(r"^tables/user_x_genre +50000  0\.8000$", out, re.MULTILINE)
@@ -294,10 +300,10 @@ class TestOptions:
 
 
 def test_help_and_failures_are_words(tmp_path: Path, npz: Path) -> None:
-    helped = start("--help")
+    helped = run_script(MAIN, ["--help"], cwd=tmp_path)
     assert helped.returncode == 0
     assert "--resume" in helped.stdout
-    done = start("--data", npz, *SMALL, "--checkpoint", tmp_path / "none.pt", "--resume")
+    done = run_script(MAIN, ["--data", npz, *SMALL, "--checkpoint", tmp_path / "none.pt", "--resume"], cwd=tmp_path)
     assert done.returncode == 1
     assert "error: There is no checkpoint to resume from" in done.stderr
     assert "Traceback" not in done.stderr
