@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 pytest.importorskip("torchrec")
 pytest.importorskip("matplotlib")
 
+import benchmarks.sweep
 from benchmarks.sweep import main
 from benchmarks.sweep_cells import COLUMNS, LEVELS, TRAINING_LEVELS, Cell, append, as_row, cells, left_to_do, read
 from benchmarks.sweep_plot import plot
@@ -31,11 +30,6 @@ RUN = {
     "ranks": 2,
     "sharding": "mixed",
 }
-
-
-def sweep(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.sweep", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
 
 
 def row(cell: Cell, **more: Any) -> dict[str, Any]:
@@ -137,21 +131,22 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.network
-def test_a_small_sweep_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_sweep_runs_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
         movielens.fetch()
     except DataError as error:
         pytest.skip(f"OFFLINE, the sweep is not tested: {error}")
-    small = ["--quick", "--train-examples", RUN["train_examples"], "--blocks", "1,4", "--norms", "L2"]
-    small += ["--training-blocks", "1,4", "--seeds", 0, "--out", tmp_path]
-    first = sweep(*small, "--levels", 0, 0.8, "--training-levels")
-    assert first.returncode == 0, first.stderr
+    monkeypatch.setattr(benchmarks.sweep, "REPEATS", 2)  # of what is timed
+    small = ["--quick", "--train-examples", str(RUN["train_examples"]), "--blocks", "1,4", "--norms", "L2"]
+    small += ["--training-blocks", "1,4", "--seeds", "0", "--out", str(tmp_path)]
+    assert main([*small, "--levels", "0", "0.8", "--training-levels"]) == 0
     (file,) = tmp_path.glob("*-sweep-quick.csv")
     with file.open() as stream:
         assert tuple(next(csv.reader(stream))) == COLUMNS
     before = read(file)
-    again = sweep(*small, "--levels", 0, 0.8, 0.99, "--training-levels", 0.8, "--resume")
-    assert again.returncode == 0, again.stderr
+    assert main([*small, "--levels", "0", "0.8", "0.99", "--training-levels", "0.8", "--resume"]) == 0
     rows = read(file)
     assert rows[:3] == before  # times and all, so they were not measured again
     assert [row["mode"] for row in rows] == ["dense", "post", "post", "post", "training"]

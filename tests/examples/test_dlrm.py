@@ -371,7 +371,10 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
 class TestRuns:
     def test_one_process_tells_the_truth_and_says_it_twice(self, npz: Path, tmp_path: Path) -> None:
         options = ("--data", npz, "--batch-size", 64, "--every", 5, "--epochs", 2)
-        first, again = printed(start(*options)), printed(run_script(MAIN, options, cwd=tmp_path))
+        folders = [tmp_path / name for name in ("first", "again")]
+        for folder in folders:
+            folder.mkdir()
+        first, again = (printed(run_script(MAIN, options, cwd=folder)) for folder in folders)
         check(first, 0.8, 1, DIM)
         assert first.tables == again.tables
         for run in first.runs.values():
@@ -409,7 +412,7 @@ class TestRuns:
     def test_a_failure_is_a_line_and_a_status(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.npz"
         save(path, train_user=[0], train_item=[ITEMS], test_user=[0], test_item=[0])
-        done = start("--data", path)
+        done = run_script(MAIN, ["--data", path], cwd=tmp_path)
         assert done.returncode == 1
         assert f"train_item must lie in [0, {ITEMS})" in done.stderr
         assert "Traceback" not in done.stderr
