@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from benchmarks.enforce import CASES, report
 from benchmarks.mask_update import GATHER, table
 from benchmarks.measure import fresh
-from tests.warm import run_ranks_of
-
-ROOT = Path(__file__).parents[1]
-
-
-def warm(module: str, case: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """As ``fresh``, without the imports."""
-    script = ROOT / f"{module.replace('.', '/')}.py"
-    done = run_ranks_of(script, [json.dumps(case)], world=ranks, cwd=ROOT)[0]
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+from tests.warm import run_case
 
 
 @pytest.mark.parametrize(
@@ -36,7 +21,7 @@ def warm(module: str, case: dict[str, Any], ranks: int) -> dict[str, Any]:
 def test_a_small_case_runs(ranks: int, sharding: str, block: str | list[int], peers: list[str]) -> None:
     case = {"block": block, "norm": "L2", "rows": 2048, "dim": 64, "ranks": ranks, "sharding": sharding, "peers": peers}
     module = "benchmarks.mask_update_case"
-    found = warm(module, case, ranks) if sharding == "column_wise" else fresh(module, case, ranks, 1)
+    found = run_case(module, case, ranks) if sharding == "column_wise" else fresh(module, case, ranks, 1)
     times = [value for key, value in found.items() if key.endswith("_s")]
     assert len(times) == 3 + len(peers) and all(time > 0 for time in times)
     assert found["shard_bytes"] == 2048 * 64 * 4 // ranks
@@ -49,7 +34,7 @@ def test_a_small_case_runs(ranks: int, sharding: str, block: str | list[int], pe
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_case_of_many_tables_runs(ranks: int) -> None:
     case = {"tables": 20, "rows": 50, "dim": 16, "block": [1, 4], "ranks": ranks}
-    found = warm("benchmarks.many_tables_case", case, ranks)
+    found = run_case("benchmarks.many_tables_case", case, ranks)
     assert found["growing_s"] > 0 and ("by_hand_s" in found) == (ranks == 1)
     assert "20 tables of 50 x 16, 1x4 L2" in table([found])
 
@@ -60,7 +45,7 @@ def test_a_small_case_of_enforcement_runs(which: str) -> None:
     tables = case["tables"] and {**case["tables"], "rows": 3000, "below": 3000}
     peers = ["whole", "ancestor"] if which == "tables" else case["peers"]
     small = {**case, "tables": tables, "peers": peers, "every": 2, "rounds": 1, "peer_steps": 1, "ancestor_steps": 1}
-    found = warm("benchmarks.enforce_case", small, 1)
+    found = run_case("benchmarks.enforce_case", small, 1)
     assert all(found[key] > 0 for key in ("plain_s", "ours_s", "enforce_s", "settle_s", "move_s"))
     assert all(found[f"{peer}_s"] > 0 for peer in peers)
     assert f"{found['enforce_s'] * 1e3:.2f}" in report([found])

@@ -20,6 +20,7 @@ from benchmarks.sweep_plot import plot
 from benchmarks.sweep_report import report
 from dlrm import movielens
 from dlrm.batches import DataError
+from tests.warm import run_case
 
 ROOT = Path(__file__).parents[1]
 RUN = {
@@ -139,6 +140,7 @@ def test_a_small_sweep_runs_and_goes_on(
     except DataError as error:
         pytest.skip(f"OFFLINE, the sweep is not tested: {error}")
     monkeypatch.setattr(benchmarks.sweep, "REPEATS", 2)  # of what is timed
+    monkeypatch.setattr(benchmarks.sweep, "fresh", run_case)
     small = ["--quick", "--train-examples", str(RUN["train_examples"]), "--blocks", "1,4", "--norms", "L2"]
     small += ["--training-blocks", "1,4", "--seeds", "0", "--out", str(tmp_path)]
     assert main([*small, "--levels", "0", "0.8", "--training-levels"]) == 0

@@ -6,6 +6,7 @@ do then. Tests of imports, and one start of each program as its users start it, 
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import socket
@@ -18,7 +19,9 @@ from typing import Any
 
 from tests.dist.harness import context
 
-__all__ = ["run_ranks_of", "run_script"]
+__all__ = ["run_case", "run_ranks_of", "run_script"]
+
+ROOT = Path(__file__).parents[1]
 
 
 def run_script(
@@ -43,6 +46,17 @@ def run_ranks_of(
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     return _run(script, arguments, cwd, ranks, timeout)
+
+
+def run_case(module: str, case: dict[str, Any], ranks: int, threads: int = 1) -> dict[str, Any]:
+    """As :func:`benchmarks.measure.fresh`. ``threads`` is that of the server: 1."""
+    assert threads == 1
+    script = ROOT / f"{module.replace('.', '/')}.py"
+    done = run_ranks_of(script, [json.dumps(case)], world=ranks, cwd=ROOT)[0]
+    if done.returncode:
+        raise RuntimeError(f"{case} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _run(
