@@ -15,9 +15,19 @@ from tests.dist.plugin import on_ranks
 BLOCKS: dict[str, tuple[int, int | str]] = {"rows": (1, ROW), "small": (1, 4), "tall": (3, 4), "elements": (1, 1)}
 
 
+def turns() -> list[tuple[int, str, str]]:
+    """Two blocks of every cell and world, the other two of the cell in the other world."""
+    names = list(BLOCKS)
+    return [
+        (world, name, names[(i + 2 * j + part) % len(names)])
+        for j, world in enumerate((2, 4))
+        for i, name in enumerate(cells(world))
+        for part in range(2)
+    ]
+
+
 @on_ranks()
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 4) for name in cells(world)])
+@pytest.mark.parametrize(("world", "name", "block"), turns())
 def test_dead_rows(world: int, name: str, block: str) -> None:
     cell = cells(world)[name]
     model = build(cell)
