@@ -55,6 +55,7 @@ lint: $(READY)  ## ruff, mypy --strict, import-linter
 bench: $(READY)  ## a due step(), and enforcement at every step, against what one would do without the library
 	$(BIN)/python -m benchmarks.mask_update
 	$(BIN)/python -m benchmarks.enforce
+	$(BIN)/python -m benchmarks.serving
 
 sweep: $(READY)  ## what each level of sparsity costs and saves on the main job: CSV, plot; 10 minutes
 	$(BIN)/python -m benchmarks.sweep $(ARGS)

@@ -7,6 +7,9 @@ import pytest
 from benchmarks.enforce import CASES, report
 from benchmarks.mask_update import GATHER, table
 from benchmarks.measure import fresh
+from benchmarks.serving import CASES as SERVING
+from benchmarks.serving import WRITTEN, loads
+from benchmarks.serving import report as serving_report
 from tests.warm import run_case
 
 
@@ -49,3 +52,18 @@ def test_a_small_case_of_enforcement_runs(which: str) -> None:
     assert all(found[key] > 0 for key in ("plain_s", "ours_s", "enforce_s", "settle_s", "move_s"))
     assert all(found[f"{peer}_s"] > 0 for peer in peers)
     assert f"{found['enforce_s'] * 1e3:.2f}" in report([found])
+
+
+@pytest.mark.parametrize("kind", ["lookups", "many", "packed"])
+def test_a_small_case_of_serving_runs(kind: str) -> None:
+    case = next(c for c in SERVING if c["kind"] == kind and c["removed"])
+    small = {**case, "rows": 2000, "bags": 4, "rounds": 1, "ids": "zipf", **({"tables": 2} if kind == "many" else {})}
+    found = fresh("benchmarks.serving_case", small, 1, 1)
+    assert all(time > 0 for time in found["times_s"].values()) and len(found["times_s"]) > 1
+    assert f"| {case['dtype']} | " in serving_report([found])
+
+
+def test_loading_a_small_table_runs() -> None:
+    found = loads({**WRITTEN, "rows": 2000})
+    assert [each["what"] for each in found] == ["dense", "fp32", "int8"] and all(each["seconds"] > 0 for each in found)
+    assert "dense, 2,000 x 64" in serving_report(found)
