@@ -13,6 +13,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,15 @@ def main() -> int:
     return 0
 
 
-def loads(written: dict[str, Any]) -> list[dict[str, Any]]:
-    """Writes a dense model and its artifacts once, and loads each in a fresh process."""
+def loads(written: dict[str, Any], run: Callable[..., dict[str, Any]] = fresh) -> list[dict[str, Any]]:
+    """Writes a dense model and its artifacts once, and loads each in a process of its own, which ``run`` starts."""
     folder = tempfile.mkdtemp()
     try:
-        sizes = fresh("benchmarks.serving_case", {**written, "folder": f"{folder}/written"}, 1, 1)["file_bytes"]
+        sizes = run("benchmarks.serving_case", {**written, "folder": f"{folder}/written"}, 1, 1)["file_bytes"]
         found = []
         for what in ("dense", "fp32", "int8"):
             case = {**written, "kind": "load", "what": what, "folder": f"{folder}/written"}
-            found.append({**fresh("benchmarks.serving_case", case, 1, 1), "folder": "", "bytes": sizes[what]})
+            found.append({**run("benchmarks.serving_case", case, 1, 1), "folder": "", "bytes": sizes[what]})
         return found
     finally:
         shutil.rmtree(folder)

@@ -181,7 +181,7 @@ def _map_bytes(remap: Tensor) -> int:
     kept = remap.ge(0).nonzero().flatten().int()
     before = _resident()
     found = torch.classes.fbgemm.PrunedMapCPU()
-    found.insert(kept, torch.arange(len(kept), dtype=torch.int32), torch.tensor([0, len(kept)]), 1)
+    found.insert(kept, torch.arange(len(kept), dtype=torch.int32), torch.tensor([0, len(kept)]).int(), 1)
     return _resident() - before
 
 

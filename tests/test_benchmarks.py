@@ -58,12 +58,12 @@ def test_a_small_case_of_enforcement_runs(which: str) -> None:
 def test_a_small_case_of_serving_runs(kind: str) -> None:
     case = next(c for c in SERVING if c["kind"] == kind and c["removed"])
     small = {**case, "rows": 2000, "bags": 4, "rounds": 1, "ids": "zipf", **({"tables": 2} if kind == "many" else {})}
-    found = fresh("benchmarks.serving_case", small, 1, 1)
+    found = run_case("benchmarks.serving_case", small, 1)
     assert all(time > 0 for time in found["times_s"].values()) and len(found["times_s"]) > 1
     assert f"| {case['dtype']} | " in serving_report([found])
 
 
 def test_loading_a_small_table_runs() -> None:
-    found = loads({**WRITTEN, "rows": 2000})
+    found = loads({**WRITTEN, "rows": 2000}, lambda module, case, ranks, _: run_case(module, case, ranks))
     assert [each["what"] for each in found] == ["dense", "fp32", "int8"] and all(each["seconds"] > 0 for each in found)
     assert "dense, 2,000 x 64" in serving_report(found)
