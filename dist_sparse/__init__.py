@@ -54,6 +54,7 @@ _MODULE_OF = {
     "export": "serving.export",
     "load_served": "serving.served",
     "post_training_sparse_quantize": "quantization.quantize",
+    "rotate": "rotation.rotate",
     "sparsify": "training.sparsify",
 }
 

@@ -18,6 +18,7 @@ from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr
 from dist_sparse.optim.schedules import Noamlr as Noamlr
 from dist_sparse.quantization.quantize import post_training_sparse_quantize as post_training_sparse_quantize
 from dist_sparse.report.run_log import RunLog as RunLog
+from dist_sparse.rotation.rotate import rotate as rotate
 from dist_sparse.schedulers.base import BaseDataScheduler as BaseDataScheduler
 from dist_sparse.schedulers.ready import ConstantDataScheduler as ConstantDataScheduler
 from dist_sparse.schedulers.ready import CosineDataScheduler as CosineDataScheduler

@@ -21,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.enforcer.fused import Place
 from dist_sparse.enforcer.hooks import Clock, Hook, timed
 from dist_sparse.enforcer.optimizers import (
+    State,
+    keeps_elements,
     leaves,
     local,
     reset_state,
@@ -203,6 +205,13 @@ class DenseWeights:
         for leaf, (_, pairs) in self._stepped.items():
             for target, parameter in pairs:
                 reset_state(by_target[id(target)], state_of(leaf, parameter, target.weight))
+
+    def element_states(self) -> Iterator[tuple[str, list[State]]]:
+        """Yield the names of weights that have optimizer state for each element, and what there is of it."""
+        for leaf, (_, pairs) in self._stepped.items():
+            for target, parameter in pairs if keeps_elements(leaf) else ():
+                states = state_of(leaf, parameter, target.weight)
+                yield target.name, [state for state in states if state[0].shape == target.weight.shape]
 
     def _pairs(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
         """The targets that an optimizer steps, each with its parameter of it. Those of a new one get hooks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -30,7 +30,7 @@ from dist_sparse.enforcer.fused import (
     places_of,
 )
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
-from dist_sparse.enforcer.optimizers import same_storage
+from dist_sparse.enforcer.optimizers import State, same_storage
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
@@ -201,6 +201,30 @@ class MaskEnforcer:
         if self._before is not None:
             self._reset_states(self._before)  # of blocks that have come back
             self._reset_states(self._masks())
+
+    def check_rotation(self, names: Collection[str]) -> None:
+        """Refuse to rotate weights whose optimizer keeps state for each element, unless it is to be reset.
+
+        Raises:
+            ValueError: names them.
+        """
+        kept = sorted({name for name, _ in self._element_states(names)})
+        if kept and not self._reset:
+            raise ValueError(
+                f"Tables {kept} can't be rotated: their optimizer keeps state for each element, in the basis before. "
+                'optimizer_state="reset" starts it afresh; SGD and row-wise optimizers have nothing that would change.'
+            )
+
+    def after_rotation(self, names: Collection[str]) -> None:
+        """Set the optimizer state for each element of rotated weights to its initial value."""
+        with torch.no_grad():
+            for _, states in self._element_states(names):
+                for state, initial in states:
+                    state.data.fill_(initial)
+
+    def _element_states(self, names: Collection[str]) -> Iterator[tuple[str, list[State]]]:
+        for found in (self._dense.element_states(), *(kernel.element_states() for kernel in self._kernels)):
+            yield from ((name, states) for name, states in found if name in names)
 
     def renew(self) -> None:
         """Look everything up again and zero what is removed, after masks or weights were replaced. Collective if shards

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
-from dist_sparse.enforcer.optimizers import reset_state
+from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, lookup_on, zero_rows
 from dist_sparse.masking.masks import BlockMask, unpack
 from dist_sparse.tables.shards import ShardedData
@@ -155,6 +155,15 @@ class Kernel:
         for mask, of_table in zip(masks, states or [()] * len(self.places), strict=True):
             if mask is not None:
                 reset_state(mask, [(state, 0.0) for state in of_table])
+
+    def element_states(self) -> Iterator[tuple[str, list[State]]]:
+        """Yield the names of tables that have optimizer state for each element, and that state."""
+        states = self._batch.split_optimizer_states() or [()] * len(self.places)
+        for place, slot, of_table in zip(self.places, self._current(), states, strict=True):
+            if place is not None and slot is not None:
+                found = [(state, 0.0) for state in of_table if state.shape == slot.weight.shape]
+                if found:
+                    yield place.name, found
 
     def _storage(self) -> tuple[int, ...]:
         """The addresses of the weights, and the writes that torch has counted: all but those through ``.data`` and by

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
 
-__all__ = ["leaves", "local", "optimizer_class", "reset_state", "same_storage", "state_of", "step_rows", "steps_itself"]
+__all__ = [
+    "State",
+    "keeps_elements",
+    "leaves",
+    "local",
+    "optimizer_class",
+    "reset_state",
+    "same_storage",
+    "state_of",
+    "step_rows",
+    "steps_itself",
+]
 
 
 def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -82,6 +93,14 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
         f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {', '.join(near)}) or the dotted path "
         "of an optimizer."
     )
+
+
+def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer keeps, or will keep, state for each element of a weight. Plain SGD and row-wise ones,
+    with a number for each row, do not."""
+    if type(optimizer) is torch.optim.SGD:
+        return any(group["momentum"] for group in optimizer.param_groups)
+    return not type(optimizer).__name__.lower().startswith("rowwise")
 
 
 def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:

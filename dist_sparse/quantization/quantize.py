@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dist_sparse.quantization import grid
 from dist_sparse.quantization.modules import QuantizedEmbedding, QuantizedEmbeddingBag
+from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.sparsifiers.dense_store import Masked, name_for
 
 __all__ = ["post_training_sparse_quantize"]
@@ -270,6 +271,8 @@ def _weight(module: Any, path: str) -> nn.Parameter:
         reason = f"max_norm={module.max_norm} rescales rows whenever they are looked up"
     elif getattr(module, "mode", "sum") not in ("sum", "mean"):
         reason = f"mode={module.mode!r} is not supported; 'sum' and 'mean' are"
+    elif is_turned(module):
+        reason = "it is rotated, and a forward hook turns its output back"
     elif weight is None:
         reason = "its weight is computed (parametrized, or flattened by FSDP)"
     elif type(weight.data) is not Tensor or weight.is_meta:

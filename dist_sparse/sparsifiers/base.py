@@ -26,7 +26,7 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load
 from dist_sparse.sparsifiers.stats import TableStats
-from dist_sparse.sparsifiers.step import Enforcer, masks_by_shard, update_masks
+from dist_sparse.sparsifiers.step import Enforcer, Rotation, masks_by_shard, update_masks
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
@@ -36,7 +36,7 @@ __all__ = ["BaseDataSparsifier"]
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
-_UNSAVED = {"dense_store", "packed_store", "enforcer", "recorder", "step"}
+_UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "step"}
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
 
 
@@ -57,6 +57,7 @@ class BaseDataSparsifier(abc.ABC):
             first rank's.
         dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
+        rotation: :func:`~dist_sparse.rotate`'s, if any.
         recorder: :meth:`record`'s, if any.
 
     Example::
@@ -81,6 +82,7 @@ class BaseDataSparsifier(abc.ABC):
         self.dense_store, self.packed_store = DenseStore(), PackedStore()
         self.step_count = 0
         self.enforcer: Enforcer | None = None
+        self.rotation: Rotation | None = None
         self.recorder: Recorder | None = None
         for name, data in data_list or ():
             self.add_data(name, data)
@@ -378,7 +380,7 @@ class BaseDataSparsifier(abc.ABC):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update({key: value for key, value in state.items() if key not in ("state", "_container")})
         self.dense_store, self.packed_store = DenseStore(), PackedStore()
-        self.enforcer = self.recorder = None
+        self.enforcer = self.rotation = self.recorder = None
         self.dense_store.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:

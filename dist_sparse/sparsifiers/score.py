@@ -250,6 +250,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         grid = grid_of(Rect(0, 0, *data.shape), block)
         k = round(min(max(level, 0.0), 1.0) * (grid.rows * grid.cols)) if zeros else 0
         measure: Measure = self.measure or partial(self._scored, data.name, config)
+        if self.rotation is not None and data.name in self.rotation.names:
+            measure = partial(_places, data.shape[1])
         return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=measure, whole_columns=whole_columns)
 
     def _scored(self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]) -> Tensor:
@@ -316,6 +318,12 @@ class DataNormSparsifier(ScoreSparsifier):
         """Return ``|x|`` or ``x * x``, float64."""
         exact = data.double()
         return exact.abs() if self.norm == "L1" else exact * exact
+
+
+def _places(columns: int, data: Tensor, offset: tuple[int, int]) -> Tensor:
+    """Scores by which the last columns of a rotated table are removed, never equal ones."""
+    first = columns - offset[1]
+    return torch.arange(first, first - data.shape[1], -1, device=data.device).expand(data.shape)
 
 
 def _shape(block: Any) -> Any:

@@ -6,7 +6,7 @@ Nothing of a sharded table is written before all ranks have agreed that the upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.shards import Rect, ShardedData, check_writable
 
-__all__ = ["Enforcer", "MaskMaker", "make_masks", "masks_by_shard", "update_masks"]
+__all__ = ["Enforcer", "MaskMaker", "Rotation", "make_masks", "masks_by_shard", "update_masks"]
 
 Located = Mapping[str, ShardedData]
 Configs = Mapping[str, Mapping[str, Any]]
@@ -50,6 +50,19 @@ class Enforcer(Protocol):
         ...
 
 
+class Rotation(Protocol):
+    """What rotates tables before each mask update, if anything does."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tables whose columns hold less and less in a mask update, so that the last ones are removed."""
+        ...
+
+    def update(self) -> None:
+        """Rotate them. Collective over the groups of the sharded tables."""
+        ...
+
+
 class MaskMaker(Protocol):
     """The attributes and methods of a sparsifier that a mask update uses."""
 
@@ -58,6 +71,7 @@ class MaskMaker(Protocol):
     data_groups: dict[str, dict[str, Any]]
     repair: str
     enforcer: Enforcer | None
+    rotation: Rotation | None
     recorder: Recorder | None
 
     @property
@@ -87,9 +101,11 @@ def update_masks(sparsifier: MaskMaker) -> None:
     """Update every mask. Collective over the groups of the sharded tables: every rank must call it.
 
     Raises:
-        ValueError: on every rank; no mask and no weight has changed.
+        ValueError: on every rank; no mask and no weight has changed, but that tables may be rotated.
     """
     packed, enforcer = sparsifier.packed_store, sparsifier.enforcer
+    if sparsifier.rotation is not None:
+        sparsifier.rotation.update()
     recorder = sparsifier.recorder if packed else None
     undo: list[tuple[Tensor, Tensor]] = []
 

@@ -25,14 +25,16 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.types import ShardingEnv2D
+from torchrec.distributed.types import LazyAwaitable, ShardingEnv2D
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
     EmbeddingCollection,
     EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
 )
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from dist_sparse.tables.shards import Rect, Shard, ShardedData
 from dist_sparse.tables.versions import check_versions
@@ -44,9 +46,11 @@ __all__ = [
     "collection_tables",
     "find_table",
     "fused_kernels",
+    "outputs_of",
     "refusal",
     "sharded_tables",
     "shards_tables",
+    "with_outputs",
 ]
 
 _KERNELS: Final = ("dense", "fused", "fused_uvm")
@@ -125,6 +129,44 @@ def fused_kernels(module: Any) -> Iterator[Any]:
         for kernel in _kernels_of(lookup):
             if any(config.compute_kernel.value in _FUSED for config in kernel._config.embedding_tables):
                 yield kernel
+
+
+def outputs_of(module: Any) -> dict[str, str] | None:
+    """The table of each output of a collection, sharded or not, in no order; None for another module."""
+    if isinstance(module, EmbeddingBagCollection):
+        configs: Any = module.embedding_bag_configs()
+    elif isinstance(module, EmbeddingCollection):
+        configs = module.embedding_configs()
+    elif shards_tables(module):
+        bags = isinstance(module, ShardedEmbeddingBagCollection)
+        configs = module._embedding_bag_configs if bags else module._embedding_configs
+    else:
+        return None
+    names = get_embedding_names_by_table(configs)
+    return {name: config.name for config, some in zip(configs, names, strict=True) for name in some}
+
+
+def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """What a collection returns, with each output changed once it has arrived.
+
+    Args:
+        change: takes an output's name and its values, ``(..., columns)``, and returns values of that shape.
+    """
+    if isinstance(output, LazyAwaitable):
+        output.callbacks.append(lambda arrived: with_outputs(arrived, change))
+        return output
+    if isinstance(output, KeyedTensor):
+        if output.values().dim() != 2:
+            raise ValueError(f"Outputs of shape {tuple(output.values().shape)} can't be turned back: must be 2-D.")
+        keys, widths = output.keys(), output.length_per_key()
+        parts = [change(key, part) for key, part in zip(keys, output.values().split(widths, dim=1), strict=True)]
+        return KeyedTensor(keys, widths, torch.cat(parts, dim=1))
+    return {
+        key: JaggedTensor(
+            change(key, found.values()), found.weights_or_none(), found.lengths_or_none(), found.offsets_or_none()
+        )
+        for key, found in output.items()
+    }
 
 
 def find_table(module: nn.Module, path: str, table: str, name: str) -> ShardedData:

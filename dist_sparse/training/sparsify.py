@@ -22,6 +22,8 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import leaves
 from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import model_source
@@ -301,6 +303,7 @@ def sparsify(
     optimizer_state: OptimizerState = "keep",
     min_rows: int = 16,
     auto_step: bool = False,
+    rotate: Rotate | None = None,
 ) -> SparseTraining:
     """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
 
@@ -326,6 +329,8 @@ def sparsify(
         min_rows: tables with fewer rows stay dense.
         auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that can't be edited.
             With gradient accumulation, steps are optimizer steps.
+        rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask update as by
+            :func:`~dist_sparse.rotate`.
 
     Returns:
         An object with ``step()``, to be called after each optimizer step, ``summary()``, ``state_dict()``,
@@ -383,6 +388,8 @@ def sparsify(
         with together.agreeing("sparsify()"):
             enforcer.attach(*optimizers)
             training._attached_to(model, optimizers, auto_step)
+        if rotate is not None:
+            rotate_tables(sparsifier, rotate)
     except BaseException:
         training._detached()
         enforcer.detach()

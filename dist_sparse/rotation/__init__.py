@@ -1,0 +1,1 @@
+"""Rotations that gather the content of tables in few columns, without changing what a model computes."""

@@ -1,0 +1,236 @@
+"""Rotating tables before each mask update, so that the columns that are removed hold as little as possible."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.rotation.bases import bases_of
+from dist_sparse.rotation.outputs import TurnBack, turn_back
+from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, turn_
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.modules import modules_by_path
+from dist_sparse.tables.shards import COL, ShardedData
+
+__all__ = ["Rotate", "rotate"]
+
+Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
+"""``"table"``: each table by itself. Otherwise groups of names."""
+
+Located = Mapping[str, ShardedData]
+
+
+def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
+    """Rotate tables before each mask update from now on; what the model computes does not change. Collective: every
+    rank of the world must call it.
+
+    The columns of a rotated table are in descending order of what they hold, and the last ones are removed, whatever
+    the sparsifier's norm or score: no other columns could hold less. Tables are rotated in place; removed columns stay
+    zero, since a further rotation is one of the columns that are left. Call it once everything is registered; an
+    enforcer must be attached at mask updates.
+
+    Args:
+        sparsifier: of whole columns, ``sparse_block_shape=(COL, n)``.
+        tables: ``"table"``, or groups of registered names. A group of one table, and each table of ``"table"``, gets
+            the eigenvectors of ``W^T W``, and a forward hook turns its output back, so that any model may read it.
+            Tables of larger groups are not turned back: nothing but **dot products between them** may read them. Two
+            tables get the balanced basis of their dot products, more get one orthogonal basis. Tables in no group are
+            not rotated.
+
+    Raises:
+        ValueError: a name is unknown or in two groups; blocks are not whole columns; the tables of a group differ in
+            width or ranks; a weight is tied, renormalized (``max_norm``) or pooled by its maximum; or the optimizer's
+            state would be wrong. On every rank, and nothing has changed.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, MaskEnforcer, rotate
+        >>> table = torch.nn.EmbeddingBag(50, 8)
+        >>> optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="col", norm="L2")
+        >>> names = sparsifier.add_model(table)
+        >>> rotate(sparsifier)
+        >>> ids, before = torch.arange(50).view(10, 5), table.weight.detach().clone()
+        >>> with MaskEnforcer(sparsifier).attach(optimizer):
+        ...     pooled = table(ids)
+        ...     sparsifier.step()
+        ...     torch.allclose(table(ids), pooled, atol=1e-5), torch.equal(table.weight, before)
+        (True, False)
+    """
+    with group_over(world_ranks()).agreeing("rotate()") as facts:
+        groups = _groups(tables, sparsifier)
+        facts["tables"] = groups
+        located = sparsifier.packed_store.locate()
+        _check(sparsifier, located, groups)
+        if sparsifier.enforcer is not None:
+            _enforcer(sparsifier).check_rotation(_names(groups))
+        lookups = {name: _lookup(sparsifier, located[name]) for name in _names(groups)}
+    alone = [group[0] for group in groups if len(group) == 1]
+    turned = {name: turn_back(*lookups[name], located[name]) for name in alone}
+    sparsifier.rotation = _Rotation(sparsifier, groups, turned)
+
+
+class _Rotation:
+    """Rotates the tables of a sparsifier.
+
+    Args:
+        groups: names of tables that are rotated together.
+        turned: what turns the output of a table back, of groups of one.
+    """
+
+    def __init__(
+        self,
+        sparsifier: BaseDataSparsifier,
+        groups: Sequence[Sequence[str]],
+        turned: Mapping[str, TurnBack],
+    ) -> None:
+        self._sparsifier, self._groups, self._turned = sparsifier, groups, turned
+
+    @property
+    def names(self) -> list[str]:
+        """The tables that are rotated."""
+        return _names(self._chosen)
+
+    @property
+    def _chosen(self) -> list[Sequence[str]]:
+        """The groups whose tables are all registered still: the others can't be rotated any more."""
+        return [group for group in self._groups if all(name in self._sparsifier.packed_store for name in group)]
+
+    def update(self) -> None:
+        """Rotate every group, in place. Collective over the tables' groups."""
+        packed, chosen = self._sparsifier.packed_store, self._chosen
+        with packed.agreeing("step()"):
+            located = packed.locate()
+        packed.reshard(located)
+        with packed.agreeing("step()"):
+            enforcer = _enforcer(self._sparsifier)
+            enforcer.settle()  # what is removed must be zero, or it would be spread over the other columns
+            enforcer.check_rotation(_names(chosen))
+            _check(self._sparsifier, located, chosen)
+        grams: dict[str, Tensor] = {}
+        names = {ranks: [name for name in known if name in _names(chosen)] for ranks, known in packed.groups.items()}
+        for ranks, some in names.items():
+            found = gram_matrices([located[name] for name in some], group_over(ranks))
+            grams |= dict(zip(some, found, strict=True))
+        with packed.agreeing("step()"):
+            for name, gram in grams.items():
+                if not bool(gram.isfinite().all()):
+                    raise ValueError(f"Table {name!r} can't be rotated: weights are not finite. No mask was changed.")
+            bases: dict[str, Tensor] = {}
+            for group in chosen:
+                bases |= dict(zip(group, bases_of([grams[name] for name in group]), strict=True))
+        for ranks, some in names.items():
+            for name in some:
+                basis, over = bases[name], group_over(ranks)
+                over.broadcast_(basis)  # eigenvectors may differ in sign and rounding: all use the first rank's
+                turn_(located[name], basis, over)
+                if name in self._turned:
+                    self._turned[name].follow(name, basis)
+        enforcer.after_rotation(_names(chosen))
+
+
+def _groups(tables: Any, sparsifier: BaseDataSparsifier) -> list[list[str]]:
+    """The names of ``tables``, checked."""
+    names, plain = sparsifier.packed_store.names, sparsifier.dense_store.names
+    if plain:
+        raise ValueError(f"Plain data can't be rotated, but {list(plain)} was given to add_data(): use add_model().")
+    if isinstance(tables, str):
+        if tables != "table":
+            raise ValueError(f'Invalid {tables=}: must be "table", or groups of names such as [["user", "item"]].')
+        return [[name] for name in names]
+    groups = [[group] if isinstance(group, str) else list(group) for group in tables]
+    if unknown := [name for name in _names(groups) if name not in names]:
+        raise ValueError(f"Invalid {tables=}: {unknown} are not registered; {names} are.")
+    if len(set(_names(groups))) < len(_names(groups)) or not all(groups):
+        raise ValueError(f"Invalid {tables=}: must be groups of names, each name in one group only.")
+    return groups
+
+
+def _names(groups: Sequence[Sequence[str]]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def _check(sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]) -> None:
+    """Refuse tables that can't be rotated, or not together."""
+    for group in groups:
+        first = located[group[0]]
+        for name in group:
+            data, block = located[name], sparsifier.data_groups[name].get("sparse_block_shape")
+            if not isinstance(block, (tuple, list)) or block[0] != COL:
+                raise ValueError(
+                    f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns, (COL, n), can be."
+                )
+            if data.shape[1] != first.shape[1] or data.ranks != first.ranks:
+                raise ValueError(
+                    f"Tables {first.name!r} and {name!r} can't be rotated together: widths {first.shape[1]} and "
+                    f"{data.shape[1]}, ranks {first.ranks} and {data.ranks}; both must be equal."
+                )
+            if data.copied and cut_by_columns(data):
+                raise ValueError(
+                    f"Table {name!r} can't be rotated: its columns are on several ranks, and 2-D parallelism trains "
+                    "copies of them; shard it by rows or by table."
+                )
+
+
+def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
+    if not isinstance(sparsifier.enforcer, MaskEnforcer):
+        raise ValueError(
+            "Tables can't be rotated without an attached MaskEnforcer, which knows the state of their optimizers."
+        )
+    return sparsifier.enforcer
+
+
+class _Lookup(NamedTuple):
+    """The model without wrappers, the module in it that looks a table up, the table of each output of a collection."""
+
+    root: nn.Module
+    module: nn.Module
+    outputs: dict[str, str] | None
+
+
+def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData) -> _Lookup:
+    """Return what looks a table up.
+
+    Raises:
+        ValueError: there is nothing, its output is not a sum of rows, or another module reads the weight too.
+    """
+    path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
+    for model in (source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")):
+        modules = modules_by_path(model)
+        outputs, module = None, modules.get(".".join(path))
+        if len(path) > 1 and "torchrec" in sys.modules:  # <path of the collection>.embedding_bags.<table>
+            collection = modules.get(".".join(path[:-2]))
+            outputs = importlib.import_module("dist_sparse.tables.torchrec").outputs_of(collection)
+            module = module if outputs is None else collection
+        if module is None:
+            continue
+        around = type(modules.get(".".join(path[:-3]))).__name__
+        reason = _tied(modules, data)
+        if outputs is not None and "FeatureProcessed" in around:
+            reason = f"{around} reads its collection without calling it"
+        elif getattr(module, "mode", "sum") == "max":
+            reason = "its rows are pooled by their maximum"
+        elif getattr(module, "max_norm", None) is not None:
+            reason = "max_norm renormalizes its rows"
+        if reason:
+            raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
+        return _Lookup(modules[""], module, outputs)
+    raise ValueError(f"Table {data.name!r} can't be rotated: it is in no model given to add_model().")
+
+
+def _tied(modules: Mapping[str, nn.Module], data: ShardedData) -> str:
+    """Why a weight that several modules hold can't be rotated, if so: the others would read it rotated."""
+    places = {shard.tensor.data_ptr() for shard in data.shards if data.sharding == "replicated"}
+    holders = [
+        path or type(module).__name__
+        for path, module in modules.items()
+        if any(p is not None and p.data_ptr() in places for p in module._parameters.values())
+    ]
+    return f"the modules {holders} share its weight" if len(holders) > 1 else ""

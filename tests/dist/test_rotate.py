@@ -1,0 +1,247 @@
+"""Rotated tables compute what they did before, on every sharding and world, and lose what a float64 oracle says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.sharding_plan import table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dist_sparse import DataNormSparsifier, MaskEnforcer, rotate, sparsify
+from dist_sparse.rotation.outputs import TurnBack
+from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
+from tests.dist.enforcing import SMALL, kernels, loss_of, optimizer_of, small
+from tests.dist.plugin import on_ranks
+from tests.dist.test_enforce import GENERATORS
+from tests.dist.test_reshard import moves, reshard
+
+
+def bases(model: nn.Module) -> dict[str, Tensor]:
+    """By table the basis that its output is turned back by."""
+    turns = [module for module in model.modules() if isinstance(module, TurnBack)]
+    return {name.removeprefix("basis_"): basis for turn in turns for name, basis in turn.named_buffers()}
+
+
+def states(model: nn.Module) -> list[Tensor]:
+    """Fused optimizer state on this rank."""
+    batches = [kernel.emb_module for kernel in kernels(model) if hasattr(kernel.emb_module, "split_optimizer_states")]
+    return [state.clone() for each in batches for of_table in each.split_optimizer_states() for state in of_table]
+
+
+def prepared(model: nn.Module, tables: Any = "table") -> tuple[DataNormSparsifier, MaskEnforcer]:
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="col", norm="L2")
+    sparsifier.add_model(model)
+    enforcer = MaskEnforcer(sparsifier, "reset").attach(optimizer_of(model))
+    rotate(sparsifier, tables)
+    return sparsifier, enforcer
+
+
+def step_to(sparsifier: DataNormSparsifier, level: float) -> None:
+    for group in sparsifier.data_groups.values():
+        group["sparsity_level"] = level
+    sparsifier.step()
+
+
+def oracle(weight: Tensor, kept: int) -> Tensor:
+    """The nearest matrix of rank ``kept``."""
+    u, s, v = torch.linalg.svd(weight.double(), full_matrices=False)
+    return u[:, :kept] * s[:kept] @ v[:kept]
+
+
+def near(got: Mapping[str, Tensor], want: Mapping[str, Tensor], atol: float = 1e-5) -> None:
+    for name, full in want.items():
+        torch.testing.assert_close(
+            got[name].double(), full.double(), rtol=1e-5, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+def test_each_table_by_itself(world: int, name: str) -> None:
+    cell = cells(world)[name]
+    model = build(cell)
+    exact = {"fp16": 4e-3, "bf16": 4e-2}.get(name.rpartition("_")[2], 1e-5)
+    features = batch(cell, seed=dist.get_rank())
+    original = gathered(model)
+    outputs = model(features).detach() if cell.trains else torch.zeros(1)
+    sparsifier, enforcer = prepared(model)
+    before = states(model)
+    step_to(sparsifier, 0.0)
+    for old, new in zip(before, states(model), strict=True):
+        assert torch.equal(old, new)  # a number a row
+
+    # Turned back, weights and outputs are what they were; columns hold less and less; all ranks use the same bytes.
+    rotated, turns = gathered(model), bases(model)
+    near({table: rotated[table].double() @ turns[table].T.double() for table in rotated}, original, exact)
+    if cell.trains:
+        torch.testing.assert_close(model(features).detach(), outputs, rtol=1e-5, atol=30 * exact)
+    for table, full in rotated.items():
+        held = full.double().square().sum(0)
+        assert bool((held.diff() <= held[0] * exact).all()), table
+    raw = {table: basis.numpy().tobytes() for table, basis in turns.items()}
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, raw)
+    assert everyone == [raw] * world and set(raw) == set(original)
+
+    # What is left after a cut is the best that so few columns can hold.
+    step_to(sparsifier, 0.5)
+    left, turns = gathered(model), bases(model)
+    for table, full in left.items():
+        columns = full.shape[1]
+        assert torch.equal(
+            sparsifier.full_mask(table)[0], (torch.arange(columns) < columns - columns // 2).to(torch.int8)
+        )
+        assert not full[:, columns - columns // 2 :].any()
+    near(
+        {table: full.double() @ turns[table].T.double() for table, full in left.items()},
+        {table: oracle(original[table], full.shape[1] - full.shape[1] // 2) for table, full in left.items()},
+        10 * exact,
+    )
+    enforcer.detach()
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("name", ["ec_row_wise", "ec_column_wise", "ec_table_wise", "ec_data_parallel"])
+@pytest.mark.parametrize("tables", [[["user", "item"]], [["user", "item", "word"], ["tiny"]]], ids=["pair", "three"])
+def test_tables_that_meet_in_dot_products(world: int, name: str, tables: list[list[str]]) -> None:
+    model = build(cells(world)[name])
+    before = gathered(model)
+    sparsifier, _ = prepared(model, tables)
+    step_to(sparsifier, 0.0)
+    after = gathered(model)
+    group = tables[0]
+    for i, one in enumerate(group):
+        for other in group[i + 1 :]:
+            torch.testing.assert_close(after[one] @ after[other].T, before[one] @ before[other].T, rtol=1e-5, atol=3e-5)
+    assert list(bases(model)) == (["tiny"] if len(tables) > 1 else [])
+    if len(group) == 2:  # both hold the same, which is what the scores have
+        scores = torch.linalg.svdvals(before["user"].double() @ before["item"].double().T)
+        for table in group:
+            held = after[table].double().square().sum(0)[: len(scores)]
+            torch.testing.assert_close(held, scores[: len(held)], rtol=1e-3, atol=1e-3)
+    step_to(sparsifier, 0.75)
+    masks = [sparsifier.full_mask(table)[0].tolist() for table in group]
+    assert masks == [[1] * 4 + [0] * 12] * len(group)
+    if len(group) == 2:
+        left = gathered(model)
+        torch.testing.assert_close(
+            left["user"].double() @ left["item"].double().T,
+            oracle(before["user"].double() @ before["item"].double().T, 4),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    if "word" not in group:
+        torch.testing.assert_close(after["word"], before["word"], rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "column_wise", "mixed", "ec_table_wise"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, RowWiseAdagrad])
+def test_training_goes_on_as_if_nothing_had_happened(name: str, optimizer: Any) -> None:
+    """A row-wise optimizer's numbers of a shard of some columns would be those of others: SGD alone for these."""
+    cell = cells(2)[name]
+    if optimizer is RowWiseAdagrad and name in ("column_wise", "mixed"):
+        return
+    found = []
+    for rotates in (False, True):
+        model = build(cell, optimizer, {"lr": 0.5 if cell.bags else 0.1})
+        set_weights(model, weights(cell))
+        optim = optimizer_of(model, lambda p: torch.optim.SGD(p, lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05))
+        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="col", norm="L2")
+        sparsifier.add_model(model)
+        with MaskEnforcer(sparsifier).attach(optim):
+            if rotates:
+                rotate(sparsifier)
+            for step in range(20):
+                if step in (0, 7):
+                    sparsifier.step()
+                optim.zero_grad()
+                loss_of(model(batch(cell, seed=2 * step + dist.get_rank()))).backward()
+                optim.step()
+        turns = bases(model)
+        found.append({t: w.double() @ turns[t].T.double() if rotates else w for t, w in gathered(model).items()})
+    near(found[1], found[0], 1e-4)
+    assert not torch.allclose(found[0]["user"].double(), weights(cell)["user"].double(), atol=1e-2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", GENERATORS)
+def test_pipeline(name: str) -> None:
+    """TorchRec's pipeline replaces the forwards of collections: their outputs are turned back all the same."""
+    found, cell = [], Cell("small", 2, {}, SMALL)
+    for level in (None, 0.0, 0.5):
+        model = small({"a": GENERATORS[name], "b": table_wise(rank=1)})
+        optim = optimizer_of(model, layers=lambda p: torch.optim.SGD(p, lr=0.1))
+        pipeline = TrainPipelineSparseDist(model, optim, torch.device("cpu"))
+        sparsifier = DataNormSparsifier(sparsity_level=level or 0.0, sparse_block_shape="col")
+        sparsifier.add_model(model)
+        enforcer = MaskEnforcer(sparsifier).attach(optim)
+        if level is not None:
+            rotate(sparsifier)
+        batches = iter([batch(cell, seed=2 * step + dist.get_rank()) for step in range(10)])
+        for step in range(8):
+            pipeline.progress(batches)
+            if step % 3 == 2:
+                sparsifier.step()
+        enforcer.settle()
+        turns = bases(model)
+        left = gathered(model)
+        found.append(
+            {table: full.double() @ turns[table].T.double() if turns else full for table, full in left.items()}
+        )
+    near(found[1], found[0], 1e-4)
+    assert all(not full[:, full.shape[1] // 2 :].any() for full in left.values())
+
+
+@on_ranks(2)
+def test_bases_follow_reshards_and_states() -> None:
+    """The bases are saved with the weights, and stay when TorchRec moves shards."""
+    cell, moved = moves(2)["column_wise"]
+    model, features = build(cell), batch(cell, seed=dist.get_rank())
+    sparsifier, _ = prepared(model)
+    step_to(sparsifier, 0.25)
+    wanted = model(features).detach()
+    reshard(model, moved, 2)
+    torch.testing.assert_close(model(features).detach(), wanted)
+    step_to(sparsifier, 0.25)
+    torch.testing.assert_close(model(features).detach(), wanted, rtol=1e-5, atol=1e-5)
+
+    other = build(cells(2)["row_wise"])
+    prepared(other)
+    other.load_state_dict({**other.state_dict(), **{k: v for k, v in model.state_dict().items() if "basis_" in k}})
+    assert all(torch.equal(basis, bases(model)[name]) for name, basis in bases(other).items())
+    set_weights(other, gathered(model))
+    torch.testing.assert_close(other(features).detach(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_refused_on_every_rank() -> None:
+    model = build(cells(2)["mixed"])
+    sparsifier = DataNormSparsifier(sparse_block_shape="col")
+    sparsifier.add_model(model)
+    with pytest.raises(ValueError, match="widths 8 and 16"):
+        rotate(sparsifier, [["user", "item"]])
+    with pytest.raises(ValueError, match="tables"):
+        rotate(sparsifier, [["user", "tiny"]] if dist.get_rank() else "table")
+    rotate(sparsifier)
+    with pytest.raises(ValueError, match="without an attached MaskEnforcer"):
+        sparsifier.step()
+    adam = MaskEnforcer(sparsifier).attach(optimizer_of(model))  # of the data-parallel table
+    with pytest.raises(ValueError, match=r"\['tiny'\] can't be rotated: their optimizer keeps state for each element"):
+        sparsifier.step()
+    adam.detach()
+    pair: dict[str, Any] = {"rotate": [["user", "tiny"]], "optimizer_state": "reset", "min_rows": 0}
+    broken = sparsify(model, optimizer_of(model), level=0.5, block="col", end=2, **pair)
+    for shard in broken.sparsifier.packed_store.locate()["user"].shards:
+        if dist.get_rank() == 1:
+            shard.tensor[0, 0] = torch.inf
+    before = gathered(model)
+    with pytest.raises(ValueError, match="'user' can't be rotated: weights are not finite"):
+        broken.step()
+    near(gathered(model), before, 0)

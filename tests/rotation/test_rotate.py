@@ -1,0 +1,224 @@
+"""Rotation in one process: any module, the refusals, copies, saved states, and schedules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from dist_sparse import (
+    COL,
+    BaseDataSparsifier,
+    DataNormSparsifier,
+    MaskEnforcer,
+    SparseTraining,
+    post_training_sparse_quantize,
+    rotate,
+    sparsify,
+)
+from dist_sparse.rotation.bases import common_basis, paired_bases
+
+
+class Towers(nn.Module):
+    def __init__(self, **item: Any) -> None:
+        super().__init__()
+        self.user = nn.EmbeddingBag(50, 8, mode="mean")
+        self.item = nn.Embedding(40, 8, padding_idx=3, **item)
+        self.over = nn.Linear(8, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        return (self.user(users) * self.item(items)).sum(1)
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(50, (16, 3), generator=generator), torch.randint(40, (16,), generator=generator)
+
+
+def train(model: nn.Module, optimizer: Any, sparse: SparseTraining | None, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = (model(*batch(step)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if sparse is not None:
+            sparse.step()
+    return losses
+
+
+def narrowed(tables: Any = "table", schedule: Any = "one_shot", begin: int = 0, **more: Any) -> tuple[Towers, Any, Any]:
+    torch.manual_seed(0)
+    model = Towers()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    options = {"level": 0.5, "block": "col", "begin": begin, "end": begin + 8, "every": 4, "rotate": tables}
+    return model, optimizer, sparsify(model, optimizer, schedule=schedule, **(options | more))
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "cubic"])
+@pytest.mark.parametrize("tables", ["table", [["user", "item"]], [["user"]]], ids=str)
+def test_columns_go_while_training(schedule: str, tables: Any) -> None:
+    """The last columns are removed, stay zero, and the others train on."""
+    model, optimizer, sparse = narrowed(tables, schedule, begin=2)
+    train(model, optimizer, sparse, 20)
+    rotated = [model.user, model.item] if tables != [["user"]] else [model.user]
+    for table in rotated:
+        assert bool(table.weight[:, :4].any(0).all()) and not table.weight[:, 4:].any()
+    assert sparse.sparsity == 0.5 and not model.item.weight[3].any()  # padding
+
+
+def test_it_costs_less_than_columns_as_they_are() -> None:
+    """Of a table that is nearly of rank 4, the cut of half the columns changes nearly nothing."""
+    lost = {}
+    for tables in (None, "table", [["user", "item"]]):
+        torch.manual_seed(1)
+        model = Towers()
+        with torch.no_grad():
+            turn = torch.linalg.qr(torch.randn(8, 8)).Q
+            for table in (model.user, model.item):
+                table.weight.copy_((torch.randn(len(table.weight), 8) * torch.tensor([1.0] * 4 + [0.01] * 4)) @ turn)
+        before = model(*batch()).detach()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        with sparsify(model, optimizer, level=0.5, block=(COL, 1), end=1, schedule="one_shot", rotate=tables) as sparse:
+            sparse.step()
+            lost[str(tables)] = float((model(*batch()) - before).norm() / before.norm())
+            sparse.step()
+    assert lost["None"] > 0.3 and max(lost["table"], lost["[['user', 'item']]"]) < 0.05
+
+
+def test_copies_and_states_have_their_bases() -> None:
+    model, optimizer, sparse = narrowed()
+    sparse.step()
+    twin, (other, other_optimizer, resumed) = copy.deepcopy(model), narrowed()
+    wanted = model(*batch()).detach()
+    saved, masks = copy.deepcopy(model.state_dict()), copy.deepcopy(sparse.state_dict())
+    losses = train(model, optimizer, sparse, 12)
+    torch.testing.assert_close(twin(*batch()), wanted, rtol=0, atol=0)  # of its own
+    other.load_state_dict(saved)
+    resumed.load_state_dict(masks)
+    torch.testing.assert_close(other(*batch()), wanted, rtol=0, atol=0)
+    assert train(other, other_optimizer, resumed, 12) == losses
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*dist_sparse_rotation.basis_user"):
+        Towers().load_state_dict(saved)
+
+
+def test_again_on_the_same_model() -> None:
+    """A second run starts where the first has left the columns."""
+    model, optimizer, sparse = narrowed()
+    train(model, optimizer, sparse, 9)
+    sparse.detach()
+    wanted = model(*batch()).detach()
+    second = sparsify(model, optimizer, level=0.75, block="col", end=1, schedule="linear", rotate="table")
+    second.step()
+    torch.testing.assert_close(model(*batch()), wanted, rtol=1e-5, atol=1e-5)
+    second.step()
+    assert not model.user.weight[:, 2:].any()
+
+
+def test_element_state_is_reset_if_that_was_said() -> None:
+    model = Towers()
+    for kind, more in ((optim.Adam, {}), (optim.SGD, {"momentum": 0.9}), (optim.Adagrad, {})):
+        optimizer = kind(model.parameters(), lr=0.01, **more)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"level": 0.5, "block": "col", "begin": 4, "end": 5, "rotate": "table"}
+        with pytest.raises(ValueError, match=r"\['item', 'user'\] can't be rotated: their optimizer keeps state"):
+            sparsify(model, optimizer, **options)
+        train(model, optimizer, None, 2)
+        with sparsify(model, optimizer, schedule="one_shot", **options, optimizer_state="reset") as sparse:
+            train(model, optimizer, sparse, 4)
+            assert any(bool(state[key].any()) for state in optimizer.state.values() for key in state if key != "step")
+            sparse.step()
+            for parameter in (model.user.weight, model.item.weight):
+                state = optimizer.state[parameter]
+                assert not any(bool(value.any()) for value in state.values() if value is not None and value.dim())
+            sparse.step()
+
+
+class Tied(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(8, 40, bias=False)
+        self.again.weight = self.item.weight
+
+
+class Other(BaseDataSparsifier):
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "tables", "block", "message"),
+    [
+        (Towers, "tables", "col", 'must be "table", or groups'),
+        (Towers, [["user", "items"]], "col", r"\['items'\] are not registered; \['user', 'item'\] are"),
+        (Towers, [["user"], ["user", "item"]], "col", "each name in one group only"),
+        (Towers, [[]], "col", "must be groups of names"),
+        (Towers, "table", "row", r"'user' can't be rotated: its blocks are \(1, 'ROW'\)"),
+        (lambda: Towers(max_norm=1.0), "table", "col", "'item' can't be rotated: max_norm"),
+        (Tied, [["user", "item"]], "col", r"'item' can't be rotated: the modules \['item', 'again'\] share its weight"),
+        (lambda: nn.EmbeddingBag(20, 4, mode="max"), "table", "col", "pooled by their maximum"),
+        (
+            lambda: nn.ModuleDict({"user": nn.Embedding(20, 4), "item": nn.Embedding(20, 8)}),
+            [["user", "item"]],
+            "col",
+            "widths 4 and 8",
+        ),
+    ],
+)
+def test_refused(model: Any, tables: Any, block: str, message: str) -> None:
+    sparsifier = DataNormSparsifier(sparse_block_shape=block)
+    made = model()
+    sparsifier.add_model(made)
+    before = copy.deepcopy(made.state_dict())
+    with pytest.raises(ValueError, match=message):
+        rotate(sparsifier, tables)
+    assert sparsifier.rotation is None and list(made.state_dict()) == list(before)
+
+
+def test_plain_data_is_refused() -> None:
+    sparsifier = DataNormSparsifier([("user", torch.ones(4, 4))], sparse_block_shape="col")
+    with pytest.raises(ValueError, match=r"Plain data can't be rotated, but \['user'\]"):
+        rotate(sparsifier)
+    other = Other()
+    other.add_model(Towers())
+    with pytest.raises(ValueError, match="its blocks are None"):
+        rotate(other)
+
+
+def test_a_squashed_table_stays_as_it_is() -> None:
+    model = Towers()
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="col")
+    sparsifier.add_model(model)
+    with MaskEnforcer(sparsifier).attach(optim.SGD(model.parameters(), lr=0.1)):
+        rotate(sparsifier, [["user", "item"]])
+        sparsifier.step()
+        sparsifier.squash_mask(names=["item"])
+        before = model(*batch()).detach()
+        sparsifier.step()
+    torch.testing.assert_close(model(*batch()), before)
+
+
+@pytest.mark.parametrize("zeros", [(), (2, 5), range(8)], ids=str)
+def test_bases(zeros: Any) -> None:
+    torch.manual_seed(0)
+    user, item = torch.randn(30, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)  # of rank 4
+    user[:, list(zeros)] = 0
+    used = 8 - len(zeros)
+    basis = common_basis([user.T @ user, item.T @ item])
+    torch.testing.assert_close(basis @ basis.T, torch.eye(8, dtype=torch.float64))
+    alone = user @ common_basis([user.T @ user])
+    assert not alone[:, used:].any()
+    torch.testing.assert_close(alone[:, :used].norm(dim=0), torch.linalg.svdvals(user)[:used])
+    r_user, r_item = paired_bases(user.T @ user, item.T @ item)
+    torch.testing.assert_close((user @ r_user) @ (item @ r_item).T, user @ item.T)
+    assert not (user @ r_user)[:, used:].any()
+
+
+def test_a_turned_back_embedding_is_not_quantized() -> None:
+    pytest.importorskip("fbgemm_gpu")
+    model, _, sparse = narrowed()
+    sparse.step()
+    with pytest.raises(ValueError, match="'user' can't be quantized: it is rotated"):
+        post_training_sparse_quantize(model, DataNormSparsifier, sparsity_level=0.0, sparse_block_shape=(1, 8))
