@@ -5,8 +5,6 @@ Plain loops over one whole matrix, written to be obviously right and nothing els
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -90,9 +88,9 @@ def oracle_mask(
     mask = np.ones((rows, cols), dtype=np.int8)
     for index in order[:hits]:
         elements = blocks[index]
-        zeros = math.inf if zeros_per_block is None else zeros_per_block
-        smallest = sorted(elements, key=lambda place: (_float32(element[place[0]][place[1]]), place))
-        for number, (row, col) in enumerate(smallest):
-            if number < zeros:
-                mask[row, col] = 0
+        if zeros_per_block is not None:
+            smallest = sorted(elements, key=lambda place: (_float32(element[place[0]][place[1]]), place))
+            elements = smallest[:zeros_per_block]
+        for row, col in elements:
+            mask[row, col] = 0
     return torch.from_numpy(mask)

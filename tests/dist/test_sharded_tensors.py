@@ -25,7 +25,7 @@ from tests.dist.pieces import Piece, gathered, local_tensors, sharded, write
 from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_blocks, oracle_mask
 
-COUNT = {2: 100, 4: 70}
+COUNT = {2: 60, 4: 40}
 """Examples by world."""
 
 LEVELS = (0.0, 0.1, 0.3, 0.5, 0.66, 0.9, 1.0)

@@ -60,7 +60,7 @@ def test_more_than_a_batch() -> None:
     draw = torch.Generator().manual_seed(2)
     weights = [torch.randn(1000, 16, generator=draw) for _ in range(140)]
     masks = masked(weights, [0.5] * 140, (1, ROW), "L2")
-    assert all(torch.equal(m, oracle_mask(w, 0.5, (1, 16), 16, "L2")) for w, m in zip(weights, masks, strict=True))
+    assert all(torch.equal(m, oracle_mask(w, 0.5, (1, ROW), None, "L2")) for w, m in zip(weights, masks, strict=True))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
