@@ -20,20 +20,11 @@ with contextlib.suppress(AttributeError, OSError):  # only Linux has it, and not
 pytest_plugins = ["tests.dist.plugin"]
 
 LONG = (
-    *(
-        "dist/test_enforce.py",
-        "examples/test_dlrm.py",
-        "dist/test_masks.py",
-        "test_sweep.py",
-        "examples/test_notebook.py",
-    ),
-    *(
-        "launch/test_signals.py",
-        "dist/test_enforce_equals.py",
-        "docs/test_code_blocks.py",
-        "examples/test_optim_scheduler.py",
-    ),
-    *("launch/test_jobs.py", "test_house.py", "test_benchmarks.py", "test_memory.py", "dist/test_plugin.py"),
+    *("dist/test_enforce.py", "examples/test_dlrm.py", "dist/test_masks.py", "launch/test_signals.py"),
+    *("test_sweep.py", "test_house.py", "launch/test_torchx.py", "launch/test_jobs.py", "docs/test_site.py"),
+    *("examples/test_optim_scheduler.py", "dist/test_enforce_equals.py", "dist/test_plugin.py", "test_benchmarks.py"),
+    *("dist/test_dead.py", "enforcer/test_rows_triton.py", "launch/test_files.py", "cli/test_doctor.py"),
+    *("dist/test_sharded_tensors.py", "docs/test_code_blocks.py", "examples/test_notebook.py", "test_memory.py"),
 )
 """Files that take long. pytest-xdist hands out files in this order, so that none of them runs alone at the end."""
 

@@ -13,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 from dist_sparse import ROW
 from dist_sparse.report.plan import Plan, plan
 from tests.dist.cells import Cell, batch, build, cells, gathered
+from tests.dist.kinds import some_cells
 from tests.dist.plugin import on_ranks
 
 WORLD = 2
@@ -29,7 +30,7 @@ def _numbers(answer: Plan) -> Any:
 
 
 @on_ranks(WORLD)
-@pytest.mark.parametrize("name", cells(WORLD))
+@pytest.mark.parametrize("name", [*some_cells(WORLD), "row_wise", "table_wise", "column_wise_uneven"])
 def test_every_sharding_gives_the_plan_of_one_process(name: str) -> None:
     cell = cells(WORLD)[name]
     model, rank = build(cell), dist.get_rank()
