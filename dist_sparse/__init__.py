@@ -9,6 +9,7 @@ Start with these five:
     MaskEnforcer         keeps removed weights at zero in every forward
 
 Look and log:        describe, TableStats, RunLog
+Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)
 Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataScheduler, CosineDataScheduler,
                      ExponentialDataScheduler, LambdaDataScheduler
 Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
@@ -38,6 +39,7 @@ _MODULE_OF = {
     "DataNormSparsifier": "sparsifiers.score",
     "ExponentDecayLr": "optim.schedules",
     "ExponentialDataScheduler": "schedulers.ready",
+    "ImportanceSparsifier": "sparsifiers.importance",
     "LambdaDataScheduler": "schedulers.ready",
     "LambdaSL": "schedulers.torch_ao",
     "LinearDataScheduler": "schedulers.ready",

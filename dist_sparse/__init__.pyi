@@ -33,6 +33,7 @@ from dist_sparse.serving.compact import compact as compact
 from dist_sparse.serving.export import export as export
 from dist_sparse.serving.served import load_served as load_served
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier as ImportanceSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
 from dist_sparse.sparsifiers.stats import TableStats as TableStats

@@ -30,6 +30,7 @@ from dist_sparse.enforcer.optimizers import (
     state_of,
     step_rows,
     steps_itself,
+    summed,
 )
 from dist_sparse.enforcer.rows import zero_rows
 from dist_sparse.masking.masks import BlockMask
@@ -198,6 +199,14 @@ class DenseWeights:
         """The current masks, to be kept over an update."""
         masks = (target.mask() for target in self.targets)
         return [mask if isinstance(mask, BlockMask) else mask.clone() for mask in masks]
+
+    def accumulators(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield the targets' weights, each with what Adagrad (torch's, or a row-wise one with its options) has summed,
+        and the initial value of that."""
+        for leaf, (_, pairs) in self._stepped.items():
+            for target, parameter in pairs:
+                if (found := summed(leaf, parameter, target.weight)) is not None:
+                    yield target.weight, *found
 
     def reset(self, masks: Sequence[BlockMask | Tensor]) -> None:
         """Set the optimizer state of what ``masks`` remove to its initial value."""

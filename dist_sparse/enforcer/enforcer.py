@@ -186,6 +186,13 @@ class MaskEnforcer:
         if not self._renew_if_stale():
             self._clean()
 
+    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
+        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the address of the
+        weights; see :class:`~dist_sparse.ImportanceSparsifier`."""
+        self._check_attached()
+        found = {w.data_ptr(): (total, 0.0) for kernel in self._kernels for w, total in kernel.accumulators()}
+        return found | {w.data_ptr(): (total, initial) for w, total, initial in self._dense.accumulators()}
+
     def begin_step(self) -> None:
         """Called by the sparsifier before a mask update."""
         spent = self.clock.seconds
@@ -328,7 +335,7 @@ class MaskEnforcer:
         for module, kernel, found in present:
             known = staying.get(id(kernel))
             if known is None:
-                known = Kernel(kernel, module, found, self._mask, lambda: tables.version, self.clock)
+                known = Kernel(kernel, module, found, self._mask, self._counts, lambda: tables.version, self.clock)
             else:
                 known.moved_to(found)
             kernels.append(known)
@@ -357,6 +364,10 @@ class MaskEnforcer:
 
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier.packed_store.masks(place.name)[place.number]
+
+    def _counts(self, place: Place) -> Tensor | None:
+        counts = self._sparsifier.packed_store.counts(place.name)
+        return None if counts is None else counts[place.number]
 
     def _hook(self, models: list[nn.Module]) -> None:
         self._dense.hook(self._before_read)

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, reset_state
-from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, lookup_on, zero_rows
+from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, count_lookups, lookup_on, zero_rows
 from dist_sparse.masking.masks import BlockMask, unpack
 from dist_sparse.tables.shards import ShardedData
 
@@ -61,6 +61,7 @@ class Kernel:
         collection: the sharded collection that it belongs to.
         places: the mask of each of its tables; None for a table that is not registered.
         mask: returns the mask at a place.
+        counts: returns how often each row of the shard at a place was looked up, live; None if that is not counted.
         version: returns a number that changes whenever masks do.
         clock: to which the time of the hooks is added.
     """
@@ -71,6 +72,7 @@ class Kernel:
         collection: Any,
         places: Sequence[Place | None],
         mask: Callable[[Place], BlockMask],
+        counts: Callable[[Place], Tensor | None],
         version: Callable[[], int],
         clock: Clock,
     ) -> None:
@@ -78,7 +80,8 @@ class Kernel:
         self.places = list(places)
         self.clock = clock
         self._batch: Any = module.emb_module
-        self._mask, self._mask_version = mask, version
+        self._mask, self._counts, self._mask_version = mask, counts, version
+        self._counted: list[Tensor | None] = []
         self._features: list[int] = list(self._batch.feature_table_map)
         self._known: tuple[int, ...] = ()
         self._in_sync = self._storage()
@@ -149,6 +152,15 @@ class Kernel:
         """The current masks, one for each table. A mask update replaces them, it does not edit them."""
         return [None if slot is None else slot.mask for slot in self._current()]
 
+    def accumulators(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the live shards of registered tables, each with what its Adagrad has summed: ``(rows,)``, or as the
+        shard; nothing for other optimizers."""
+        if "ADAGRAD" in self._batch.optimizer.name:
+            states = self._batch.split_optimizer_states()
+            for slot, of_table in zip(self._current(), states, strict=True):
+                if slot is not None:
+                    yield slot.weight, of_table[0]
+
     def reset(self, masks: Sequence[BlockMask | None]) -> None:
         """Set the optimizer state of what ``masks`` remove to its initial value, zero."""
         states = self._batch.split_optimizer_states()
@@ -181,6 +193,7 @@ class Kernel:
                 None if place is None else Slot(view.data, self._mask(place))
                 for place, view in zip(self.places, views, strict=True)
             ]
+            self._counted = [None if place is None else self._counts(place) for place in self.places]
             for table, slot in enumerate(self._slots):
                 self._dirty.keep_to(table, None if slot is None else removed_rows(slot.mask))
             slots = [self._slots[table] for table in self._features]
@@ -213,6 +226,8 @@ class Kernel:
                 self.mark_all()
             else:
                 self._dirty.add(ids, ends)
+            if any(count is not None for count in self._counted):
+                count_lookups(self._counted, self._features, ids, ends)
 
     def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:
         """Call a method of FBGEMM's that may write all rows, in the middle of a forward, and clean them all."""

@@ -29,6 +29,7 @@ __all__ = [
     "state_of",
     "step_rows",
     "steps_itself",
+    "summed",
 ]
 
 
@@ -180,13 +181,16 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
             state.data.view(-1).masked_fill_(empty, initial)
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> Iterator[State]:
-    """Yield what an optimizer keeps for ``weight``, which is ``parameter``, its matrix of one row, or a part of it."""
+def state_of(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor, only: str | None = None
+) -> Iterator[State]:
+    """Yield what an optimizer keeps for ``weight``, which is ``parameter``, its matrix of one row, or a part of it; of
+    all, or ``only`` of one name."""
     here = local(parameter)
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
     for name, value in optimizer.state.get(parameter, {}).items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or only not in (None, name):
             continue
         initial = float(group.get(_INITIAL.get(name, ""), 0.0))
         state = local(value)
@@ -196,6 +200,14 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
         elif rows and state.numel() == rows and here.numel():
             width = here.numel() // rows
             yield state.view(-1)[first // width : (first + weight.numel()) // width], initial
+
+
+def summed(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
+    """Return the squared gradients that Adagrad or row-wise Adagrad has summed for ``weight``, a part of ``parameter``;
+    None for another optimizer."""
+    if "initial_accumulator_value" not in optimizer.defaults:
+        return None
+    return next(state_of(optimizer, parameter, weight, only="sum"), None)
 
 
 def _chunks(mask: BlockMask | Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import WORDS, BlockMask, spread, wide
 
-__all__ = ["DirtyRows", "Lookup", "Slot", "TorchLookup", "in_table", "lookup_on", "many", "zero_rows"]
+__all__ = ["DirtyRows", "Lookup", "Slot", "TorchLookup", "count_lookups", "in_table", "lookup_on", "many", "zero_rows"]
 
 CHUNK = 1 << 18
 """Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
@@ -157,6 +157,29 @@ def in_table(ids: Tensor, rows: int) -> Tensor:
         if int(least) >= 0 and int(most) < rows:
             return ids
     return torch.where((ids < 0) | (ids >= rows), 0, ids)
+
+
+def count_lookups(
+    counts: Sequence[Tensor | None], features: Sequence[int], ids: Tensor, ends: Sequence[int] | Tensor
+) -> None:
+    """Add 1 to the count of each row for each time that ``ids`` name it; both as in :class:`Lookup`.
+
+    Args:
+        counts: of each table, int32 ``(rows,)``; None where nothing is counted.
+        features: for each feature the number of its table.
+    """
+    one = torch.ones((), dtype=torch.int32, device=ids.device)
+    if isinstance(ends, Tensor):  # on a device, without waiting for it
+        places = torch.arange(ids.numel(), device=ids.device)
+        feature = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
+        for number, table in enumerate(features):
+            if (count := counts[table]) is not None:
+                mine = feature == number
+                count.index_add_(0, in_table(ids, count.numel()).masked_fill(~mine, 0), mine.to(torch.int32))
+        return
+    for table, (start, stop) in zip(features, pairwise(ends), strict=True):
+        if (count := counts[table]) is not None and start < stop:
+            count.index_add_(0, in_table(ids[start:stop], count.numel()), one.expand(stop - start))
 
 
 class DirtyRows:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.shards import ROW
-from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule
+from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule, Score
 from dist_sparse.training.sparsify import SparseTraining, combines, sparsify, steppers
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class SparsifyCallback(Callback):
     ``sparsity/<table>`` of each, and ``sparsity/level``, the scheduled level, over all blocks.
 
     Args:
-        level, end, begin, every, block, norm, include, exclude, dense, schedule, optimizer_state, min_rows: as in
-            :func:`~dist_sparse.sparsify`; steps are rounds of optimizer steps.
+        level, end, begin, every, block, norm, score, include, exclude, dense, schedule, optimizer_state, min_rows: as
+            in :func:`~dist_sparse.sparsify`; steps are rounds of optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -116,7 +116,8 @@ class SparsifyCallback(Callback):
         begin: int = 0,
         every: int = 100,
         block: BlockShape = (1, ROW),
-        norm: Norm = "L2",
+        norm: Norm | None = None,
+        score: Score | None = None,
         include: str | list[str] | None = None,
         exclude: str | list[str] | None = None,
         dense: bool | str | list[str] | None = None,
@@ -133,6 +134,7 @@ class SparsifyCallback(Callback):
             "every": every,
             "block": block,
             "norm": norm,
+            "score": score,
             "schedule": schedule,
             "optimizer_state": optimizer_state,
             "min_rows": min_rows,

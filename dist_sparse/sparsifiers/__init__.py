@@ -1,6 +1,7 @@
 """Data sparsifiers: what is registered, its masks, and their updates."""
 
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.recorder import MaskChange, Recorder, StepRecord
 from dist_sparse.sparsifiers.score import DataNormSparsifier, Preview, ScoreSparsifier
 from dist_sparse.sparsifiers.stats import TableStats, describe
@@ -8,6 +9,7 @@ from dist_sparse.sparsifiers.stats import TableStats, describe
 __all__ = [
     "BaseDataSparsifier",
     "DataNormSparsifier",
+    "ImportanceSparsifier",
     "MaskChange",
     "Preview",
     "Recorder",

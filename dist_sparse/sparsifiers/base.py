@@ -12,12 +12,12 @@ import abc
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import Group, Rider, group_over, world_ranks
+from dist_sparse.groups import Facts, Group, Rider, group_over, world_ranks
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.configs import model_overrides
@@ -53,12 +53,11 @@ class BaseDataSparsifier(abc.ABC):
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
         step_count: calls of ``step()`` so far, also of those that did nothing.
-        repair: what a mask update does about replicas that have drifted apart: ``"raise"``, or ``"broadcast"`` the
-            first rank's.
+        repair: what a mask update does about replicas that have drifted: ``"raise"``, or ``"broadcast"`` the first's.
         dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
-        rotation: :func:`~dist_sparse.rotate`'s, if any.
-        recorder: :meth:`record`'s, if any.
+        rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.
+        counts_lookups: whether an enforcer counts how often training looks up each row of fused tables.
 
     Example::
 
@@ -73,6 +72,8 @@ class BaseDataSparsifier(abc.ABC):
         tensor([[1., 0.],
                 [0., 4.]])
     """
+
+    counts_lookups = False
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
@@ -259,10 +260,9 @@ class BaseDataSparsifier(abc.ABC):
         Called once per plain name and once per local shard of a sharded table, with the configuration of that moment.
         """
 
-    @property
-    def measure(self) -> Literal["L1", "L2"] | None:
-        """The norm by which :class:`~dist_sparse.ScoreSparsifier` scores elements; None without one."""
-        return None
+    def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
+        """Note what else must be equal on all ranks of the group of ``located`` in a mask update. For subclasses."""
+        facts["sparsifier.counts_lookups"] = self.counts_lookups
 
     @property
     def reads_masks(self) -> bool:
@@ -491,7 +491,7 @@ class BaseDataSparsifier(abc.ABC):
 
     def _register(self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]) -> None:
         blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
-        self.packed_store.add(source, located, blocks)
+        self.packed_store.add(source, located, blocks, count=self.counts_lookups)
         for data in located:
             self.data_groups[data.name] = configs[data.name]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.digest import hash_tensor, shared_bits
+from dist_sparse.sparsifiers.pieces import block_of, copy_counts, counts_from, masks_from, new_counts
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, Source, Span, grid_of, overlapping, owners
 
@@ -37,6 +38,7 @@ class _Table:
     tiling: Tiling
     block: Block
     masks: list[BlockMask]
+    counts: list[Tensor] | None
     removed: int | None = 0
     updates: int = 0
 
@@ -114,12 +116,16 @@ class PackedStore:
             if known not in self or span in _spans(self.find(known)):  # the memory may have a new owner
                 raise ValueError(f"Table {name!r} is registered already, as {known!r}: they share memory.")
 
-    def add(self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block]) -> None:
-        """Register what ``source`` has just located, all blocks kept."""
+    def add(
+        self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block], *, count: bool = False
+    ) -> None:
+        """Register what ``source`` has just located, all blocks kept; ``count`` makes room for :meth:`counts`."""
         for data in located:
             block = blocks[data.name]
             masks = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
-            self._tables[data.name] = _Table(source, data.shape, data.ranks, data.tiling, block, masks)
+            self._tables[data.name] = _Table(
+                source, data.shape, data.ranks, data.tiling, block, masks, new_counts(data) if count else None
+            )
             self._spans[data.name] = _spans(data)
         self._groups = None
         self.version += 1
@@ -191,12 +197,20 @@ class PackedStore:
                     BlockMask(mask.rect, mask.block, mask.bits.to(shard.tensor.device))
                     for mask, shard in zip(table.masks, data.shards, strict=True)
                 ]
+                if table.counts is not None:
+                    shards = zip(table.counts, data.shards, strict=True)
+                    table.counts = [count.to(shard.tensor.device) for count, shard in shards]
 
     # Masks.
 
     def masks(self, name: str) -> list[BlockMask]:
         """Return the masks of this rank's shards, in their order. A mask update replaces the list."""
         return self._tables[name].masks
+
+    def counts(self, name: str) -> list[Tensor] | None:
+        """Return how often training has looked up each row of this rank's shards, live: int32 ``(rect.rows,)``; None if
+        that is not counted."""
+        return self._tables[name].counts
 
     def all_masks(self) -> dict[str, list[BlockMask]]:
         """Return :meth:`masks` of every table."""
@@ -305,8 +319,12 @@ class PackedStore:
                 "updates": table.updates,
                 "removed": table.removed,
                 "pieces": [
-                    {"rect": tuple(mask.rect), "bits": mask.bits.clone(), "hash": f"{hash_tensor(mask.bits):016x}"}
-                    for mask in table.masks
+                    {
+                        **{"rect": tuple(mask.rect), "bits": mask.bits.clone()},
+                        **{"hash": f"{hash_tensor(mask.bits):016x}"},
+                        **({} if table.counts is None else {"counts": table.counts[i].clone()}),
+                    }
+                    for i, mask in enumerate(table.masks)
                 ],
             }
             for name, table in self._tables.items()
@@ -331,13 +349,18 @@ class PackedStore:
             raise ValueError(
                 f"The state has masks of tables {unknown} that are not registered: call add_model() before loading."
             )
-        return {name: _masks_from(located[name], entry) for name, entry in saved.items()}
+        masks = {name: masks_from(located[name], entry) for name, entry in saved.items()}
+        for name in self._counted:
+            counts_from(located[name], saved[name])
+        return masks
 
     def load(self, located: Mapping[str, ShardedData], masks: Mapping[str, list[BlockMask]], saved: Any) -> None:
         """Put masks from :meth:`prepare` in place."""
         for name, loaded in masks.items():
             entry = saved[name]
             self.replace(located[name], loaded, block_of(entry), entry.get("removed"), entry.get("updates", 0))
+            if name in self._counted:
+                self._tables[name].counts = counts_from(located[name], entry)
 
     def note_loaded(
         self,
@@ -356,6 +379,10 @@ class PackedStore:
                     entry = [saved[name].get(key) for key in ("updates", "removed")]
                     facts[f"the state of table {name!r}"] = [block, configs[name], *entry]
                     facts.replicas |= shared_bits(data, block, masks[name], group_over(data.ranks).rank)
+
+    @property
+    def _counted(self) -> list[str]:
+        return [name for name, table in self._tables.items() if table.counts is not None]
 
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
@@ -378,13 +405,19 @@ class PackedStore:
         self.version += 1
         parcels = Parcels(group)
         parts: list[tuple[str, Rect, Callable[[], Tensor]]] = []
+        counted: list[tuple[str, Rect, Callable[[], Tensor]]] = []
         for data in tables:
             table = self._tables[data.name]
             before = dict(zip(table.tiling[group.rank], table.masks, strict=True))
             for _, receiver, rect, old in _transfers(table.tiling, data.tiling, sender=group.rank):
                 parcels.send(receiver, before[old].cut(rect).bits)
+                if table.counts is not None:
+                    count = table.counts[table.tiling[group.rank].index(old)]
+                    parcels.send(receiver, count[rect.row - old.row : rect.row_end - old.row])
             for sender, _, rect, _ in _transfers(table.tiling, data.tiling, receiver=group.rank):
                 parts.append((data.name, rect, parcels.expect(sender, (mask_bytes(rect, table.block),))))
+                if table.counts is not None:
+                    counted.append((data.name, rect, parcels.expect(sender, (rect.rows,), torch.int32)))
         parcels.exchange(torch.device("cpu"))
         for data in tables:
             table = self._tables[data.name]
@@ -399,6 +432,10 @@ class PackedStore:
                 for shard in data.shards
             ]
             table.tiling = data.tiling
+            if table.counts is not None:
+                table.counts = new_counts(data)
+                for rect, read in ((rect, read) for name, rect, read in counted if name == data.name):
+                    copy_counts(table.counts, [shard.rect for shard in data.shards], read(), rect)
 
 
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
@@ -406,53 +443,9 @@ def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
     raise ValueError(f"The saved masks of the ranks do not fit together; they differ at {places}. Nothing was changed.")
 
 
-def block_of(entry: Mapping[str, Any]) -> Block:
-    """Return the block of one table's saved masks.
-
-    Raises:
-        ValueError: it is not two positive ints.
-    """
-    height, width = _ints("block", entry.get("block"), 2)
-    if min(height, width) < 1:
-        raise ValueError(f"Invalid block={entry.get('block')!r} in the state: must be two positive ints.")
-    return height, width
-
-
 def mask_bytes(rect: Rect, block: Block) -> int:
     """Return how many bytes the bits of a shard take."""
     return grid_of(rect, block).bytes
-
-
-def _masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
-    """The masks of this rank's shards of one table, from its saved pieces."""
-    if (shape := entry.get("shape")) is None or tuple(shape) != data.shape:
-        raise ValueError(f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of {shape}.")
-    try:
-        block = block_of(entry)
-        pieces = [_piece(piece, block) for piece in entry["pieces"]]
-        masks = []
-        for shard in data.shards:
-            parts = [p.cut(common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
-            masks.append(BlockMask.assemble(shard.rect, block, parts, shard.tensor.device))
-    except ValueError as error:
-        raise ValueError(f"Table {data.name!r}: {error} A state_dict() holds only the bits of its own rank.") from error
-    return masks
-
-
-def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:
-    rect, bits = Rect(*_ints("rect", saved.get("rect"), 4)), saved.get("bits")
-    if min(rect) < 0 or not isinstance(bits, Tensor):
-        raise ValueError(f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed.")
-    mask = BlockMask(rect, block, bits)
-    if saved.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
-        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
-    return mask
-
-
-def _ints(key: str, value: object, count: int) -> tuple[int, ...]:
-    if isinstance(value, (tuple, list)) and len(value) == count and all(type(each) is int for each in value):
-        return tuple(value)
-    raise ValueError(f"Invalid {key} in the state, of type {type(value).__name__}: must be {count} ints.")
 
 
 def _check_single(name: str, shards: int) -> None:

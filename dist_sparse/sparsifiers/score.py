@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.checks import integer, number
-from dist_sparse.groups import Group, Rider, rank_in
+from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table, score_tables
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
@@ -183,6 +183,14 @@ class ScoreSparsifier(BaseDataSparsifier):
             located=located,
             masks=masks,
         )
+
+    @property
+    def measure(self) -> Literal["L1", "L2"] | None:
+        return None
+
+    def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
+        super().note(facts, located)
+        facts["sparsifier.measure"] = self.measure
 
     @property
     def reads_masks(self) -> bool:

@@ -33,6 +33,11 @@ _WAITING = "the list of unsent counts of earlier mask updates"
 class Enforcer(Protocol):
     """The methods of an attached enforcer that a sparsifier calls. None of them communicates."""
 
+    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
+        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the address of the
+        weights: live, one for each weight, or one for each row of a shard: ``(rows,)`` or ``(rows, 1)``."""
+        ...
+
     def settle(self) -> None:
         """Zero what optimizers have revived: before weights are scored, read or saved."""
         ...
@@ -74,9 +79,8 @@ class MaskMaker(Protocol):
     rotation: Rotation | None
     recorder: Recorder | None
 
-    @property
-    def measure(self) -> str | None:
-        """The norm by which elements are scored, if they are."""
+    def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
+        """Note what else must be equal on all ranks of the group of ``located``, once they are scored. Local."""
         ...
 
     @property
@@ -157,6 +161,8 @@ def make_masks(
             check_writable(data)
         scored = sparsifier.score_tables(located, configs)
         _note_replicas(noted, located, repair)
+        for facts, names in noted:
+            sparsifier.note(facts, [located[name] for name in names])
 
     try:
         # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all ranks here.
@@ -249,7 +255,6 @@ def _note_facts(
     moved = set(sparsifier.packed_store.moved(located))
     for facts, names in noted:
         facts["sparsifier.repair"] = sparsifier.repair
-        facts["sparsifier.measure"] = sparsifier.measure
         facts["whether steps are recorded"] = recorder is not None
         facts["whether an enforcer is attached"] = sparsifier.enforcer is not None
         if recorder is not None:
@@ -273,11 +278,11 @@ def _note_replicas(noted: list[tuple[Facts, list[str]]], located: Located, repai
 
 
 def _tables_at(drifted: Mapping[str, list[int]], names: list[str], located: Located) -> set[str]:
-    """The tables that have drifted at the given places."""
+    """The tables whose weights have drifted at the given places."""
     if not drifted:
         return set()
     tables = {place_of(name, rect): name for name in names for rect in located[name].rects}
-    return {tables[place] for place in drifted}
+    return {tables[place] for place in drifted if place in tables}
 
 
 def _check_repair(drifted: Mapping[str, list[int]], names: list[str], located: Located, repair: str) -> None:
@@ -288,6 +293,9 @@ def _check_repair(drifted: Mapping[str, list[int]], names: list[str], located: L
             f"Replicas have drifted from their first holder's: {places}. Nothing was changed; "
             "sparsifier.repair = 'broadcast' restores them."
         )
+    weights = {place_of(name, rect) for name in names for rect in located[name].rects}
+    if not weights.issuperset(drifted):
+        raise ValueError(f"Replicas have drifted: {places}. Only weights can be repaired: load the optimizer's state.")
     tilings = [located[name].tiling for name in _tables_at(drifted, names, located)]
     if any(held != tiling[0] for tiling in tilings for held in tiling):
         raise ValueError(f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired.")

@@ -25,6 +25,7 @@ from dist_sparse.schedulers.ready import (
     OneShotDataScheduler,
     ReadyDataScheduler,
 )
+from dist_sparse.sparsifiers.importance import SCORES, Score
 from dist_sparse.sparsifiers.score import BlockShape, Norm
 from dist_sparse.tables.shards import COL, ROW, Rect, ShardedData, grid_of, resolve_block
 
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "Schedule",
     "ScheduleName",
+    "Score",
     "final_levels",
     "left_dense",
 ]
@@ -68,6 +70,7 @@ class Plan:
         block: ``(rows, columns)`` of ints, ``(int, ROW)`` or ``(COL, int)``.
         every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
         norm, optimizer_state: as the parts spell them.
+        score: None tries ``"norm_accumulator"`` first, and then the norm.
         schedule: makes the scheduler.
 
     Raises:
@@ -80,6 +83,7 @@ class Plan:
     every: int
     block: Any
     norm: Any
+    score: Any
     schedule: Any
     optimizer_state: Any
     min_rows: int
@@ -91,13 +95,16 @@ class Plan:
             "level": _levels(self.level),
             **{"begin": window.begin, "end": window.end, "every": every},
             "block": _block(self.block),
-            "norm": checks.choice("norm", self.norm, ("L1", "L2")),
+            "norm": "L2" if self.norm is None else checks.choice("norm", self.norm, ("L1", "L2")),
+            "score": None if self.score is None else checks.choice("score", self.score, SCORES),
             "schedule": self.schedule
             if callable(self.schedule)
             else _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, " or the class of a ready scheduler")],
             "optimizer_state": checks.choice("optimizer_state", self.optimizer_state, ("keep", "reset")),
             "min_rows": checks.integer("min_rows", self.min_rows, least=0),
         }
+        if resolved["score"] is None and (self.norm is not None or resolved["block"] != (1, ROW)):
+            resolved["score"] = "norm"
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
 

@@ -21,11 +21,11 @@ from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import leaves
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
-from dist_sparse.sparsifiers.score import DataNormSparsifier
+from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
 from dist_sparse.text import block_shape_text, count, number_of, shape_text, table_lines
@@ -36,6 +36,7 @@ from dist_sparse.training.plan import (
     OptimizerState,
     Plan,
     Schedule,
+    Score,
     final_levels,
     left_dense,
 )
@@ -51,7 +52,7 @@ class SparseTraining:
     As a context manager it detaches at the end of the block.
 
     Attributes:
-        sparsifier: the :class:`~dist_sparse.DataNormSparsifier`.
+        sparsifier: the :class:`~dist_sparse.ImportanceSparsifier`; its ``scored_by`` is the score in use.
         scheduler: of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
@@ -69,11 +70,11 @@ class SparseTraining:
         ...         optimizer.step()
         ...         sparse.step()
         >>> sparse
-        SparseTraining(step 3 of 2, level 0.75, 1 table, detached)
+        SparseTraining(step 3 of 2, level 0.75 by norm, 1 table, detached)
         >>> sparse.sparsity
         0.75
         >>> print(sparse.summary())
-        SparseTraining(step 3 of 2, level 0.75, 1 table, detached)
+        SparseTraining(step 3 of 2, level 0.75 by norm, 1 table, detached)
         table   shape    sharding    block  level  sparsity  removed blocks
         ------  -------  ----------  -----  -----  --------  --------------
         weight  100 x 8  replicated  row     0.75    0.7500              75
@@ -81,7 +82,7 @@ class SparseTraining:
 
     def __init__(
         self,
-        sparsifier: DataNormSparsifier,
+        sparsifier: ImportanceSparsifier,
         scheduler: ReadyDataScheduler,
         enforcer: MaskEnforcer,
         *,
@@ -145,12 +146,13 @@ class SparseTraining:
         return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks (this rank's bits), configurations and the schedule's step."""
-        return {"sparsifier": self.sparsifier.state_dict(), "scheduler": self.scheduler.state_dict()}
+        """Return masks (this rank's bits, and counts of lookups), configurations, the score and the schedule's step."""
+        parts = {"sparsifier": self.sparsifier.state_dict(), "scheduler": self.scheduler.state_dict()}
+        return {**parts, "score": self.sparsifier.scored_by}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`: masks, configurations and the whole schedule, which replaces the arguments of
-        :func:`sparsify`. Removed weights are zeroed at once. Collective.
+        """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which replace the arguments
+        of :func:`sparsify`. Removed weights are zeroed at once. Collective.
 
         To go back to earlier weights (early stopping), load the model's state too, before the next forward::
 
@@ -169,6 +171,9 @@ class SparseTraining:
                 missing = sorted(keys - set(found if isinstance(found, Mapping) else ()))
                 if missing:
                     raise ValueError(f"The state lacks {missing} of the {part}; it has {sorted(map(str, state_dict))}.")
+            score = checks.choice("score", state_dict.get("score", "norm"), SCORES)  # older states are of the norm
+            if (score == "frequency") != self.sparsifier.counts_lookups:
+                raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
             param = state_dict["scheduler"]["schedule_param"]
             if param != self.scheduler.schedule_param:
                 raise ValueError(f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.")
@@ -179,6 +184,7 @@ class SparseTraining:
                 _check_levels(levels, state_dict)
         self.sparsifier.load_state_dict(state_dict["sparsifier"])
         commit()
+        self.sparsifier.scored_by = score
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
@@ -204,7 +210,7 @@ class SparseTraining:
         tables, end = len(self.sparsifier.data_groups), self.scheduler.end
         parts = [
             f"step {self.scheduler.last_epoch}" + ("" if end is None else f" of {end}"),
-            *([f"level {level}"] if level else []),
+            f"level {level} by {self.sparsifier.scored_by}" if level else f"by {self.sparsifier.scored_by}",
             number_of(tables, "table"),
             *([f"{len(self.left_dense)} left dense"] if self.left_dense else []),
             "attached" if self.enforcer.attached else "detached",
@@ -295,7 +301,8 @@ def sparsify(
     begin: int = 0,
     every: int = 100,
     block: BlockShape = (1, ROW),
-    norm: Norm = "L2",
+    norm: Norm | None = None,
+    score: Score | None = None,
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
     dense: bool | str | list[str] | None = None,
@@ -321,7 +328,10 @@ def sparsify(
             ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``.
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or ``(1, ROW)`` for whole
             rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such as ``"1x4"``.
-        norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are compared.
+        norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are compared; None is L2.
+        score: ``"norm"``, ``"frequency"``, ``"accumulator"`` or ``"norm_accumulator"``, by which blocks are compared:
+            see :class:`~dist_sparse.ImportanceSparsifier`. None is ``"norm_accumulator"`` for whole rows of which
+            Adagrad steps all, where no ``norm`` is given, and ``"norm"`` otherwise; ``summary()`` names it.
         include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.
         schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``, ``"one_shot"`` (at
             ``begin``), or a ready scheduler's class that takes ``final``, ``begin``, ``end`` and ``every``.
@@ -365,6 +375,7 @@ def sparsify(
             every=every,
             block=block,
             norm=norm,
+            score=score,
             schedule=schedule,
             optimizer_state=optimizer_state,
             min_rows=min_rows,
@@ -373,7 +384,9 @@ def sparsify(
         located = source.locate()
         unpruned = left_dense(model, located, plan.min_rows)
         final = final_levels(plan, located, unpruned)
-        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm)
+        sparsifier = ImportanceSparsifier(
+            sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"
+        )
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
@@ -388,6 +401,10 @@ def sparsify(
         with together.agreeing("sparsify()"):
             enforcer.attach(*optimizers)
             training._attached_to(model, optimizers, auto_step)
+            if plan.score is not None:
+                sparsifier.check_known()
+        if plan.score is None and not _known_everywhere(sparsifier, together):
+            sparsifier.scored_by = "norm"
         if rotate is not None:
             rotate_tables(sparsifier, rotate)
     except BaseException:
@@ -395,6 +412,16 @@ def sparsify(
         enforcer.detach()
         raise
     return training
+
+
+def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool:
+    """Whether the sparsifier's score is known of all tables. Collective."""
+    try:
+        sparsifier.check_known()
+        unknown = 0
+    except ValueError:
+        unknown = 1
+    return not together.all_reduce(torch.tensor(unknown))
 
 
 def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

@@ -84,6 +84,62 @@ class TestSparsify:
         counts = removed(masks, dict.fromkeys(masks, (1, 4)))
         assert counts == {"bag": 23, "emb": 8, "scale": 1, "over/weight": 8, "over/bias": 1}
 
+    @pytest.mark.parametrize("kind", [optim.Adagrad, RowWiseAdagrad])
+    def test_scored_by_adagrad_where_it_is_there(self, kind: Any) -> None:
+        """Rows that no batch has touched are removed first, those with the smallest norm first of them."""
+        model = nn.EmbeddingBag(50, 4)
+        optimizer = kind(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        with sparsify(model, optimizer, level=0.5, begin=1, end=1) as sparse:
+            assert sparse.sparsifier.scored_by == "norm_accumulator"
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.arange(0, 30, 2).view(3, 5)).sum().backward()
+                optimizer.step()
+                before = model.weight.detach().clone()
+                sparse.step()
+            gone = (sparse.sparsifier.full_mask("weight")[:, 0] == 0).nonzero().flatten().tolist()
+        cold = [row for row in range(50) if row % 2 or row >= 30]
+        assert gone == sorted(sorted(cold, key=lambda row: float(before[row].square().sum()))[:25])
+
+    @pytest.mark.parametrize("given", [{"block": "1x4"}, {"norm": "L2"}, {"norm": "L1"}, {"score": "norm"}], ids=str)
+    def test_scored_by_the_norm(self, given: dict[str, Any]) -> None:
+        model = Net()
+        optimizer = optim.Adagrad(model.parameters(), lr=0.1)
+        with sparsify(model, optimizer, level=0.5, begin=1, end=1, **given) as sparse:
+            assert sparse.sparsifier.scored_by == "norm" and "by norm," in repr(sparse)
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"score": "size"}, "score='size'"),
+            ({"score": "norm_accumulator", "norm": "L1"}, "norm='L1'"),
+            ({"score": "accumulator"}, "'bag': no Adagrad steps it"),
+            ({"score": "frequency"}, "'bag': score='frequency' counts the lookups of tables with a fused"),
+        ],
+        ids=str,
+    )
+    def test_scores_that_are_refused(self, given: dict[str, Any], says: str) -> None:
+        model = Net()
+        with pytest.raises(ValueError, match=says):
+            sparsify(model, adam(model), level=0.5, end=1, **given)
+        sparsify(model, adam(model), level=0.5, end=1).detach()  # nothing was left attached
+
+    def test_a_resumed_run_keeps_its_score(self) -> None:
+        """Also one of a release that had the norm alone."""
+        plan: dict[str, Any] = {"level": 0.5, "begin": 1, "end": 3, "every": 1}
+        model = Net()
+        optimizer = optim.Adagrad(model.parameters(), lr=0.1)
+        with sparsify(model, optimizer, score="accumulator", **plan) as sparse:
+            saved = sparse.state_dict()
+        with sparsify(model, optimizer, **plan) as sparse:
+            sparse.load_state_dict(saved)
+            assert sparse.sparsifier.scored_by == "accumulator"
+            del saved["score"]
+            sparse.load_state_dict(saved)
+            assert sparse.sparsifier.scored_by == "norm"
+            with pytest.raises(ValueError, match="pass score='frequency' to sparsify"):
+                sparse.load_state_dict({**saved, "score": "frequency"})
+
     def test_include_and_exclude(self) -> None:
         model = Net()
         assert list(sparsify(model, adam(model), level=0.5, end=4, include="b*").sparsifier.data_groups) == ["bag"]

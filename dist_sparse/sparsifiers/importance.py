@@ -1,0 +1,227 @@
+"""Scores that know traffic: how often a row is looked up, and how much its gradients have moved it.
+
+Each is a number for an element, so that it serves every block and sharding: what Adagrad keeps for a row of a shard, or
+what is counted for it, holds for each of its elements. Blocks are compared by the mean over their elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from dist_sparse import checks
+from dist_sparse.groups import Facts, Replica, rank_in
+from dist_sparse.masking.block_masks import ScoredTable
+from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Preview
+from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
+
+__all__ = ["SCORES", "ImportanceSparsifier", "Score"]
+
+Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
+SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
+
+_TINY = 2.0**-100
+"""Added to a G, so that rows that were never touched are ordered by norm, and after those that are removed already."""
+
+_MOST = 1 << 30
+"""Counts stop here: rows as hot as that are never removed."""
+
+
+class _Known(NamedTuple):
+    """What is known of the rows of a shard: ``total``, ``(rows,)``, ``(rows, 1)`` or ``(rows, columns)``, counts from
+    ``initial`` on; divided by ``share`` it is that of an element."""
+
+    rect: Rect
+    total: Tensor
+    initial: float = 0.0
+    share: int = 1
+
+
+class ImportanceSparsifier(DataNormSparsifier):
+    """Removes the blocks that matter least to training: by norm, by lookups, or by what Adagrad has summed.
+
+    ========================  ==========================================================================================
+    ``score``                 of an element ``w``
+    ========================  ==========================================================================================
+    ``"norm"``                ``w * w`` or ``|w|``, as :class:`~dist_sparse.DataNormSparsifier`
+    ``"frequency"``           lookups of its row in training, divided by the table's width
+    ``"accumulator"``         ``G``, the squared gradients that Adagrad has summed for it
+    ``"norm_accumulator"``    ``w * w * (G + 2**-100)``: of a row of row-wise Adagrad its norm times the root of ``G``
+    ========================  ==========================================================================================
+
+    ``G`` is read from the optimizer: FBGEMM's (row-wise) Adagrad, TorchRec's ``RowWiseAdagrad``, or torch's Adagrad,
+    less its initial value. Rows that no batch has touched have ``G`` and lookups of 0, so that they are removed first
+    (with ``"norm_accumulator"`` those with the smallest norm), which changes no prediction on what was trained. A
+    row-wise optimizer keeps one number for a row of a shard: a table cut by columns has several for a row, each for its
+    own columns.
+
+    All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the optimizers and sees the ids.
+    Lookups are those of rows in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 a
+    row, kept with its shard, in ``state_dict()``. Removed rows are counted and keep their ``G`` unless the
+    enforcer resets it, so that they may come back with ``"frequency"`` and ``"accumulator"``; they start at 0.
+
+    Args:
+        data_list: as in :class:`~dist_sparse.DataNormSparsifier`, as all that is not listed here.
+        score: of an element.
+        norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; others take ``"L2"``.
+        decay: counts are multiplied by it, and rounded down, after each mask update, so that old traffic counts less;
+            at 1 all traffic since ``attach()`` counts alike.
+
+    Attributes:
+        scored_by: the score; may be replaced between mask updates, on all ranks, but for ``"frequency"``.
+
+    Raises:
+        ValueError: an argument is invalid; in ``add_model``, lookups of a table are not seen; in ``step()``, no
+            enforcer is attached, or a table has no Adagrad; on every rank.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import ImportanceSparsifier, MaskEnforcer
+        >>> table = torch.nn.EmbeddingBag(6, 4)
+        >>> optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
+        >>> sparsifier = ImportanceSparsifier(sparsity_level=0.5, score="norm_accumulator")
+        >>> names = sparsifier.add_model(table)
+        >>> with MaskEnforcer(sparsifier).attach(optimizer):
+        ...     table(torch.tensor([[1, 3, 4]])).sum().backward()
+        ...     optimizer.step()
+        ...     sparsifier.step()
+        >>> sparsifier.full_mask("weight")[:, 0]  # what was never looked up is removed first
+        tensor([0, 1, 0, 1, 1, 0], dtype=torch.int8)
+    """
+
+    def __init__(
+        self,
+        data_list: Iterable[tuple[str, Any]] | None = None,
+        sparsity_level: float = 0.5,
+        sparse_block_shape: BlockShape = (1, ROW),
+        zeros_per_block: int | None = None,
+        norm: Norm = "L2",
+        *,
+        score: Score = "norm_accumulator",
+        decay: float = 1.0,
+    ) -> None:
+        self.scored_by = checks.choice("score", score, SCORES)
+        self.counts_lookups = self.scored_by == "frequency"
+        self.decay = checks.level("decay", decay)
+        if self.scored_by != "norm" and norm not in ("L2", "l2"):
+            raise ValueError(f"Invalid {norm=} with {score=}: only the score 'norm' has another than 'L2'.")
+        self._known: dict[str, list[_Known]] = {}
+        super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
+
+    @property
+    def measure(self) -> Literal["L1", "L2"] | None:  # type: ignore[override]  # without a norm, score() is called
+        return super().measure if self.scored_by == "norm" else None
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        """Return the score of each element, float64; see the class."""
+        if self.scored_by == "norm":
+            return super().score(name, data, offset=offset, **config)
+        rect, total, initial, share = self._known_at(name, data, offset)
+        first = offset[0] - rect.row
+        rows = total.reshape(rect.rows, -1)[first : first + len(data)].double().sub_(initial).div_(share)
+        if self.scored_by == "norm_accumulator":
+            exact = data.double()
+            return exact.mul_(exact).mul_(rows.add_(_TINY))
+        return rows.expand(data.shape)
+
+    def score_tables(
+        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, ScoredTable]:
+        self._known = self._look_up(located) if self.scored_by != "norm" else {}
+        return super().score_tables(located, configs)
+
+    def step(self) -> None:
+        try:
+            super().step()
+        finally:
+            self._known = {}  # views of live storage
+        if self.enable_mask_update and self.counts_lookups:
+            for name in self.packed_store.names:
+                for counts in self.packed_store.counts(name) or ():
+                    counts.copy_((counts * self.decay).clamp_(max=_MOST))
+
+    def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
+        try:
+            return super().preview(level)
+        finally:
+            self._known = {}
+
+    def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
+        super().note(facts, located)
+        facts["sparsifier.scored_by"] = self.scored_by
+        facts["sparsifier.decay"] = self.decay
+        for data in located:  # replicas must score alike
+            rank = rank_in(data.ranks)
+            for rect, total, *_ in self._known.get(data.name, ()) if data.replicated and not data.copied else ():
+                holders = [r for r, held in enumerate(data.tiling) if rect in held]
+                place = f"optimizer state of {data.name} {rect}"
+                facts.replicas[place] = Replica(hash_tensor(total), holders[0] == rank, len(holders))
+
+    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
+        if self.counts_lookups and data.kernel not in ("fused", "fused_uvm"):
+            raise ValueError(
+                f"Table {data.name!r}: score='frequency' counts the lookups of tables with a fused optimizer, and this "
+                f"one is {data.kernel or data.sharding}; 'accumulator' knows the traffic of others, if Adagrad steps "
+                "them."
+            )
+        return super().check_config(data, config)
+
+    def check_known(self) -> None:
+        """Refuse tables of which the score is not known on this rank. Local.
+
+        Raises:
+            ValueError: as in ``step()``; names the table.
+        """
+        if self.scored_by != "norm":
+            self._look_up(self.packed_store.locate())
+
+    def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
+        """What is known of the rows of this rank's shards."""
+        totals = self._totals()
+        found: dict[str, list[_Known]] = {}
+        for name, data in located.items():
+            if self.counts_lookups:
+                counts = zip(data.shards, self.packed_store.counts(name) or (), strict=True)
+                found[name] = [_Known(shard.rect, count, share=data.shape[1]) for shard, count in counts]
+            else:
+                found[name] = [_summed(name, shard, totals) for shard in data.shards]
+        return found
+
+    def _totals(self) -> dict[int, tuple[Tensor, float]]:
+        if self.enforcer is None:
+            raise ValueError(
+                f"score={self.scored_by!r} needs an attached MaskEnforcer, which knows the optimizers and sees the "
+                "ids: call MaskEnforcer(sparsifier).attach(optimizer), or use sparsify()."
+            )
+        return self.enforcer.accumulators()
+
+    def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
+        """What is known of the shard of a chunk that begins at ``offset``."""
+        if name not in self.dense_store:
+            here = Rect(*offset, 1, 1)
+            return next(known for known in self._known[name] if known.rect.intersect(here) is not None)
+        if self.counts_lookups:
+            raise ValueError(
+                f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from add_model()."
+            )
+        whole = self.dense_store.weight(name)
+        rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
+        return _summed(name, Shard(rect, whole), self._totals())
+
+
+def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> _Known:
+    """What Adagrad has summed for a shard.
+
+    Raises:
+        ValueError: no Adagrad steps it.
+    """
+    if shard.tensor.data_ptr() not in totals:
+        raise ValueError(
+            f"Table {name!r}: no Adagrad steps it, so that there are no sums of squared gradients to score it by; "
+            "score='norm' needs none, 'frequency' counts lookups."
+        )
+    return _Known(shard.rect, *totals[shard.tensor.data_ptr()])
