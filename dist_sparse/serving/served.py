@@ -59,7 +59,7 @@ class CollectionLookup(_Lookup):
         """
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         offsets = _checked(offsets, values.size(0))
-        # Of one feature nothing reads them.
+        # Of one feature no counts are read.
         counts = lengths if self.features == 1 else lengths.view(self.features, -1).sum(1)
         found: Tensor = self.rows(self.index(values, counts), offsets, counts, weights)
         return found
@@ -82,9 +82,11 @@ class EmbeddingBagLookup(_Lookup):
             offsets: int32 or int64 ``(bags,)``, where bags begin, and with ``include_last_offset`` where the last ends.
             weights: float32 ``(n,)``, a factor for each id.
         """
-        count = torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)
-        ends = offsets.int() if self.include_last_offset else torch.cat([offsets.int(), count])
-        found: Tensor = self.rows(self.index(ids, count), _checked(ends, ids.size(0)), count, weights)
+        ends = offsets.int()
+        if not self.include_last_offset:
+            ends = torch.cat([ends, torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)])
+        ends = _checked(ends, ids.size(0))
+        found: Tensor = self.rows(self.index(ids, ends), ends, ends, weights)  # of one feature no counts are read
         return found
 
 
@@ -102,11 +104,10 @@ class EmbeddingLookup(_Lookup):
 def _checked(offsets: Tensor, count: int) -> Tensor:
     """Offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads where they point."""
     message = "Lengths must add up to the number of ids, and offsets must end with it."
-    if is_scripting():  # TorchScript removes an assertion that returns nothing
-        if int(offsets[-1]) != count:
-            raise ValueError(message)
-    else:
-        torch._assert_async(offsets[-1] == count, message)
+    if not is_scripting() and torch.compiler.is_compiling():
+        torch._assert_async(offsets[-1] == count, message)  # in a graph; TorchScript would remove it
+    elif int(offsets[-1]) != count:
+        raise ValueError(message)
     return offsets.clamp(0, count)
 
 
@@ -172,9 +173,8 @@ class Served(nn.Module):
             float32 ``(bags, columns)``, or each id's row.
 
         Raises:
-            ValueError: a KeyedJaggedTensor for a module of torch, a feature or weights are missing, or batches differ
-                in size by feature.
-            RuntimeError: lengths or offsets do not fit the ids.
+            ValueError: lengths or offsets do not fit the ids; a KeyedJaggedTensor for a module of torch, a feature or
+                weights are missing, or batches differ in size by feature.
         """
         if not isinstance(ids, Tensor):
             if self.kind in ("embedding", "embedding_bag"):

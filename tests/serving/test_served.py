@@ -215,7 +215,7 @@ def test_modules_of_torch(tmp_path: Path, fbgemm: bool) -> None:
         )
         assert served(ids[:0].view(3, 0)).tolist() == [[0.0] * 6] * 3
         if last:
-            with pytest.raises(RuntimeError, match="must add up to the number of ids"):
+            with pytest.raises(ValueError, match="must add up to the number of ids"):
                 served(ids, torch.tensor([0, 21]))
             # FBGEMM's operator would read where they point.
             beyond = served(ids, torch.tensor([0, 10**9, 20]))
