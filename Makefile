@@ -56,6 +56,7 @@ bench: $(READY)  ## a due step(), and enforcement at every step, against what on
 	$(BIN)/python -m benchmarks.mask_update
 	$(BIN)/python -m benchmarks.enforce
 	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.compact
 
 sweep: $(READY)  ## what each level of sparsity costs and saves on the main job: CSV, plot; 10 minutes
 	$(BIN)/python -m benchmarks.sweep $(ARGS)
