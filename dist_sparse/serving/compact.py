@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.serving.kept_rows import kept_rows
 from dist_sparse.serving.sites import (
     Site,
@@ -196,6 +197,8 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool) -> None:
                     f"{name} is inside {type(wrapper).__name__}{f' at {path!r}' if path else ''}, which holds on to "
                     "the old parameters: compact the module inside, and wrap the result again."
                 )
+    if is_turned(module):
+        raise ValueError(f"{name} is rotated, and its output is turned back by a hook: it can't be compacted.")
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         if type(module) not in (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.serving.manifest import Collection, Feature, Pooling
 from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.sites import sites_of, torchrec_part
@@ -43,6 +44,10 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
     for site in sites_of(model):
         if shared := [fqn for fqn in site.tables.values() if fqn not in named]:
             raise ValueError(f"{shared[0]} is a table of another module too; only one of them can be served.")
+        if is_turned(site.module):
+            raise ValueError(
+                f"{site.place!r} has rotated tables, whose output is turned back by a hook: can't be served."
+            )
         names = {table: named[fqn] for table, fqn in site.tables.items()}
         if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
             [name] = names.values()

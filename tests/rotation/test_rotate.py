@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from dist_sparse import (
     DataNormSparsifier,
     MaskEnforcer,
     SparseTraining,
+    compact,
+    export,
+    load_served,
     post_training_sparse_quantize,
     rotate,
     sparsify,
@@ -216,9 +220,26 @@ def test_bases(zeros: Any) -> None:
     assert not (user @ r_user)[:, used:].any()
 
 
-def test_a_turned_back_embedding_is_not_quantized() -> None:
+def test_what_would_lose_the_bases_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("fbgemm_gpu")
     model, _, sparse = narrowed()
     sparse.step()
     with pytest.raises(ValueError, match="'user' can't be quantized: it is rotated"):
         post_training_sparse_quantize(model, DataNormSparsifier, sparsity_level=0.0, sparse_block_shape=(1, 8))
+    with pytest.raises(ValueError, match="has rotated tables, whose output"):
+        export(model, sparse, tmp_path / "served")
+    sparse.detach()
+    rows = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, begin=0, end=0)
+    rows.step()
+    with pytest.raises(ValueError, match="is rotated, and its output is turned back by a hook: it can't be compacted"):
+        compact(model, rows)
+
+
+def test_tables_that_meet_in_dot_products_are_served(tmp_path: Path) -> None:
+    """Their rotated rows are what a served model reads."""
+    pytest.importorskip("safetensors")
+    model, optimizer, sparse = narrowed([["user", "item"]], begin=2)
+    train(model, optimizer, sparse, 8)
+    wanted = model.item(torch.arange(40)).detach()
+    served = load_served(export(model, sparse, tmp_path / "served").path)
+    torch.testing.assert_close(served["item"](torch.arange(40)), wanted, rtol=0, atol=0)
