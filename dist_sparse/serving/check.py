@@ -104,8 +104,8 @@ class TableCheck:
             step = stored.scale_bias[:, :1].double()
             error = (found.double() - weight.double()).abs()
             wrong = (error > step / 2 * _ROUNDING) | ((weight == 0) & (found != 0))
-            self._error = max([self._error, *error.amax(1).tolist()])
-            self._step = max([self._step, *step.flatten().tolist()])
+            self._error = max(self._error, float(error.max()))
+            self._step = max(self._step, float(step.max()))
         if len(places := wrong.nonzero()):
             row, column = places[0].tolist()
             raise ValueError(

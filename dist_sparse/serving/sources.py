@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.quantization.grid import chunks
 from dist_sparse.serving.codes import LARGEST, out_of_range
 from dist_sparse.serving.kept_rows import kept_rows, move_rows
 from dist_sparse.serving.lookups import Lookups
@@ -45,15 +46,15 @@ class Source:
         return self.block is not None and self.block[1] < self.data.shape[1]
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all kept rows on rank 0, in order. Collective over the ranks that hold the table: they must exhaust
-        it; on others it ends at once."""
+        """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several times their memory.
+        Collective over the ranks that hold the table: they must exhaust it; on others it ends at once."""
         ranks = self.data.ranks or (0,)
         if rank_in(world_ranks()) not in ranks:
             return
         whole = Rect(0, 0, int(self.stored.count_nonzero()), self.data.shape[1])
         wanted = [[whole] if rank == 0 else [] for rank in ranks]
         for _, rows in move_rows(self.data, [shard.tensor for shard in self.data.shards], self.stored, wanted):
-            yield rows
+            yield from (rows[some] for some in chunks(*rows.shape))
 
 
 def check_registered(model: nn.Module, sparsifier: BaseDataSparsifier, located: list[ShardedData]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,33 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
 def rows_held(model: torch.nn.Module) -> int:
     """The kept rows of this rank's shards."""
     return sum(int(s.tensor.any(1).sum()) for data in model_source(model).locate() for s in data.shards)
+
+
+@on_ranks(2)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux, to see the memory of a process")
+def test_no_rank_holds_the_table_of_another(tmp_path: Path) -> None:
+    """96 MiB that rank 1 holds: what rank 0 allocates meanwhile, sampled."""
+    cell = replace(BIG, plan={"big": table_wise(rank=1)}, tables=(TableSpec("big", 3 << 17, 64, ("big_id",)),))
+    model = build(cell)
+    export(model, None, tmp_path / "warm", "int4")
+    before, peak, ended = allocated(), [0], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.002):
+            peak[0] = max(peak[0], allocated())
+
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    export(model, None, tmp_path / "served", "int8")
+    ended.set()
+    sampling.join()
+    assert 0 < peak[0] - before < 48 << 20
+
+
+def allocated() -> int:
+    """Resident bytes of this process that are no file's."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
 
 
 @on_ranks(2, 4)
