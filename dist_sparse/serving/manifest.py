@@ -189,7 +189,8 @@ class Manifest:
         fields = asdict(self)
         files = {TABLES: {"bytes": fields.pop("bytes")}}
         entries = {"format": FORMAT, "version": VERSION, **fields, "files": files}
-        return _dump({**entries, "crc32": hex_of(zlib.crc32(_dump(entries).encode()))})
+        text = json.dumps(entries, indent=1, allow_nan=False)
+        return f"{text.removesuffix(_END)}{_CRC}{hex_of(zlib.crc32(text.encode()))}{_CLOSED}"
 
     @staticmethod
     def from_text(text: str) -> Manifest:
@@ -198,17 +199,17 @@ class Manifest:
         Raises:
             ValueError: the text is not exactly that, or of another version.
         """
+        body, _, crc = text.rpartition(_CRC)
+        if crc != f"{hex_of(zlib.crc32((body + _END).encode()))}{_CLOSED}":
+            raise ValueError("its CRC32 does not fit: it is damaged, was edited, or is no manifest")
         try:
-            entries = json.loads(text)
+            entries = json.loads(body + _END)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"it is not JSON: {error}") from None
         if not isinstance(entries, dict) or entries.get("format") != FORMAT:
             raise ValueError(f"it does not say that its format is {FORMAT!r}")
         if entries.get("version") != VERSION:
             raise ValueError(f"version {entries.get('version')!r} is not {VERSION}, the one that this release reads")
-        crc = entries.pop("crc32", None)
-        if crc != hex_of(zlib.crc32(_dump(entries).encode())) or text != _dump({**entries, "crc32": crc}):
-            raise ValueError("its CRC32 does not fit: the file is damaged or was edited")
         try:
             return _manifest(entries)
         except (LookupError, TypeError, AttributeError) as error:
@@ -285,5 +286,7 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     return made
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+_END: Final = "\n}"
+_CRC: Final = ',\n "crc32": "'
+_CLOSED: Final = f'"{_END}\n'
+"""Around the last entry of a manifest: the CRC32 of its text without that entry."""

@@ -13,8 +13,8 @@ from torch import nn
 from dist_sparse import DataNormSparsifier, export
 from dist_sparse.serving import export as export_module
 from dist_sparse.serving.artifact import Artifact, ArtifactWriter, open_artifact
-from dist_sparse.serving.check import TableCheck, check_artifact
-from dist_sparse.serving.codes import Rows, encode
+from dist_sparse.serving.check import MappedTable, TableCheck, check_artifact
+from dist_sparse.serving.codes import Rows, decode, encode
 from dist_sparse.serving.manifest import Manifest, Table
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
@@ -67,6 +67,21 @@ def test_ids_that_other_rows_serve_are_found(tmp_path: Path) -> None:
         other[wrong] = ~other[wrong]
         with pytest.raises(ValueError, match=f"id {wrong} is served by row"):
             TableCheck(artifact, "weight", other)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
+    """A quarter of a step is not: here everything else is served exactly."""
+    artifact, weight = exported(tmp_path / "served", dtype, (1, 4))
+    kept = weight.any(1)
+    tail = artifact.tensors("weight")["scale_bias"].clone()
+    tail[:, 1] += tail[:, 0] / 4
+    rewritten(artifact, tmp_path / "shifted", scale_bias=tail)
+    shifted = open_artifact(tmp_path / "shifted")
+    served = decode(MappedTable(shifted, "weight").rows(0, int(kept.sum())), 8)
+    TableCheck(shifted, "weight", kept).add(served)
+    with pytest.raises(ValueError, match=r"and the model has 0\.0"):
+        TableCheck(shifted, "weight", kept).add(torch.where(weight[kept] == 0, 0.0, served))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

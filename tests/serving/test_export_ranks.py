@@ -17,7 +17,7 @@ from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import DataType
 
-from dist_sparse import DataNormSparsifier, compact, export, groups, load_served
+from dist_sparse import DataNormSparsifier, compact, export, groups, load_served, sparsify
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.tables.modules import model_source, modules_by_path
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, plain, set_weights, weights
@@ -119,6 +119,26 @@ def test_compact_tables(world: int, name: str, tmp_path: Path) -> None:
     export(compact(model, sparsifier, optimizer=()), None, tmp_path / "after", "int8")
     dist.barrier()
     assert crcs(tmp_path / "before") == crcs(tmp_path / "after")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("block", ["row", "1x4"])
+def test_after_a_backward(block: str, tmp_path: Path) -> None:
+    """What a fused optimizer has revived since the last forward is zero in the files, and in the model."""
+    cell = cells(2)["row_wise"]
+    model = build(cell)
+    optimizer = torch.optim.SGD([model.module.over.weight, model.module.over.bias], lr=0.1)
+    with sparsify(model, optimizer, level=0.6, end=0, block=block, min_rows=2) as sparse:
+        for step in range(3):
+            model(batch(cell, seed=2 * step + dist.get_rank())).sum().backward()
+            if step != 1:
+                sparse.step()
+        model(batch(cell, seed=dist.get_rank())).sum().backward()
+        assert sum(sparse.sparsifier.count_revived().values()) > 0
+        export(model, sparse, tmp_path / "served")
+        assert sum(sparse.sparsifier.count_revived().values()) == 0
+        full = gathered(model)
+        assert all(torch.equal(found, full[name]) for name, found in dense(tmp_path / "served").items())
 
 
 @on_ranks(2)
