@@ -84,7 +84,7 @@ MUTATIONS = [
     M("enforcer/rows.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
     M("enforcer/enforcer.py", "        self.settle()\n        done = sync", "        done = sync", "tests/dist/test_copies.py"),
     M("enforcer/enforcer.py", "        self._loaded = True\n        for kernel", "        for kernel", "tests/dist/test_enforce.py tests/enforcer -k load"),
-    M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n\n    def renew", "            pass\n\n    def renew", "tests/dist/test_enforce_equals.py -k states"),
+    M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n\n    def check_rotation", "            pass\n\n    def check_rotation", "tests/dist/test_enforce_equals.py -k states"),
     M("enforcer/dense.py", "target.clean(step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
     # -- optim -----------------------------------------------------------------------------------------------------------
     M("optim/gradients.py", "place.is_shard() or at == 0 for", "True for", "tests/dist/test_optim_dtensor.py -k norm"),
