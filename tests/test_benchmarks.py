@@ -73,7 +73,7 @@ def test_loading_a_small_table_runs() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_small_case_of_compact_tables_runs(ranks: int) -> None:
     tables = {"tables": 2, "rows": 3000, "dim": 64, "ids": 3, "below": 3000, "batch": 64}
-    found = fresh("benchmarks.compact_case", {"tables": tables, "skew": 3, "ranks": ranks, "steps": 2}, ranks, 1)
+    found = run_case("benchmarks.compact_case", {"tables": tables, "skew": 3, "ranks": ranks, "steps": 2}, ranks)
     assert all(found[key] > 0 for key in ("dense_s", "masked_s", "compact_step_s", "compact_s"))
     assert found["table_bytes"] == 2 * 3000 * 260 // ranks and found["compact_bytes"] == 2 * 600 * 260 // ranks
     assert "2 x 3,000 x 64" in report_compact([found])
