@@ -21,6 +21,7 @@ from dist_sparse import DataNormSparsifier, compact, export, groups, load_served
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.tables.modules import model_source, modules_by_path
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, plain, set_weights, weights
+from tests.dist.copies import build_copies, copied_cells
 from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
 from tests.serving.stored import crcs, dense
@@ -119,6 +120,20 @@ def test_compact_tables(world: int, name: str, tmp_path: Path) -> None:
     export(compact(model, sparsifier, optimizer=()), None, tmp_path / "after", "int8")
     dist.barrier()
     assert crcs(tmp_path / "before") == crcs(tmp_path / "after")
+
+
+@on_ranks(4)
+def test_copies(world: int, tmp_path: Path, expected: dict[Any, Any]) -> None:
+    """Of two copies that were trained apart (2-D parallelism), the first one is written."""
+    cell = copied_cells()["mixed"]
+    model = build_copies(cell)
+    for data in model_source(model).locate():
+        for shard in data.shards:
+            if data.copied and shard.rect not in data.owned(dist.get_rank()):
+                shard.tensor.add_(1.0)
+    exported(model, tmp_path, "rows")
+    dist.barrier()
+    assert crcs(tmp_path / "rows") == expected[tables_of(cell)]["rows"]
 
 
 @on_ranks(2)
