@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import statistics
@@ -36,14 +37,16 @@ def lookups(case: dict[str, Any]) -> dict[str, Any]:
     rows, dim, dtype = case["rows"], case["dim"], case["dtype"]
     map_bytes = _map_bytes(case)
     frequency = _frequency(case)
-    weight = torch.randn(rows, dim) * (1.0 if frequency is None else frequency.sqrt().unsqueeze(1))
+    weight = torch.randn(rows, dim) * (1.0 if frequency is None else frequency.sqrt().float().unsqueeze(1))
     table = nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
     with tempfile.TemporaryDirectory() as folder:
         kept, bytes_ = _write(table, case, Path(folder) / "served")
         served = load_served(Path(folder) / "served")
         plain = load_served(Path(folder) / "served", fbgemm=False) if dtype == "fp32" else None
+        served.to_torchscript(Path(folder) / "served.pt")
+        scripted = torch.jit.load(Path(folder) / "served.pt")
     remap = torch.where(kept, kept.cumsum(0) - 1, -1).int()
-    calls: dict[str, Call] = {"served": served, "tbe": _tbe(case, rows, None, True)}
+    calls: dict[str, Call] = {"served": served, "scripted": scripted, "tbe": _tbe(case, rows, None, True)}
     if plain is not None:
         calls |= {"served in torch": plain, "nn.EmbeddingBag": table}
     if not bool(kept.all()):
@@ -117,16 +120,17 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     """Loads what :func:`write` wrote: seconds, and resident memory afterwards above that before. The file is cached."""
     file = Path(case["folder"]) / case["what"]
     ids, offsets = torch.randint(case["rows"], (5120,)), torch.arange(0, 5120, 10)
-    small = nn.EmbeddingBag(10, 4, mode="sum")
-    small(ids % 10, offsets)  # threads and allocator are there
-    if case["what"] != "dense":
-        import fbgemm_gpu  # noqa: F401
-        import safetensors.torch  # noqa: F401
+    # Imports, threads and allocator are none of what is measured.
+    import fbgemm_gpu  # noqa: F401
+    import safetensors.torch  # noqa: F401
+
+    nn.EmbeddingBag(10, 4, mode="sum")(ids % 10, offsets)
+    torch.save(ids, buffer := io.BytesIO())
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
     before, start = _resident(), time.perf_counter()
     if case["what"] == "dense":
-        with torch.device("meta"):
-            module: Any = nn.EmbeddingBag(case["rows"], case["dim"], mode="sum")
-        module.load_state_dict(torch.load(file, weights_only=True), assign=True)
+        module: Any = nn.EmbeddingBag.from_pretrained(torch.load(file, weights_only=True)["weight"], mode="sum")
     else:
         module = load_served(file)
     seconds = time.perf_counter() - start
@@ -193,29 +197,31 @@ def _map_bytes(case: dict[str, Any]) -> int:
 
 def _frequency(case: dict[str, Any]) -> Tensor | None:
     """Of each id, of Zipf's law with exponent 1.05; None: uniform. The rarest ids have the smallest rows."""
-    return None if case["ids"] == "uniform" else torch.arange(1, case["rows"] + 1).double().pow(-1.05).float()
+    return None if case["ids"] == "uniform" else torch.arange(1, case["rows"] + 1).double().pow(-1.05)
 
 
 def _ids(case: dict[str, Any], rows: int, frequency: Tensor | None) -> Tensor:
     count = case["bags"] * case["ids_a_bag"]
     if frequency is None:
         return torch.randint(rows, (count,))
-    sums = frequency.double().cumsum(0)
-    return torch.searchsorted(sums, torch.rand(count, dtype=torch.float64) * sums[-1]).clamp(max=rows - 1)
+    return torch.multinomial(frequency, count, replacement=True)
 
 
 def _interleaved(calls: dict[str, Any], draw: Callable[[], tuple[Any, ...]], rounds: int) -> dict[str, float]:
-    """The median seconds of each call. Each round has fresh ids, which all of them look up; ids are drawn before."""
+    """The median seconds of each call, on ids that nothing has looked up before.
+
+    All are drawn before the first call: drawing between calls would empty the caches and return the heap's memory."""
+    names = list(calls)
+    drawn = [{name: draw() for name in names} for _ in range(rounds)]
     for call in calls.values():
-        call(*draw())
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for at in range(rounds):
-        # Each finds the caches as its peers left them: the order changes, and ids are its own.
-        names = list(calls)[at % len(calls) :] + list(calls)[: at % len(calls)]
-        for name in names:
-            args = draw()
+        for _ in range(3):  # TorchScript compiles in the first two
+            call(*draw())
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for at, args in enumerate(drawn):
+        first = at % len(names)  # each finds the caches as its peers left them, so they take turns
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            calls[name](*args)
+            calls[name](*args[name])
             found[name].append(time.perf_counter() - start)
     return {name: statistics.median(times) for name, times in found.items()}
 
