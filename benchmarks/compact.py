@@ -44,7 +44,8 @@ def report(found: list[dict[str, Any]]) -> str:
         "A DLRM in training, row-wise tables with a fused row-wise Adagrad, 80% of the rows removed, one thread a "
         "rank. Milliseconds a step: the median of 20 on fresh batches on the slowest rank, the least of three rounds. "
         "dense: nothing removed. masked: with MaskEnforcer. tables: bytes of a rank's tables and their optimizer "
-        "state. freed: by how much the resident memory of rank 0 fell in compact(), beside by how much its tables did. "
+        "state. freed: by how much the resident memory of rank 0 fell in compact(), beside by how much its tables did "
+        "(malloc keeps some for later, and gives some back). "
         "index: bitmap and counts. peak: resident memory in compact() above that before it."
     )
     lines = [
@@ -56,7 +57,7 @@ def report(found: list[dict[str, Any]]) -> str:
         shape, removed = f["tables"], f["table_bytes"] - f["compact_bytes"]
         row = [
             f"{shape['tables']} x {shape['rows']:,} x {shape['dim']}",
-            "evenly" if f["skew"] == 1 else "58% of kept rows",
+            "evenly" if f["skew"] == 1 else "58% in kept rows",
             str(f["ranks"]),
             *(f"{f[key] * 1e3:.1f} ms" for key in ("dense_s", "masked_s", "compact_step_s")),
             f"**{f['masked_s'] / f['compact_step_s']:.2f} x**",
