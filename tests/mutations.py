@@ -104,6 +104,16 @@ MUTATIONS = [
     M("training/sparsify.py", "if self._detached() and not self.finished:", "if self._detached():", "tests/training"),
     # -- report ----------------------------------------------------------------------------------------------------------
     M("report/quality.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
+    # -- serving ---------------------------------------------------------------------------------------------------------
+    M("serving/export.py", "            consume(chunks)", "            consume(iter(list(chunks)))", "tests/serving/test_export_ranks.py -k no_rank_holds"),
+    M("serving/export.py", "        check_zero(sparsifier, sources)", "        pass", "tests/serving/test_export.py -k plain_data"),
+    M("serving/export.py", "            sparsifier.enforcer.settle()", "            pass", "tests/serving/test_export.py -k settled"),
+    M("serving/sources.py", "stored = stored & (torch.arange(len(stored)) < index.num_kept)  #", "pass  #", "tests/serving/test_export_ranks.py -k test_compact_tables"),
+    M("serving/artifact.py", "os.rename(self.folder, check_new(self._path))", "os.rename(self.folder, self._path)", "tests/serving/test_artifact.py -k overwritten"),
+    M("serving/artifact.py", "if name == \"kept\" and", "if False and", "tests/serving/test_artifact.py -k bitmap"),
+    M("serving/check.py", " | ((weight == 0) & (found != 0))", "", "tests/serving/test_check.py -k exact"),
+    M("serving/codes.py", "bits = weight.contiguous().view(word) != 0", "bits = weight != 0", "tests/serving/test_codes.py -k packed"),
+    M("quantization/grid.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
 ]
 # fmt: on
 
