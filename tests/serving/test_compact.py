@@ -74,7 +74,7 @@ def test_trains_as_the_masked_model(mode: str, name: str) -> None:
             assert type(net.bags) is CompactEmbeddingBag and type(net.words) is CompactEmbedding is type(net.twice)
             assert net.words is net.twice
             assert len(net.bags.weight) == int(kept["bags.weight"].sum()) == 18
-            assert repr(sparse) == "SparseTraining(step 1 of 0, level 0.7, 0 tables, detached)"
+            assert repr(sparse).endswith(", 0 tables, detached)")
         found.append(net(99).detach())
         assert torch.equal(found[-1], found[-2]) or mode == "mean"
         runs.append(found + train(net, optimizer, range(10, 30)))
