@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.shards import ROW
-from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule, Score
+from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule, Scope, Score
 from dist_sparse.training.sparsify import SparseTraining, combines, sparsify, steppers
 
 if TYPE_CHECKING:
@@ -72,8 +72,9 @@ class SparsifyCallback(Callback):
     ``sparsity/<table>`` of each, and ``sparsity/level``, the scheduled level, over all blocks.
 
     Args:
-        level, end, begin, every, block, norm, score, include, exclude, dense, schedule, optimizer_state, min_rows: as
-            in :func:`~dist_sparse.sparsify`; steps are rounds of optimizer steps.
+        level, budget, scope, floor, protect, block, norm, score: as in :func:`~dist_sparse.sparsify`.
+        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows: likewise; steps are rounds of
+            optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -111,7 +112,11 @@ class SparsifyCallback(Callback):
     def __init__(
         self,
         *,
-        level: Levels,
+        level: Levels | None = None,
+        budget: int | str | None = None,
+        scope: Scope = "table",
+        floor: Levels | None = None,
+        protect: str | list[str] | None = None,
         end: int,
         begin: int = 0,
         every: int = 100,
@@ -129,6 +134,10 @@ class SparsifyCallback(Callback):
         super().__init__()
         self._plan: dict[str, Any] = {
             "level": level,
+            "budget": budget,
+            "scope": scope,
+            "floor": floor,
+            "protect": protect,
             "end": end,
             "begin": begin,
             "every": every,

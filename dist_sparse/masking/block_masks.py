@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.cuts import CutTable, Decision, Owned, Partials, exchange_partials, find_cuts, return_decisions
-from dist_sparse.masking.masks import BlockMask, pack
+from dist_sparse.masking.masks import BitWriter, BlockMask, pack
+from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import (
     Batch,
     Measure,
@@ -56,7 +57,8 @@ class Goal:
     Args:
         data: the table as it is stored now.
         block: the sparse block, in elements.
-        k: number of blocks to prune.
+        k: number of blocks to prune; of a pool of tables, on average.
+        most: of a pool, how many of this table's blocks may be pruned.
         zeros: elements removed in a pruned block; the block's area removes all of it, however small an edge block is.
         measure: how elements are scored.
         whole_columns: blocks are as high as the table, whatever its height.
@@ -65,6 +67,7 @@ class Goal:
     data: ShardedData
     block: Block
     k: int
+    most: int
     zeros: int
     measure: Measure
     whole_columns: bool = False
@@ -77,6 +80,11 @@ class Goal:
     def blocks(self) -> int:
         """Number of blocks in the whole table."""
         return self.grid.blocks
+
+    @property
+    def price(self) -> int:
+        """Bytes of the weights that a pruned block loses."""
+        return min(self.zeros, self.block[0] * self.block[1]) * self.data.dtype.itemsize
 
     @property
     def by_element(self) -> bool:
@@ -112,19 +120,23 @@ class MadeMasks(NamedTuple):
     removed: int | None = None
 
 
-def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None) -> list[MadeMasks]:
+def new_masks(
+    scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None, pooled: bool = False
+) -> list[MadeMasks]:
     """Return the new masks of this rank's shards, per table in the order of its shards. Collective over ``group``.
+
+    If ``pooled``, the bytes that the tables' ``k`` remove together are removed wherever scores are smallest.
 
     At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces if scores tie over
     ranks. The first all-reduce carries ``rider``.
     """
     device = next((shard.tensor.device for table in scored for shard in table.goal.data.shards), torch.device("cpu"))
+    need = sum(table.goal.k * table.goal.price for table in scored) if pooled else 0
     candidates = [
-        Candidates(
-            table.goal.data.name, table.goal.k, table.goal.blocks, [*table.segments.values()], _spread(table.goal.data)
-        )
-        for table in scored
+        Candidates(goal.data.name, goal.most if need else goal.k, goal.blocks, [*segments.values()], _spread(goal.data))
+        for goal, segments in ((table.goal, table.segments) for table in scored)
     ]
+    pool = Pool(need, [table.goal.price for table in scored if table.goal.most]) if need else None
 
     # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one rank that owns it.
     cut = {i: table.cuts for i, table in enumerate(scored) if table.cuts is not None}
@@ -133,7 +145,7 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None =
         candidates[i].segments += own.segments
 
     # 2. Select: the exact threshold of every table.
-    thresholds = select_smallest(candidates, group, rider)
+    thresholds = select_smallest(candidates, group, rider, pool)
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and threshold.
     decisions: dict[int, dict[Rect, Decision]] = {}
@@ -147,7 +159,8 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, rider: Rider | None =
         goal, masks = table.goal, [small[i]] if i in small else []
         for shard in goal.data.shards[len(masks) :]:
             masks.append(_new_mask(table, shard, threshold, decisions.get(i, {}).get(shard.rect)))
-        block, k = ((1, 1), None) if goal.by_element else (goal.block, goal.k)
+        known = candidates[i].k if threshold.removed is None else threshold.removed
+        block, k = ((1, 1), None) if goal.by_element else (goal.block, known)
         made.append(MadeMasks(masks, block, threshold, k))
     return made
 
@@ -413,7 +426,7 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
     # a threshold of 0 that holds for all that is removed. Other scores imply nothing.
     norm = table.goal.measure in ("L1", "L2")
     clean = norm and threshold.bits == 0 and decision is None
-    kept, dirty = _BitWriter(grid.blocks, device), None if clean else _BitWriter(grid.blocks, device)
+    kept, dirty = BitWriter(grid.blocks, device), None if clean else BitWriter(grid.blocks, device)
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
         if dirty is not None:
@@ -452,7 +465,7 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, de
     """The new mask of a shard whose blocks lose only their smallest elements."""
     goal, segment, device = table.goal, table.segments[shard.rect], shard.tensor.device
     grid = grid_of(shard.rect, goal.block)
-    kept = _BitWriter(shard.rect.numel, device)
+    kept = BitWriter(shard.rect.numel, device)
     for start, stop in row_chunks(shard.rect, goal.block):
         first = (shard.rect.row + start) // goal.block[0] - grid.row
         bits = segment.rows(first, first - (start - stop) // goal.block[0])
@@ -466,33 +479,6 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, de
         kept.add(~gone.flatten())
     mask = BlockMask(shard.rect, (1, 1), kept.close())
     return NewMask(mask, ~mask.bits)
-
-
-class _BitWriter:
-    """Pack ``count`` flags that come in pieces of any length, at once into their place: small tensors that outlive the
-    large ones they are made from would leave holes in the heap."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
-        self._at = 0
-        self._rest: Tensor | None = None
-
-    def add(self, flags: Tensor) -> None:
-        flags = flags if self._rest is None else torch.cat([self._rest, flags])
-        whole = flags.numel() // 8 * 8
-        self._write(flags[:whole])
-        self._rest = flags[whole:].clone() if whole < flags.numel() else None  # the caller may reuse flags
-
-    def close(self) -> Tensor:
-        if self._rest is not None:
-            self._write(self._rest)
-        assert self._at == self._bits.numel()
-        return self._bits
-
-    def _write(self, flags: Tensor) -> None:
-        packed = pack(flags)
-        self._bits[self._at : self._at + packed.numel()] = packed
-        self._at += packed.numel()
 
 
 def _spread(data: ShardedData) -> bool:

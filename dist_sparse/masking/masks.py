@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
-__all__ = ["WORDS", "BlockMask", "count_bits", "pack", "positions", "spread", "unpack", "wide"]
+__all__ = ["WORDS", "BitWriter", "BlockMask", "count_bits", "pack", "positions", "spread", "unpack", "wide"]
 
 _GATHER = 0x0102040810204080
 """Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in order."""
@@ -37,6 +37,35 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     """Unpack bytes ``(ceil(count / 8),)`` into bools ``(count,)``."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:count].to(torch.bool)
+
+
+class BitWriter:
+    """Pack ``count`` flags that come in pieces of any length, at once into their place: small tensors that outlive the
+    large ones they are made from would leave holes in the heap."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
+        self._at = 0
+        self._rest: Tensor | None = None
+
+    def add(self, flags: Tensor) -> None:
+        """Append flags, bool ``(n,)``."""
+        flags = flags if self._rest is None else torch.cat([self._rest, flags])
+        whole = flags.numel() // 8 * 8
+        self._write(flags[:whole])
+        self._rest = flags[whole:].clone() if whole < flags.numel() else None  # the caller may reuse flags
+
+    def close(self) -> Tensor:
+        """Return the bytes, once all flags have been added."""
+        if self._rest is not None:
+            self._write(self._rest)
+        assert self._at == self._bits.numel()
+        return self._bits
+
+    def _write(self, flags: Tensor) -> None:
+        packed = pack(flags)
+        self._bits[self._at : self._at + packed.numel()] = packed
+        self._at += packed.numel()
 
 
 def count_bits(packed: Tensor) -> int:

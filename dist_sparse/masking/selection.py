@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.masks import pack, positions
+from dist_sparse.masking.pools import Pool
 
 __all__ = [
     "HISTOGRAM",
@@ -189,8 +190,7 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     return torch.cat([zeros, counts])
 
 
-_SHIFTS = (LEADING_SHIFT, 10, 0)
-_BUCKETS = (LEADING_BUCKETS, 1024, 1024)
+_ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
 
 _PRESENT = 1 << 44
 """Added to a bucket by each rank that has something in it: tells whether all ties are on one rank (2**44 blocks, 2**19
@@ -229,6 +229,8 @@ class Threshold:
     histogram: Tensor | None = field(default=None, compare=False, repr=False)
     """The scores of all ranks: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None where nothing or
     everything is removed."""
+    removed: int | None = field(default=None, compare=False)
+    """How many blocks are removed; None where nothing or everything is."""
 
     @property
     def score(self) -> float | None:
@@ -256,9 +258,11 @@ _NOTHING = Threshold(bits=0, last=-1)
 _EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
-def select_smallest(candidates: Sequence[Candidates], group: Group, rider: Rider | None = None) -> list[Threshold]:
+def select_smallest(
+    candidates: Sequence[Candidates], group: Group, rider: Rider | None = None, pool: Pool | None = None
+) -> list[Threshold]:
     """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks. Collective over
-    ``group``: every rank must call it.
+    ``group``: every rank must call it. With a ``pool`` of the tables of which ``k`` is not 0, ``k`` is the most.
 
     At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose threshold ties over
     ranks. None of the sizes depends on the number of scores. ``rider`` is carried by the first all-reduce, if any.
@@ -267,26 +271,27 @@ def select_smallest(candidates: Sequence[Candidates], group: Group, rider: Rider
         ValueError: a score is not finite (on every rank; names the table).
     """
     answers = [_NOTHING if table.k <= 0 else _EVERYTHING for table in candidates]
-    asked = [i for i, table in enumerate(candidates) if 0 < table.k < table.blocks]
+    asked = [i for i, table in enumerate(candidates) if table.k > 0 and (pool or table.k < table.blocks)]
     searches = {
         i: _Search(
             candidates[i].k, partial(_counted, candidates[i]), first=_first(candidates[i]), joint=_joint(candidates[i])
         )
         for i in asked
     }
-    rounds = list(zip(_SHIFTS, _BUCKETS, strict=True))
-    _narrow(
-        list(searches.values()),
-        rounds,
-        partial(group.all_reduce, rider=rider),
-        names=[candidates[i].name for i in asked],
-    )
+    if pool is not None:
+        pool.join(list(searches.values()))
+    reduce = partial(group.all_reduce, rider=rider)
+    _narrow(list(searches.values()), _ROUNDS, reduce, [candidates[i].name for i in asked], pool)
     over_ranks: dict[int, _Search] = {}
     for i, search in searches.items():
         table, bits = candidates[i], search.last
-        answers[i] = Threshold(bits=bits, last=None, histogram=search.first_counts)
+        removed = search.below + search.left
+        answers[i] = Threshold(bits=bits, last=None, histogram=search.first_counts, removed=removed)
         if search.left == search.inside:
             continue  # all that tie at the threshold are removed
+        if search.left == 0:  # and here all stay: the pool has reached its bytes
+            answers[i] = replace(answers[i], bits=bits - 1) if bits else replace(answers[i], last=-1)
+            continue
         if search.inside <= _CHUNK:
             for segment in table.segments:
                 segment.find_tied(bits)
@@ -320,6 +325,7 @@ class _Search:
     Attributes:
         last: the largest key that is removed, once found.
         left: how many are wanted of the ``inside`` keys of the last bucket, which are on ``holders`` ranks.
+        below: how many are before it.
         done: all or nothing of what shares the prefix is wanted, or there are no more bits: no further round is
             needed.
     """
@@ -331,7 +337,7 @@ class _Search:
         first: Tensor | None = None,
         joint: tuple[JointScores, int] | None = None,
     ) -> None:
-        self.left, self.last, self.inside, self.holders = k, 0, 0, 0
+        self.left, self.last, self.inside, self.holders, self.below = k, 0, 0, 0, 0
         self.done = False
         self._keys, self._first = keys, first
         self._prefix = 0
@@ -371,6 +377,7 @@ class _Search:
         """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
         zeros_apart = self._shift is None and self._first is not None
         self.left, self.inside, self.holders, self._shift = self.left - below, inside, holders, shift
+        self.below += below
         if zeros_apart and bucket == 0:
             self.done = True
             return
@@ -384,6 +391,7 @@ def _narrow(
     rounds: Sequence[tuple[int, int]],
     reduce: Callable[[Tensor], Tensor],
     names: Sequence[str] | None = None,
+    pool: Pool | None = None,
 ) -> None:
     """Run all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one
     host sync. All ranks know which searches are done."""
@@ -402,10 +410,14 @@ def _narrow(
         upto = counts.cumsum(1)
         wanted = torch.tensor([search.left for search in asked]).unsqueeze(1)
         bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
+        if pool is not None:
+            pool.limit(asked, upto, bucket)
         inside, holders = counts.gather(1, bucket), holders.gather(1, bucket) >> _PRESENT.bit_length() - 1
         table = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
         for search, row in zip(asked, table, strict=True):
             search.descend(shift, buckets, *row)
+        if pool is not None:
+            pool.share(last=shift == 0 or (counts.shape[1] == HISTOGRAM and pool.bucket == 0))
 
 
 def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor:

@@ -156,7 +156,6 @@ class CompactEmbeddingBagCollection(nn.Module):
         self._configs = list(tables)
         self._weighted = is_weighted
         self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
-        self._translation = [self.ids]  # pipelines put another module in its place
         averaged = [table.pooling is PoolingType.MEAN and table.name in indexes for table in tables]
         if is_weighted and any(averaged):
             names = [table.name for table, mean in zip(tables, averaged, strict=True) if mean]
@@ -179,11 +178,6 @@ class CompactEmbeddingBagCollection(nn.Module):
         """Return the pooled embeddings, as an EmbeddingBagCollection does."""
         pooled: KeyedTensor = self.inner(self.ids(features))
         return pooled if self.mean is None else self.mean(pooled, features)
-
-    def table_indexes(self) -> dict[str, RowIndex]:
-        """Return the indexes of the tables that have removed rows."""
-        [ids] = self._translation
-        return ids.table_indexes()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configurations of the whole tables."""
@@ -252,7 +246,6 @@ class CompactEmbeddingCollection(nn.Module):
         super().__init__()
         self._configs = list(tables)
         self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
-        self._translation = [self.ids]  # pipelines put another module in its place
         names_by_table = get_embedding_names_by_table(list(tables))
         stored = [
             _stored(table, indexes, names, stored_rows or {})
@@ -268,11 +261,6 @@ class CompactEmbeddingCollection(nn.Module):
         """Return the embeddings of every id, as an EmbeddingCollection does."""
         found: dict[str, JaggedTensor] = self.zeros(self.inner(self.ids(features)), features)
         return found
-
-    def table_indexes(self) -> dict[str, RowIndex]:
-        """Return the indexes of the tables that have removed rows."""
-        [ids] = self._translation
-        return ids.table_indexes()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the whole tables."""

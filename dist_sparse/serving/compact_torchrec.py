@@ -94,7 +94,7 @@ def table_rows(module: nn.Module) -> dict[str, int]:
 
 def table_indexes(module: Collection) -> dict[str, RowIndex]:
     """Return the indexes of a compact collection's tables that have removed rows."""
-    return module.table_indexes()
+    return module.ids.table_indexes()
 
 
 def lookups(module: Any) -> tuple[bool, list[tuple[str, tuple[str, ...], str]]]:
@@ -134,8 +134,6 @@ def refusal(model: nn.Module, module: nn.Module) -> str | None:
         return "it is sharded, but the model is no DistributedModelParallel; pass that"
     elif any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
         return "its optimizer runs in the backward though it is not sharded; shard the model first"
-    if getattr(module.forward, "__self__", None) is not module:
-        return "a train pipeline has replaced its forward; call pipeline.detach() first"
     weighted = getattr(module, "_is_weighted", False)
     if weighted and any(config.pooling is PoolingType.MEAN for config in _configs(module)):
         return "it has weighted means, which TorchRec divides differently in different shardings; use weighted sums"
@@ -169,7 +167,7 @@ def compacted(
         kept: by table, which of the rows in ``module`` are kept.
         device: of the ids.
     """
-    indexes = outer.table_indexes() if outer is not None else {}
+    indexes = outer.ids.table_indexes() if outer is not None else {}
     stored, shards = {}, _row_shards(module)
     for name, flags in kept.items():
         if name in indexes:
@@ -178,8 +176,8 @@ def compacted(
             indexes[name] = RowIndex.of(flags)
         # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty table beside others
         # of another width, FBGEMM's CPU backward writes other rows than it was given.
-        rows = max(1, int(flags.count_nonzero()))
-        stored[name] = max(rows, (shards[name] - 1) * -(-rows // shards[name]) + 1)
+        rows = int(flags.count_nonzero())
+        stored[name] = max(rows, 1, (shards[name] - 1) * -(-rows // shards[name]) + 1)
     configs = _configs(outer or module)
     meta = torch.device("meta")
     made: Collection

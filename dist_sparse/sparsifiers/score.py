@@ -12,12 +12,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer, number
+from dist_sparse.checks import choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table, score_tables
 from dist_sparse.masking.masks import BlockMask
@@ -27,10 +28,12 @@ from dist_sparse.sparsifiers.stats import TableStats, plain_stats, stats_of
 from dist_sparse.sparsifiers.step import make_masks
 from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, parse_block, resolve_block
 
-__all__ = ["BlockShape", "DataNormSparsifier", "Norm", "Preview", "ScoreSparsifier"]
+__all__ = ["SCOPES", "BlockShape", "DataNormSparsifier", "Norm", "Preview", "Scope", "ScoreSparsifier"]
 
 BlockShape: TypeAlias = tuple[int | str, int | str] | Literal["row", "col", "1x4"] | str
 Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
+Scope: TypeAlias = Literal["table", "global"]
+SCOPES = ("table", "global")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: further configuration that :meth:`score` receives.
 
     Attributes:
+        scope: ``"table"`` removes ``sparsity_level`` of each table; ``"global"`` removes the bytes that this makes in
+            all tables of a model wherever scores are smallest, exactly, whatever the sharding. Blocks are compared by
+            their mean score, which is that of a byte, and must divide the tables. A table at level 0 loses nothing,
+            and below level 1 at least one block of each stays. Settable, with the same value on every rank.
+        floors: by registered name the least fraction of blocks that is kept, whatever the level.
         measure: how elements are scored: ``"L1"`` (``|x|``) or ``"L2"`` (``x * x``), which are quick, or None for
             :meth:`score`. A class that defines ``score`` without ``measure`` gets None.
 
@@ -83,6 +91,9 @@ class ScoreSparsifier(BaseDataSparsifier):
         >>> sparsifier.full_mask("weight")[:, 0]
         tensor([1, 0, 1, 0], dtype=torch.int8)
     """
+
+    scope: Scope = "table"
+    floors: Mapping[str, float] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -191,6 +202,8 @@ class ScoreSparsifier(BaseDataSparsifier):
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
         super().note(facts, located)
         facts["sparsifier.measure"] = self.measure
+        facts["sparsifier.scope"] = self.scope
+        facts["sparsifier.floors"] = dict(self.floors)
 
     @property
     def reads_masks(self) -> bool:
@@ -204,6 +217,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         if located:
             self._check_update_mask()
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
+        self._check_pool(goals)
         scored = score_tables(list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()])
         return dict(zip(goals, scored, strict=True))
 
@@ -211,7 +225,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
     ) -> dict[str, MadeMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
-        return dict(zip(names, new_masks([scored[name] for name in names], group, rider), strict=True))
+        made = new_masks([scored[name] for name in names], group, rider, pooled=self.scope == "global")
+        return dict(zip(names, made, strict=True))
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.
@@ -230,6 +245,32 @@ class ScoreSparsifier(BaseDataSparsifier):
                 f"{type(self).__name__} defines update_mask() below ScoreSparsifier, which would choose blocks of each "
                 "shard by itself: override score(), or inherit BaseDataSparsifier."
             )
+
+    def check_levels(self, levels: Mapping[str, float]) -> None:
+        """Refuse levels, by the name of each sharded table, that no mask update could reach. Local.
+
+        Raises:
+            ValueError: with the scope ``"global"``; names what is in the way.
+        """
+        configs = {name: {**self.data_groups[name], "sparsity_level": level} for name, level in levels.items()}
+        self._check_pool({name: self._goal(self.packed_store.find(name), config) for name, config in configs.items()})
+
+    def _check_pool(self, goals: Mapping[str, Goal]) -> None:
+        """Refuse tables that can't be selected from together. The same on every rank."""
+        if self.scope != "global":
+            return
+        if len(self.packed_store.groups) > 1:
+            groups = list(self.packed_store.groups.values())
+            raise ValueError(f"scope='global' needs tables over the same ranks; these are apart: {groups}.")
+        need = sum(goal.k * goal.price for goal in goals.values())
+        most = sum(goal.most * goal.price for goal in goals.values())
+        if need > most:
+            raise ValueError(
+                f"The levels remove {need} bytes together, and no more than {most} may be removed: of each table one "
+                f"block stays, and the floors {dict(self.floors)}."
+            )
+        if self.rotation is not None:
+            raise ValueError("scope='global' can't compare rotated columns, which are removed by their place.")
 
     def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
         """The new mask of plain data, as a table of a single shard."""
@@ -256,11 +297,21 @@ class ScoreSparsifier(BaseDataSparsifier):
         zeros = integer("zeros_per_block", zeros, least=area if whole_columns else 0, most=area, of=data.name)
         level = number("sparsity_level", config["sparsity_level"], of=data.name)
         grid = grid_of(Rect(0, 0, *data.shape), block)
-        k = round(min(max(level, 0.0), 1.0) * (grid.rows * grid.cols)) if zeros else 0
+        level = min(max(level, 0.0), 1.0)
+        floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
+        k = round(level * grid.blocks) if zeros else 0
+        most = grid.blocks - math.ceil(floor * grid.blocks - 1e-9) if zeros else 0
+        if choice("scope", self.scope, SCOPES) == "global":
+            _check_pooled(data, block)
+            most = min(most, grid.blocks - (level < 1)) if level else 0
+        else:
+            k = min(k, most)
         measure: Measure = self.measure or partial(self._scored, data.name, config)
         if self.rotation is not None and data.name in self.rotation.names:
             measure = partial(_places, data.shape[1])
-        return Goal(data=data, block=block, k=k, zeros=max(zeros, 1), measure=measure, whole_columns=whole_columns)
+        return Goal(
+            data=data, block=block, k=k, most=most, zeros=max(zeros, 1), measure=measure, whole_columns=whole_columns
+        )
 
     def _scored(self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]) -> Tensor:
         return self.score(name, data, offset=offset, **config)
@@ -337,6 +388,21 @@ def _places(columns: int, data: Tensor, offset: tuple[int, int]) -> Tensor:
 def _shape(block: Any) -> Any:
     """A block shape given as text, parsed; anything else as it is, to be refused once a table is known."""
     return parse_block(block) if isinstance(block, str) else block
+
+
+def _check_pooled(data: ShardedData, block: Block) -> None:
+    """Refuse tables whose blocks can't be compared with those of others.
+
+    Raises:
+        ValueError: plain data, or blocks that differ in their bytes.
+    """
+    if data.sharding == "plain":
+        raise ValueError(f"Data {data.name!r}: scope='global' is for the tables of models, from add_model().")
+    if any(size % side for size, side in zip(data.shape, block, strict=True)):
+        raise ValueError(
+            f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do; {block} does not divide "
+            f"{data.shape}."
+        )
 
 
 def _area(block: Any) -> int | None:

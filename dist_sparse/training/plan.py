@@ -26,8 +26,9 @@ from dist_sparse.schedulers.ready import (
     ReadyDataScheduler,
 )
 from dist_sparse.sparsifiers.importance import SCORES, Score
-from dist_sparse.sparsifiers.score import BlockShape, Norm
+from dist_sparse.sparsifiers.score import SCOPES, BlockShape, Norm, Scope
 from dist_sparse.tables.shards import COL, ROW, Rect, ShardedData, grid_of, resolve_block
+from dist_sparse.training.budget import budget_levels, parse_budget
 
 __all__ = [
     "BlockShape",
@@ -37,9 +38,11 @@ __all__ = [
     "Plan",
     "Schedule",
     "ScheduleName",
+    "Scope",
     "Score",
     "final_levels",
     "left_dense",
+    "table_floors",
 ]
 
 Levels: TypeAlias = float | Mapping[str, float]
@@ -67,6 +70,7 @@ class Plan:
     """Arguments of :func:`~dist_sparse.sparsify` that need no model, checked and resolved.
 
     Attributes:
+        budget: bytes, or a fraction of them as a float.
         block: ``(rows, columns)`` of ints, ``(int, ROW)`` or ``(COL, int)``.
         every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
         norm, optimizer_state: as the parts spell them.
@@ -77,7 +81,11 @@ class Plan:
         ValueError: an argument is invalid.
     """
 
-    level: Levels
+    level: Levels | None
+    budget: Any
+    scope: Any
+    floor: Levels | None
+    protect: Any
     end: int
     begin: int
     every: int
@@ -89,10 +97,16 @@ class Plan:
     min_rows: int
 
     def __post_init__(self) -> None:
+        if (self.level is None) == (self.budget is None):
+            raise ValueError(f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given.")
         window = Window(begin=self.begin, end=self.end, every=self.every)
         every = window.every if window.end is None else min(window.every, max(window.end - window.begin, 1))
         resolved = {
-            "level": _levels(self.level),
+            "level": None if self.level is None else _levels("level", self.level),
+            "budget": None if self.budget is None else parse_budget(self.budget),
+            "scope": checks.choice("scope", self.scope, SCOPES),
+            "floor": None if self.floor is None else _levels("floor", self.floor),
+            "protect": checks.name_list("protect", self.protect),
             **{"begin": window.begin, "end": window.end, "every": every},
             "block": _block(self.block),
             "norm": "L2" if self.norm is None else checks.choice("norm", self.norm, ("L1", "L2")),
@@ -109,12 +123,12 @@ class Plan:
             object.__setattr__(self, name, value)
 
 
-def _levels(level: object) -> Levels:
-    if not isinstance(level, Mapping):
-        return checks.level("level", level)
-    if not level:
-        raise ValueError(f"Invalid {level=}: must be a number in [0, 1], or such numbers by name or glob.")
-    return {str(name): checks.level(f"level[{name!r}]", each) for name, each in level.items()}
+def _levels(argument: str, given: object) -> Levels:
+    if not isinstance(given, Mapping):
+        return checks.level(argument, given)
+    if not given:
+        raise ValueError(f"Invalid {argument}={given!r}: must be a number in [0, 1], or such numbers by name or glob.")
+    return {str(name): checks.level(f"{argument}[{name!r}]", each) for name, each in given.items()}
 
 
 def _block(block: Any) -> tuple[int | str, int | str]:
@@ -131,21 +145,27 @@ def _block(block: Any) -> tuple[int | str, int | str]:
         raise ValueError(f"Invalid {block=}: {rule}.") from None
 
 
-def left_dense(model: nn.Module, located: Sequence[ShardedData], min_rows: int) -> dict[str, str]:
-    """Return the tables that are not pruned, with the reason: frozen ones, and those with fewer than ``min_rows`` rows.
+def left_dense(model: nn.Module, located: Sequence[ShardedData], plan: Plan) -> dict[str, str]:
+    """Return the tables that are not pruned, with the reason: protected ones, frozen ones, and those with fewer than
+    ``min_rows`` rows.
 
     Raises:
-        ValueError: none is pruned.
+        ValueError: none is pruned, or a glob of ``plan.protect`` matches no table.
     """
+    for pattern in plan.protect:
+        if not any(_matches(data, pattern) for data in located):
+            raise ValueError(f"Invalid protect: {pattern!r} matches none of {[data.name for data in located]}.")
     tables = same_storage([m.weight.data for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))])
     frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
     reasons = {}
     for data in located:
         whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-        if any(frozen(tensor) for tensor in whole):
+        if any(_matches(data, pattern) for pattern in plan.protect):
+            reasons[data.name] = "protected"
+        elif any(frozen(tensor) for tensor in whole):
             reasons[data.name] = "frozen (requires_grad=False)"
-        elif data.shape[0] < min_rows and (not whole or any(tables(tensor) for tensor in whole)):
-            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={min_rows}"
+        elif data.shape[0] < plan.min_rows and (not whole or any(tables(tensor) for tensor in whole)):
+            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons
@@ -157,30 +177,55 @@ def final_levels(plan: Plan, located: Sequence[ShardedData], left_dense: Mapping
     Levels below 1 are capped so that one block of each table stays.
 
     Raises:
-        ValueError: a glob of ``plan.level`` matches nothing that is pruned.
+        ValueError: a glob of ``plan.level`` matches nothing that is pruned, or a budget can't be met.
     """
+    if plan.budget is not None:
+        floors = table_floors(plan, located, left_dense)
+        finals = budget_levels(plan.budget, located, left_dense, plan.block, floors, plan.scope == "global")
+        return {glob.escape(name): level for name, level in finals.items()}
+    assert plan.level is not None
+    blocks = {data.name: _blocks(data, plan.block) for data in located}
+    given = _by_name("level", plan.level, located, left_dense)
+    finals = {name: _capped(level, blocks[name]) for name, level in given.items()}
+    if not isinstance(plan.level, Mapping) and set(finals.values()) == {plan.level}:
+        return plan.level
+    return {glob.escape(name): level for name, level in finals.items()}
+
+
+def table_floors(plan: Plan, located: Sequence[ShardedData], left_dense: Mapping[str, str]) -> dict[str, float]:
+    """Return the fraction that each table keeps at least, by name, where there is one.
+
+    Raises:
+        ValueError: a glob of ``plan.floor`` matches nothing that is pruned.
+    """
+    return {} if plan.floor is None else _by_name("floor", plan.floor, located, left_dense)
+
+
+def _by_name(
+    argument: str, given: Levels, located: Sequence[ShardedData], left_dense: Mapping[str, str]
+) -> dict[str, float]:
+    """The numbers of the tables that are pruned, from one for all or by glob: of several that match, the last."""
     pruned = [data for data in located if data.name not in left_dense]
-    levels = plan.level if isinstance(plan.level, Mapping) else {"*": plan.level}
-    finals: dict[str, float] = {}
-    for pattern, level in levels.items():
+    found: dict[str, float] = {}
+    for pattern, value in given.items() if isinstance(given, Mapping) else (("*", given),):
         matching = [data for data in located if _matches(data, pattern)]
         if not any(data in pruned for data in matching):
             reasons = {data.name: left_dense[data.name] for data in matching}
             why = f"matches tables that are left dense: {_listed(reasons)}" if reasons else "matches no table"
-            raise ValueError(f"Invalid level: {pattern!r} {why}; pruned are {[data.name for data in pruned]}.")
-        finals |= {data.name: _capped(level, data, plan.block) for data in matching if data in pruned}
-    if not isinstance(plan.level, Mapping) and set(finals.values()) == {plan.level}:
-        return plan.level
-    return {glob.escape(name): level for name, level in finals.items()}
+            raise ValueError(f"Invalid {argument}: {pattern!r} {why}; pruned are {[data.name for data in pruned]}.")
+        found |= {data.name: value for data in matching if data in pruned}
+    return found
 
 
 def _matches(data: ShardedData, pattern: str) -> bool:
     return fnmatchcase(data.name, pattern) or (data.fqn is not None and fnmatchcase(data.fqn, pattern))
 
 
-def _capped(level: float, data: ShardedData, block: tuple[int | str, int | str]) -> float:
-    grid = grid_of(Rect(0, 0, *data.shape), resolve_block(data.name, block, data.shape))
-    blocks = grid.rows * grid.cols
+def _blocks(data: ShardedData, block: tuple[int | str, int | str]) -> int:
+    return grid_of(Rect(0, 0, *data.shape), resolve_block(data.name, block, data.shape)).blocks
+
+
+def _capped(level: float, blocks: int) -> float:
     return (blocks - 1) / blocks if level < 1 and blocks and round(level * blocks) == blocks else level
 
 

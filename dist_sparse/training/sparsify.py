@@ -26,6 +26,7 @@ from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
+from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
 from dist_sparse.text import block_shape_text, count, number_of, shape_text, table_lines
@@ -36,9 +37,11 @@ from dist_sparse.training.plan import (
     OptimizerState,
     Plan,
     Schedule,
+    Scope,
     Score,
     final_levels,
     left_dense,
+    table_floors,
 )
 
 __all__ = ["SparseTraining", "combines", "sparsify", "steppers"]
@@ -148,7 +151,8 @@ class SparseTraining:
     def state_dict(self) -> dict[str, Any]:
         """Return masks (this rank's bits, and counts of lookups), configurations, the score and the schedule's step."""
         parts = {"sparsifier": self.sparsifier.state_dict(), "scheduler": self.scheduler.state_dict()}
-        return {**parts, "score": self.sparsifier.scored_by}
+        chosen = {"score": self.sparsifier.scored_by, "scope": self.sparsifier.scope}
+        return {**parts, **chosen, "floors": dict(self.sparsifier.floors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which replace the arguments
@@ -172,6 +176,7 @@ class SparseTraining:
                 if missing:
                     raise ValueError(f"The state lacks {missing} of the {part}; it has {sorted(map(str, state_dict))}.")
             score = checks.choice("score", state_dict.get("score", "norm"), SCORES)  # older states are of the norm
+            scope: Any = checks.choice("scope", state_dict.get("scope", "table"), SCOPES)
             if (score == "frequency") != self.sparsifier.counts_lookups:
                 raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
             param = state_dict["scheduler"]["schedule_param"]
@@ -184,7 +189,8 @@ class SparseTraining:
                 _check_levels(levels, state_dict)
         self.sparsifier.load_state_dict(state_dict["sparsifier"])
         commit()
-        self.sparsifier.scored_by = score
+        self.sparsifier.scored_by, self.sparsifier.scope = score, scope
+        self.sparsifier.floors = dict(state_dict.get("floors", {}))
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
@@ -210,7 +216,8 @@ class SparseTraining:
         tables, end = len(self.sparsifier.data_groups), self.scheduler.end
         parts = [
             f"step {self.scheduler.last_epoch}" + ("" if end is None else f" of {end}"),
-            f"level {level} by {self.sparsifier.scored_by}" if level else f"by {self.sparsifier.scored_by}",
+            (f"level {level} " if level else "") + f"by {self.sparsifier.scored_by}",
+            *(["over all tables"] if self.sparsifier.scope == "global" else []),
             number_of(tables, "table"),
             *([f"{len(self.left_dense)} left dense"] if self.left_dense else []),
             "attached" if self.enforcer.attached else "detached",
@@ -296,7 +303,11 @@ def sparsify(
     model: nn.Module,
     optimizer: Any,
     *,
-    level: Levels,
+    level: Levels | None = None,
+    budget: int | str | None = None,
+    scope: Scope = "table",
+    floor: Levels | None = None,
+    protect: str | list[str] | None = None,
     end: int,
     begin: int = 0,
     every: int = 100,
@@ -324,6 +335,13 @@ def sparsify(
         optimizer: the optimizer that steps it, or a sequence of all of them.
         level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table names and fully
             qualified names; of several that match, the last counts. Tables that none matches stay at 0.
+        budget: instead of ``level`` what the tables may take in the end: bytes, or a share of them as text, ``"20%"``.
+            Counted are kept weights, 0.25 byte for each original row (or a bit for each other block) that finds them,
+            and tables that are left dense. All tables have one level then, which rises as any level does.
+        scope: ``"table"``, or ``"global"``: the bytes that the levels make together are removed wherever scores are
+            smallest, see :class:`~dist_sparse.ScoreSparsifier`.
+        floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
+        protect: globs of tables that are left dense, and counted by ``budget`` (those of ``exclude`` are not).
         end, begin, every: last and first step of mask updates, and the steps between them; ``every`` is cut to
             ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``.
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or ``(1, ROW)`` for whole
@@ -370,6 +388,10 @@ def sparsify(
     with together.agreeing("sparsify()"):
         plan = Plan(
             level=level,
+            budget=budget,
+            scope=scope,
+            floor=floor,
+            protect=protect,
             end=end,
             begin=begin,
             every=every,
@@ -380,13 +402,16 @@ def sparsify(
             optimizer_state=optimizer_state,
             min_rows=min_rows,
         )
+        if plan.scope == "global" and rotate is not None:
+            raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by their place.")
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
-        unpruned = left_dense(model, located, plan.min_rows)
+        unpruned = left_dense(model, located, plan)
         final = final_levels(plan, located, unpruned)
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"
         )
+        sparsifier.scope, sparsifier.floors = plan.scope, table_floors(plan, located, unpruned)
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
@@ -403,6 +428,8 @@ def sparsify(
             training._attached_to(model, optimizers, auto_step)
             if plan.score is not None:
                 sparsifier.check_known()
+            levels = final if isinstance(final, dict) else {glob.escape(name): final for name in sparsifier.data_groups}
+            sparsifier.check_levels({name: levels.get(glob.escape(name), 0.0) for name in sparsifier.data_groups})
         if plan.score is None and not _known_everywhere(sparsifier, together):
             sparsifier.scored_by = "norm"
         if rotate is not None:

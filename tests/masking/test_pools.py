@@ -1,0 +1,56 @@
+"""Several tables lose together the bytes with the smallest scores, exactly, and none more than it may."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dist_sparse.groups import Group
+from dist_sparse.masking.pools import Pool
+from dist_sparse.masking.selection import Candidates, Segment, select_smallest
+
+
+def together(tables: list[Tensor], most: list[int], prices: list[int], need: int) -> list[Tensor]:
+    """Removed flags of each table by the library."""
+    segments = [Segment(0, torch.arange(1), 1) for _ in tables]
+    for segment, scores in zip(segments, tables, strict=True):
+        segment.add(scores.view(torch.int32).view(-1, 1).clone())
+    candidates = [Candidates(str(i), k, len(tables[i]), [segments[i]]) for i, k in enumerate(most)]
+    pool = Pool(need, [price for price, k in zip(prices, most, strict=True) if k])
+    thresholds = select_smallest(candidates, Group(None, None), pool=pool)
+    found = []
+    for segment, threshold, scores in zip(segments, thresholds, tables, strict=True):
+        parts = [threshold.removes(segment, at, bits) for at, bits in segment.chunks()]
+        found.append(torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool))
+        assert int(found[-1].sum()) == (threshold.removed or 0)
+        assert len(found[-1]) == len(scores)
+    return found
+
+
+def oracle(tables: list[Tensor], most: list[int], prices: list[int], need: int) -> list[Tensor]:
+    """One block after the other."""
+    order = sorted((float(score), t, i) for t, scores in enumerate(tables) for i, score in enumerate(scores))
+    removed = [torch.zeros(len(scores), dtype=torch.bool) for scores in tables]
+    for _, table, i in order:
+        if need > 0 and int(removed[table].sum()) < most[table]:
+            removed[table][i] = True
+            need -= prices[table]
+    return removed
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_equals_a_loop_over_all_blocks(data: st.DataObject) -> None:
+    few = data.draw(st.booleans(), "few different scores")
+    element = st.sampled_from([0.0, 1e-45, 0.5, 1.0, 3e38]) if few else st.floats(0, 2.0**100, width=32)
+    tables = data.draw(st.lists(st.lists(element, min_size=1, max_size=40), min_size=1, max_size=5), "tables")
+    scores = [torch.tensor(values, dtype=torch.float32) for values in tables]
+    most = [data.draw(st.integers(0, len(values)), "most") for values in tables]
+    prices = [data.draw(st.sampled_from([1, 3, 4, 64]), "price") for _ in tables]
+    total = sum(k * price for k, price in zip(most, prices, strict=True))
+    if total:
+        need = data.draw(st.integers(1, total), "need")
+        got, want = together(scores, most, prices, need), oracle(scores, most, prices, need)
+        assert [flags.tolist() for flags in got] == [flags.tolist() for flags in want]
