@@ -76,8 +76,6 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
         raise ValueError(f"{folder} is what an unfinished export left: delete it, and export again.")
     if not file.is_file():
         raise ValueError(f"{folder} holds no artifact: there is no {MANIFEST}.")
-    if extra := sorted(entry.name for entry in folder.iterdir() if entry.name not in (MANIFEST, TABLES)):
-        raise ValueError(f"{folder} holds files that are no part of the artifact: {extra}.")
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
     try:

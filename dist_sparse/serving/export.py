@@ -94,7 +94,7 @@ def export(
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are not zero, weights
             are not finite or beyond what ``dtype`` holds, or ranks disagree; on every rank, and nothing was written.
-        OSError: rank 0 can't write (on the other ranks a ValueError); nothing is left.
+        OSError: the folder can't be written; nothing is left. On several ranks it is a ValueError that quotes it.
         ImportError: safetensors is not installed.
 
     Example::
@@ -116,6 +116,7 @@ def export(
     with world.agreeing("export()") as facts:
         chosen: Any = choice("dtype", dtype, LARGEST)
         sparsifier = _sparsifier_of(sparse)
+        facts["sparse is None"] = sparsifier is None
         located = sorted(model_source(model).locate(), key=lambda data: data.name)
         lookups = lookups_of(model, located)
         if sparsifier is not None:

@@ -80,6 +80,8 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
                 features=features,
             )
         )
+    if empty := [data.name for data in located if 0 in data.shape and data.name not in indexes]:
+        raise ValueError(f"Table {empty[0]!r} has no weights: there is nothing to look up.")
     return Lookups(tuple(sorted(found, key=lambda each: each.path)), pooling, indexes)
 
 

@@ -51,6 +51,7 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 _KINDS: Final = ("bag", "sequence", "embedding_bag", "embedding")
 _POOLINGS: Final = ("sum", "mean", "none")
+_MOST_COLUMNS: Final = 1 << 16  # packed rows are decoded to as many as the manifest says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,12 +256,12 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
 def _table(name: str, entry: Mapping[str, Any]) -> Table:
     if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in _POOLINGS:
         raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}")
-    rows = integer("rows", entry["rows"], least=0, of=name)
+    rows = integer("rows", entry["rows"], least=1, of=name)
     block, values = entry["block"], entry["values"]
     return Table(
         rows=rows,
         kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
-        dim=integer("dim", entry["dim"], least=1, of=name),
+        dim=integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name),
         pooling=entry["pooling"],
         dtype=entry["dtype"],
         block=None if block is None else (integer("block", block[0], least=1), integer("block", block[1], least=1)),
@@ -281,6 +282,14 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     )
     if made.kind not in _KINDS:
         raise ValueError(f"collection {made.path!r} is of the kind {made.kind!r}")
+    texts = [made.path, *made.tables, *(text for each in made.features for text in (each.name, each.table))]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"collection {made.path!r} has names that are no text")
+    if not all(isinstance(flag, bool) for flag in (made.weighted, made.include_last_offset)):
+        raise ValueError(f"collection {made.path!r} has flags that are neither true nor false")
+    of_torch = made.kind in ("embedding", "embedding_bag")
+    if not made.tables or (of_torch and (len(made.tables) > 1 or made.features)) or not (of_torch or made.features):
+        raise ValueError(f"collection {made.path!r} of the kind {made.kind!r} has {len(made.tables)} tables")
     if strange := sorted({*made.tables, *(feature.table for feature in made.features)} - set(tables)):
         raise ValueError(f"collection {made.path!r} looks up {strange}, which are no tables of the artifact")
     return made

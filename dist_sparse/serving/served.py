@@ -7,7 +7,7 @@ takes and returns tensors. (No ``from __future__ import annotations``: see ``row
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -43,6 +43,16 @@ class _Lookup(nn.Module):
         self.rows = FbgemmLookup(tables, features) if native else TorchLookup(tables, features)
         self.features = len(features)
         self.include_last_offset = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_Lookup":
+        """Move to another device, and keep dtypes: rounded scales would not give zeros for zeros."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            probe = fn(tensor[:0])
+            return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+        super()._apply(moved, recurse)
+        return self
 
 
 class CollectionLookup(_Lookup):
@@ -190,6 +200,8 @@ class Served(nn.Module):
             bags, each = ids.size()
             lengths = torch.arange(bags + self.lookup.include_last_offset) * each
             ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+        if lengths is None:
+            raise ValueError(f"{self.path!r} takes ids and their {'lengths' if self.features else 'offsets'}.")
         if self.kind == "bag" and self.weighted and weights is None:
             raise ValueError(f"Collection {self.path!r} is weighted: it takes weights beside values and lengths.")
         return self.lookup(ids, lengths, weights)
@@ -273,7 +285,9 @@ def load_served(
 
     Returns:
         The module of the model's one collection, to be called with what the collection took; with several, a mapping
-        from their paths to such modules. A table of several collections is held by each of them.
+        from their paths to such modules. Pooled columns are in the order of the collection's configurations; those of
+        a sharded collection are ordered by sharding type, so read both by key. A table of several collections is held
+        by each of them.
 
     Raises:
         ValueError: it is no artifact, damaged, or of another version (names the file); it is not packed, with

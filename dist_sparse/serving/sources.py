@@ -97,6 +97,8 @@ def sources_of(
             stored = stored & (torch.arange(len(stored)) < index.num_kept)  # no id has the rows behind
             kept = index.kept().cpu()
             kept[kept.clone()] = stored[: index.num_kept]
+        if block is not None and block[1] >= data.shape[1] and bool(kept.all()):
+            block = None  # of whole rows, none of which is removed
         pooling = lookups.pooling[data.name]
         found[data.name] = Source(data=data, pooling=pooling, block=block, stored=stored, kept=kept)
     return found

@@ -120,8 +120,9 @@ def test_edges(tmp_path: Path) -> None:
 
 def test_compact_tables(tmp_path: Path) -> None:
     """Ids of the artifact are those of the original table, once compacted and twice, with finer masks on top."""
-    model = nn.ModuleDict({"user": nn.EmbeddingBag(1000, 12), "none": nn.Embedding(40, 8)})
-    config = {"user": {"sparsity_level": 0.5}, "none": {"sparsity_level": 1.0}}
+    tables = {"user": nn.EmbeddingBag(1000, 12), "none": nn.Embedding(40, 8), "whole": nn.Embedding(40, 8)}
+    model = nn.ModuleDict(tables)
+    config = {"user": {"sparsity_level": 0.5}, "none": {"sparsity_level": 1.0}, "whole": {"sparsity_level": 0.0}}
     sparsifier = pruned(model, config=config)
     before, whole = export(model, sparsifier, tmp_path / "before"), model["user"].weight.data.clone()
     model = compact(model, sparsifier, optimizer=())
@@ -245,6 +246,7 @@ def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "exists": ("exists already", lambda: export(model, sparsifier, path)),
         "another model": ("'user'.* another tensor", lambda: export(model_of(), sparsifier, served)),
         "part": ("'item' is none of the model's tables", lambda: export(part, sparsifier, served)),
+        "no rows": ("'0' has no weights", lambda: single(nn.EmbeddingBag(0, 8))),
         "max": ("'0'.*mode='max'", lambda: single(nn.EmbeddingBag(3, 3, mode="max"))),
         "max_norm": ("'0'.*max_norm=1.0", lambda: single(nn.Embedding(3, 3, max_norm=1.0))),
         "padding": ("'0'.*padding_idx=1", lambda: single(nn.EmbeddingBag(3, 3, padding_idx=1))),

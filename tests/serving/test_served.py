@@ -79,6 +79,18 @@ def test_pooled(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
 
 
 @FBGEMM
+def test_a_cast_keeps_zeros(tmp_path: Path, fbgemm: bool) -> None:
+    """Scales rounded to another dtype would not."""
+    of = sources("int8")
+    served = one(write(tmp_path / "served", ("", "bag", of)), fbgemm=fbgemm)
+    ids, lengths = batch(4, 6)
+    want = served(ids, lengths)
+    assert torch.equal(served.bfloat16()(ids, lengths), want) and torch.equal(served.double()(ids, lengths), want)
+    with pytest.raises(ValueError, match="takes ids and their lengths"):
+        served(ids)
+
+
+@FBGEMM
 @pytest.mark.parametrize("weighted", [False, True])
 def test_means_beside_sums(tmp_path: Path, fbgemm: bool, weighted: bool) -> None:
     """A mean is over all ids of a bag, removed ones too, whatever their weights."""
