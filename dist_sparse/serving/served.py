@@ -51,7 +51,7 @@ class _Lookup(nn.Module):
             probe = fn(tensor[:0])
             return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
-        super()._apply(moved, recurse)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
