@@ -1,8 +1,9 @@
 """Outputs of rotated tables, turned back: what a model reads is as if they had never been rotated.
 
-The bases are buffers of a child of the model, so that they are saved and loaded with the weights that they belong to.
-They are not below TorchRec's collections, which can only be resharded if their state is tables alone. Forward hooks on
-the modules that look tables up apply them; a copy of the model has its own bases and hooks.
+The basis of a table is a buffer of the model, so that it is saved and loaded with the weights that it belongs to. It is
+not below TorchRec's collections, which can only be resharded if their state is tables alone, and no module, which a
+``nn.Sequential`` would call. Forward hooks on the modules that look tables up apply it; a copy of the model has its own
+bases and hooks.
 """
 
 from __future__ import annotations
@@ -16,48 +17,35 @@ from torch import Tensor, nn
 
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["TurnBack", "is_turned", "turn_back"]
+__all__ = ["follow", "is_turned", "move_bases", "turn_back"]
 
-_CHILD = "dist_sparse_rotation"
-
-
-class TurnBack(nn.Module):
-    """The bases of the rotated tables of a model, buffers ``basis_<name>``, by which their outputs are turned back."""
-
-    def follow(self, name: str, basis: Tensor) -> None:
-        """Follow a further rotation of a table by ``basis``, float64 on the CPU."""
-        held = self.get_buffer(f"basis_{name}")
-        held.copy_(held.cpu().double() @ basis)
-
-    def forward(self, name: str, values: Tensor) -> Tensor:
-        """Return ``values`` ``(..., columns)`` of a table in its original basis."""
-        basis = self.get_buffer(f"basis_{name}")
-        return values @ basis.T.to(values.dtype)
+_BASIS = "rotation_of_"
 
 
-def turn_back(root: nn.Module, module: nn.Module, outputs: Mapping[str, str] | None, data: ShardedData) -> TurnBack:
-    """Have a module's output for a table turned back from now on, unless it is, and return the bases of its model.
+def turn_back(root: nn.Module, module: nn.Module, outputs: Mapping[str, str] | None, data: ShardedData) -> None:
+    """Have a module's output for a table turned back from now on, unless it is.
 
     Args:
         root: the model, without wrappers.
         module: the one that looks the table up.
         outputs: the name and the table of each output of a collection; None for a module whose output is one tensor.
     """
-    bases = getattr(root, _CHILD, None)
-    if bases is None:
-        root.add_module(_CHILD, bases := TurnBack())
-    assert isinstance(bases, TurnBack)
-    if f"basis_{data.name}" not in bases._buffers:
+    if _BASIS + data.name not in root._buffers:
         device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
         exact = torch.float64 if data.dtype == torch.float64 else torch.float32
-        bases.register_buffer(f"basis_{data.name}", torch.eye(data.shape[1], dtype=exact, device=device))
+        root.register_buffer(_BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device))
     hook = _hook(module)
     if hook is None:
-        module.register_forward_hook(hook := _Hook(bases))
+        module.register_forward_hook(hook := _Hook(root))
     own = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]  # its name in the collection
     found = [None] if outputs is None else [output for output, table in outputs.items() if table == own]
     hook.names |= dict.fromkeys(found, data.name)
-    return bases
+
+
+def follow(root: nn.Module, name: str, basis: Tensor) -> None:
+    """Follow a further rotation of a table by ``basis``, float64 on the CPU."""
+    held = root.get_buffer(_BASIS + name)
+    held.copy_(held.cpu().double() @ basis)
 
 
 def is_turned(module: nn.Module) -> bool:
@@ -65,12 +53,33 @@ def is_turned(module: nn.Module) -> bool:
     return _hook(module) is not None
 
 
+def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[str, int]) -> None:
+    """Have ``new``, in the place of ``old``, turn back outputs of fewer columns, if ``old`` turns them back.
+
+    Args:
+        root: the model, without wrappers; it may be ``new``.
+        widths: the first columns that are left of each table.
+    """
+    hook = _hook(old)
+    if hook is None:
+        return
+    for name in set(hook.names.values()):
+        basis = hook.basis(name)
+        root.register_buffer(_BASIS + name, basis[:, : widths.get(name, basis.shape[1])].clone())
+    hook.buffers = root._buffers
+    new.register_forward_hook(hook)
+
+
 class _Hook:
     """Turns back the outputs of a module: by output the name of the table, None for a module whose output is one
-    tensor. Its copies and pickles refer to the copied bases."""
+    tensor.
 
-    def __init__(self, bases: TurnBack) -> None:
-        self._bases = bases
+    It holds the dictionary of the model's buffers, not the model: a copy of the model has a copy that refers to its
+    buffers, and a copy of a module of it does not copy the model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.buffers = root._buffers
         self.names: dict[str | None, str] = {}
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -79,7 +88,16 @@ class _Hook:
         return importlib.import_module("dist_sparse.tables.torchrec").with_outputs(output, self._turned)
 
     def _turned(self, key: str | None, values: Tensor) -> Tensor:
-        return self._bases(self.names[key], values) if key in self.names else values
+        """``values`` ``(..., columns left)`` of an output in the original basis, ``(..., columns)``."""
+        if key not in self.names:
+            return values
+        return values @ self.basis(self.names[key]).T.to(values.dtype)
+
+    def basis(self, name: str) -> Tensor:
+        """Return the basis of a table."""
+        basis = self.buffers[_BASIS + name]
+        assert basis is not None
+        return basis
 
 
 def _hook(module: nn.Module) -> _Hook | None:

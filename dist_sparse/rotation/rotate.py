@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.bases import bases_of
-from dist_sparse.rotation.outputs import TurnBack, turn_back
+from dist_sparse.rotation.outputs import follow, turn_back
 from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import modules_by_path
@@ -73,8 +73,9 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
             _enforcer(sparsifier).check_rotation(_names(groups))
         lookups = {name: _lookup(sparsifier, located[name]) for name in _names(groups)}
     alone = [group[0] for group in groups if len(group) == 1]
-    turned = {name: turn_back(*lookups[name], located[name]) for name in alone}
-    sparsifier.rotation = _Rotation(sparsifier, groups, turned)
+    for name in alone:
+        turn_back(*lookups[name], located[name])
+    sparsifier.rotation = _Rotation(sparsifier, groups, {name: lookups[name].root for name in alone})
 
 
 class _Rotation:
@@ -82,14 +83,14 @@ class _Rotation:
 
     Args:
         groups: names of tables that are rotated together.
-        turned: what turns the output of a table back, of groups of one.
+        turned: the models of tables whose output is turned back: of groups of one.
     """
 
     def __init__(
         self,
         sparsifier: BaseDataSparsifier,
         groups: Sequence[Sequence[str]],
-        turned: Mapping[str, TurnBack],
+        turned: Mapping[str, nn.Module],
     ) -> None:
         self._sparsifier, self._groups, self._turned = sparsifier, groups, turned
 
@@ -132,7 +133,7 @@ class _Rotation:
                 over.broadcast_(basis)  # eigenvectors may differ in sign and rounding: all use the first rank's
                 turn_(located[name], basis, over)
                 if name in self._turned:
-                    self._turned[name].follow(name, basis)
+                    follow(self._turned[name], name, basis)
         enforcer.after_rotation(_names(chosen))
 
 

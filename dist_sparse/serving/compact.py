@@ -1,4 +1,4 @@
-"""`compact()`: from a sparsified model to one that stores kept rows only, in training.
+"""`compact()`: from a sparsified model to one that stores kept rows, or columns, only, in training.
 
 Everything is checked on all ranks first. Then compact modules take the places of the old ones in the user's module,
 rows and optimizer state of kept rows move, bit for bit and table by table, and last the old tables are released.
@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.rotation.outputs import is_turned
+from dist_sparse.rotation.outputs import is_turned, move_bases
+from dist_sparse.rotation.turning import cut_by_columns
 from dist_sparse.serving.kept_rows import kept_rows
 from dist_sparse.serving.sites import (
     Site,
     compact_embedding,
     cut,
+    narrow_embedding,
     replace_modules,
     sites_of,
     torchrec_part,
@@ -30,6 +32,7 @@ from dist_sparse.serving.sites import (
 from dist_sparse.serving.steppers import Stepped, Steppers
 from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import Source
 from dist_sparse.training.sparsify import SparseTraining
 
@@ -43,7 +46,7 @@ def compact(
     optimizer: Any = None,
     plan: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Return ``model`` with tables that store kept rows only. Collective: every rank of the world must call it.
+    """Return ``model`` with tables that store only what is kept. Collective: every rank of the world must call it.
 
     Collections of TorchRec become :class:`~dist_sparse.serving.collections.CompactEmbeddingBagCollection` or
     ``CompactEmbeddingCollection``, ``nn.Embedding`` and ``nn.EmbeddingBag``
@@ -58,7 +61,8 @@ def compact(
     Args:
         model: as it was sparsified: a DistributedModelParallel or a plain module. Of a DDP module pass the module
             inside, and wrap the result.
-        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove whole rows.
+        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove whole rows,
+            or columns of rotated tables: these become narrower, by columns whose number is a multiple of 4.
         optimizer: all optimizers that step tables themselves, or a sequence of them: they hold the new parameters
             afterwards. None is those that the enforcer is attached to; ``()`` is none.
         plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept rows are called
@@ -84,18 +88,23 @@ def compact(
     together = group_over(world_ranks())
     with together.agreeing("compact()"):
         sparsifier, optimizers = _parts(sparse, optimizer)
-    removed = {stats.name for stats in sparsifier.table_stats() if stats.removed_blocks}
+    stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
     flags = kept_rows(sparsifier)
     with together.agreeing("compact()"):
+        if sparsifier.enforcer is not None:
+            sparsifier.enforcer.settle()  # removed columns up to a multiple of 4 stay, as zeros
         steppers = Steppers(optimizers or ())
-        kept = _kept(model, sparsifier, removed, flags)
+        widths = _widths(sparsifier, stats)
+        kept = _kept(model, sparsifier, set(stats), widths, flags)
         for site in kept:
-            _check(model, site, optimizers is not None)
+            _check(model, site, optimizers is not None, widths)
+        names = {sparsifier.packed_store.find(name).fqn: name for name in widths}
+        narrow = {site: _narrowed(site, {fqn: widths[name] for fqn, name in names.items()}) for site in kept}
     torchrec = torchrec_part()
     in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
     root: nn.Module = torchrec.unwrapped(model) if in_dmp else model
     sharded = [site for site in kept if torchrec is not None and torchrec.is_sharded(site.module)]
-    made = {site: _compacted(site, kept[site], model) for site in kept}
+    made = {site: _compacted(site, kept[site], model, narrow[site]) for site in kept}
     result = replace_modules(root, {site.replaced: made[site] for site in kept})
     try:
         if in_dmp:
@@ -108,6 +117,10 @@ def compact(
     except BaseException:
         replace_modules(root, {made[site]: site.replaced for site in kept})
         raise
+    for site in kept:
+        inner = torchrec.unwrapped(result) if in_dmp else result
+        by_name = {names[site.tables[table]]: width for table, width in narrow[site].items()}
+        move_bases(site.module, getattr(made[site], "inner", made[site]), inner, by_name)
     _detach(sparse, sparsifier)
     for each in stepped:
         steppers.replace(each)
@@ -139,17 +152,39 @@ def _parts(sparse: Any, optimizer: Any) -> tuple[BaseDataSparsifier, Sequence[An
     return sparsifier, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
+def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
+    """The columns that stay of each rotated table, a multiple of 4, as FBGEMM needs.
+
+    Raises:
+        ValueError: the columns of a table are on several ranks.
+    """
+    rotated = () if sparsifier.rotation is None else sparsifier.rotation.names
+    widths = {}
+    for name in stats.keys() & set(rotated):
+        data, width = sparsifier.packed_store.find(name), sparsifier.packed_store.block(name)[1]
+        if cut_by_columns(data):
+            raise ValueError(f"Table {name!r} has columns on several ranks: shard it by rows or by table to narrow it.")
+        kept = stats[name].blocks - stats[name].removed_blocks
+        widths[name] = min(data.shape[1], max(4, -(-kept * width // 4) * 4))
+    return widths
+
+
 def _kept(
-    model: nn.Module, sparsifier: BaseDataSparsifier, removed: set[str], flags: Mapping[str, Tensor]
+    model: nn.Module,
+    sparsifier: BaseDataSparsifier,
+    removed: set[str],
+    widths: Mapping[str, int],
+    flags: Mapping[str, Tensor],
 ) -> dict[Site, Kept]:
     """What is kept in each module that holds a table with removed rows."""
     located = sparsifier.packed_store.locate()
-    for name in sorted(removed):
+    for name in sorted(removed - set(widths)):
         height, width = sparsifier.packed_store.block(name)
         if height != 1 or width < located[name].shape[1]:
             raise ValueError(
                 f"Table {name!r} has masks of blocks ({height}, {width}), and only whole rows can be compacted, "
-                "(1, ROW): what a finer mask removes inside of kept rows would come back. export() stores such masks."
+                "(1, ROW), or columns of rotated tables: what a finer mask removes inside of kept rows would come "
+                "back. export() stores such masks."
             )
     if not removed:
         raise ValueError("Nothing is removed yet, so there is nothing to compact.")
@@ -185,7 +220,7 @@ def _rows(site: Site) -> dict[str, int]:
     return rows
 
 
-def _check(model: nn.Module, site: Site, optimizers_known: bool) -> None:
+def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping[str, int]) -> None:
     """Refuse a module that can't be compacted, or whose optimizers are unknown."""
     module, name = site.module, ", ".join(site.tables.values())
     torchrec = torchrec_part()
@@ -197,7 +232,7 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool) -> None:
                     f"{name} is inside {type(wrapper).__name__}{f' at {path!r}' if path else ''}, which holds on to "
                     "the old parameters: compact the module inside, and wrap the result again."
                 )
-    if is_turned(module):
+    if is_turned(module) and not widths:
         raise ValueError(f"{name} is rotated, and its output is turned back by a hook: it can't be compacted.")
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         if type(module) not in (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag):
@@ -205,6 +240,8 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool) -> None:
                 f"{name} belongs to a {type(module).__name__}, which is neither nn.Embedding nor nn.EmbeddingBag and "
                 "may do more: it can't be compacted."
             )
+        if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)) and widths:
+            raise ValueError(f"{name} has lost rows already: narrow its table before it loses rows.")
         if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
             raise ValueError(f"{name} has mode='max', in which removed rows count as zeros: it can't be compacted.")
     elif reason := torchrec.refusal(model, module):
@@ -221,11 +258,26 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool) -> None:
             )
 
 
-def _compacted(site: Site, kept: Kept, model: nn.Module) -> Any:
-    """The compact module that takes the place of another."""
+def _compacted(site: Site, kept: Kept, model: nn.Module, widths: Mapping[str, int]) -> Any:
+    """The compact module that takes the place of another; ``widths`` by the table's name in the module."""
     if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
-        return compact_embedding(site.module, kept[""])
-    return torchrec_part().compacted(site.module, site.outer, kept, getattr(model, "device", None))
+        return narrow_embedding(site.module, widths[""]) if widths else compact_embedding(site.module, kept[""])
+    return torchrec_part().compacted(site.module, site.outer, kept, getattr(model, "device", None), widths)
+
+
+def _narrowed(site: Site, by_fqn: Mapping[str | None, int]) -> dict[str, int]:
+    """The columns that stay of a module's narrower tables, by the table's name in it. Those of an EmbeddingCollection
+    have one width, that of the widest.
+
+    Raises:
+        ValueError: not all tables of an EmbeddingCollection are narrower.
+    """
+    found = {table: by_fqn[fqn] for table, fqn in site.tables.items() if fqn in by_fqn}
+    if not found or isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) or torchrec_part().is_bags(site.module):
+        return found
+    if others := [fqn for fqn in site.tables.values() if fqn not in by_fqn]:
+        raise ValueError(f"{others} keep all columns, but tables of an EmbeddingCollection have one width: rotate all.")
+    return dict.fromkeys(found, max(found.values()))
 
 
 def _parameters(module: Any) -> dict[str, nn.Parameter]:
@@ -243,7 +295,10 @@ def _stepped(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Step
         Stepped(
             old,
             new[name],
-            {key: cut(state, kept[name], len(new[name])) for key, state in steppers.states(old).items()},
+            {
+                key: cut(state, kept[name], len(new[name]), new[name].shape[1])
+                for key, state in steppers.states(old).items()
+            },
         )
         for name, old in _parameters(site.module).items()
     ]

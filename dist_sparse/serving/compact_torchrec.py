@@ -35,6 +35,7 @@ __all__ = [
     "compacted",
     "consume",
     "fused_tables",
+    "is_bags",
     "is_compact",
     "is_sharded",
     "is_sharded_model",
@@ -57,6 +58,11 @@ Planner = Callable[[nn.Module], ShardingPlan]
 def is_compact(module: nn.Module) -> bool:
     """Return whether a module is a compact collection."""
     return isinstance(module, (CompactEmbeddingBagCollection, CompactEmbeddingCollection))
+
+
+def is_bags(module: nn.Module) -> bool:
+    """Return whether a collection pools its rows."""
+    return isinstance(module, (EmbeddingBagCollection, ShardedEmbeddingBagCollection))
 
 
 def is_sharded_model(model: nn.Module) -> bool:
@@ -156,7 +162,11 @@ def _misdivided(module: Any) -> bool:
 
 
 def compacted(
-    module: nn.Module, outer: Collection | None, kept: Mapping[str, Tensor], device: torch.device
+    module: nn.Module,
+    outer: Collection | None,
+    kept: Mapping[str, Tensor],
+    device: torch.device,
+    widths: Mapping[str, int],
 ) -> Collection:
     """Return a compact collection in place of another: of a sharded one its rows are on the meta device, to be sharded
     and filled.
@@ -166,6 +176,7 @@ def compacted(
         outer: the compact collection that it is the ``inner`` of, if it is.
         kept: by table, which of the rows in ``module`` are kept.
         device: of the ids.
+        widths: by table, how many of its first columns are kept, where that is not all.
     """
     indexes = outer.ids.table_indexes() if outer is not None else {}
     stored, shards = {}, _row_shards(module)
@@ -178,7 +189,10 @@ def compacted(
         # of another width, FBGEMM's CPU backward writes other rows than it was given.
         rows = int(flags.count_nonzero())
         stored[name] = max(rows, 1, (shards[name] - 1) * -(-rows // shards[name]) + 1)
-    configs = _configs(outer or module)
+    configs = [
+        replace(config, embedding_dim=widths.get(config.name, config.embedding_dim))
+        for config in _configs(outer or module)
+    ]
     meta = torch.device("meta")
     made: Collection
     if isinstance(module, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)):
@@ -189,7 +203,7 @@ def compacted(
     if not shards_tables(module):
         whole = _tables(module)
         for name, table in _tables(made.inner).items():
-            weight = cut(whole[name].weight, kept[name], table.num_embeddings)
+            weight = cut(whole[name].weight, kept[name], table.num_embeddings, table.embedding_dim)
             table.weight = nn.Parameter(weight, requires_grad=whole[name].weight.requires_grad)
     return made.train(module.training)
 
@@ -223,15 +237,18 @@ def _by_columns(spec: EnumerableShardingSpec) -> dict[int, list[ShardMetadata]]:
     return groups
 
 
-def _cut_again(spec: EnumerableShardingSpec, rows: int) -> EnumerableShardingSpec:
-    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last ones smaller."""
-    places = {}
+def _cut_again(spec: EnumerableShardingSpec, table: Any) -> EnumerableShardingSpec:
+    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last ones smaller. A
+    table that loses columns is not cut by columns."""
+    places, rows = {}, table.num_embeddings
     for group in _by_columns(spec).values():
         block = -(-rows // len(group))
         for number, shard in enumerate(group):
             top, bottom = min(number * block, rows), min((number + 1) * block, rows)
             places[id(shard)] = ShardMetadata(
-                [top, shard.shard_offsets[1]], [bottom - top, shard.shard_sizes[1]], shard.placement
+                [top, shard.shard_offsets[1]],
+                [bottom - top, min(shard.shard_sizes[1], table.embedding_dim)],
+                shard.placement,
             )
     return EnumerableShardingSpec([places[id(shard)] for shard in spec.shards])
 
@@ -259,7 +276,7 @@ def reshard(
             plan.pop(known, None)
         plan[inner] = EmbeddingModuleShardingPlan(
             {
-                name: replace(sharding, sharding_spec=_cut_again(sharding.sharding_spec, tables[name].num_embeddings))
+                name: replace(sharding, sharding_spec=_cut_again(sharding.sharding_spec, tables[name]))
                 if sharding.sharding_spec is not None
                 else sharding
                 for name, sharding in old.module_sharding_plan.items()  # type: ignore[union-attr, operator]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dist_sparse.groups import group_over
 from dist_sparse.serving.compact_torchrec import fused_tables, located, parameters_of, set_hyperparameters
 from dist_sparse.serving.kept_rows import move_rows
+from dist_sparse.serving.sites import cut
 from dist_sparse.serving.steppers import Stepped, Steppers
 from dist_sparse.tables.shards import Rect, ShardedData
 
@@ -113,18 +114,20 @@ def _move(
     dtype: torch.dtype | None = None,
     rowwise: bool = False,
 ) -> None:
-    """Fill the shards ``into`` of ``target`` from the shards ``held`` of ``source``; rows behind the kept ones are
-    0."""
+    """Fill the shards ``into`` of ``target`` from the shards ``held`` of ``source``, which may have more columns; rows
+    behind the kept ones are 0."""
     rows = int(kept.count_nonzero())
     for tensor in into:
         tensor.zero_()
     if source.replicated and target.replicated and not source.copied:  # each rank has it all
-        into[0][:rows] = held[0][kept.to(held[0].device)]
+        into[0][:rows] = cut(held[0], kept, rows, target.shape[1])
         return
     whole = Rect(0, 0, rows, target.shape[1])
     wanted = [[common for rect in rects if (common := rect.intersect(whole))] for rects in target.tiling]
+    if rowwise and target.shape[1] < source.shape[1]:  # one value per row, of shards of all columns
+        wanted = [[rect._replace(cols=source.shape[1]) for rect in rects] for rects in wanted]
     for rect, part in move_rows(source, held, kept, wanted, dtype=dtype, rowwise=rowwise):
         for shard, tensor in zip(target.shards, into, strict=True):
-            if rect.intersect(shard.rect) == rect:
+            if rect.intersect(shard.rect) == rect._replace(cols=min(rect.cols, shard.rect.cols)):
                 place = tensor[rect.row - shard.rect.row : rect.row_end - shard.rect.row]
                 place.copy_(part.view_as(place))

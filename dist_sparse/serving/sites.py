@@ -14,7 +14,7 @@ from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.tables.modules import modules_by_path
 
-__all__ = ["Site", "compact_embedding", "cut", "replace_modules", "sites_of", "torchrec_part"]
+__all__ = ["Site", "compact_embedding", "cut", "narrow_embedding", "replace_modules", "sites_of", "torchrec_part"]
 
 
 def torchrec_part() -> Any:
@@ -90,8 +90,21 @@ def compact_embedding(module: nn.Embedding | nn.EmbeddingBag, kept: Tensor) -> n
     return made.train(module.training)
 
 
-def cut(tensor: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return the kept rows of a tensor in a new one of so many rows; the ones behind them are 0."""
+def narrow_embedding(module: nn.Embedding | nn.EmbeddingBag, columns: int) -> nn.Module:
+    """Return an embedding of the first columns of another."""
+    weight = module.weight.detach()[:, :columns].clone()
+    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset")
+    options: dict[str, Any] = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    made = kind(len(weight), columns, **options, _weight=weight).train(module.training)
+    made.weight.requires_grad_(module.weight.requires_grad)
+    return made
+
+
+def cut(tensor: Tensor, kept: Tensor, rows: int, columns: int | None = None) -> Tensor:
+    """Return the kept rows of a tensor in a new one of so many rows, the ones behind them 0; of a matrix no more than
+    the first ``columns``."""
+    tensor = tensor if columns is None or tensor.dim() < 2 else tensor[:, :columns]
     out = tensor.new_zeros((rows, *tensor.shape[1:]))
     found = tensor.detach()[kept.to(tensor.device)]
     out[: len(found)] = found

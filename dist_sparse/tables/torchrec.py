@@ -150,7 +150,7 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """What a collection returns, with each output changed once it has arrived.
 
     Args:
-        change: takes an output's name and its values, ``(..., columns)``, and returns values of that shape.
+        change: takes an output's name and its values, ``(..., columns)``, and returns values of as many rows.
     """
     if isinstance(output, LazyAwaitable):
         output.callbacks.append(lambda arrived: with_outputs(arrived, change))
@@ -160,7 +160,7 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
             raise ValueError(f"Outputs of shape {tuple(output.values().shape)} can't be turned back: must be 2-D.")
         keys, widths = output.keys(), output.length_per_key()
         parts = [change(key, part) for key, part in zip(keys, output.values().split(widths, dim=1), strict=True)]
-        return KeyedTensor(keys, widths, torch.cat(parts, dim=1))
+        return KeyedTensor(keys, [part.shape[1] for part in parts], torch.cat(parts, dim=1))
     return {
         key: JaggedTensor(
             change(key, found.values()), found.weights_or_none(), found.lengths_or_none(), found.offsets_or_none()

@@ -300,7 +300,7 @@ def set_weights(model: nn.Module, full: Mapping[str, Tensor]) -> None:
 def _table_entries(model: nn.Module) -> dict[str, Any]:
     found = {}
     for fqn, value in model.state_dict().items():
-        *path, table, parameter = fqn.split(".")
+        *path, table, parameter = ["", *fqn.split(".")]
         if parameter == "weight" and path and path[-1] in ("embedding_bags", "embeddings"):
             found[table] = value
     return found

@@ -14,7 +14,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, rotate, sparsify
-from dist_sparse.rotation.outputs import TurnBack
+from dist_sparse.tables.modules import modules_by_path
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.enforcing import SMALL, kernels, loss_of, optimizer_of, small
 from tests.dist.plugin import on_ranks
@@ -24,8 +24,8 @@ from tests.dist.test_reshard import moves, reshard
 
 def bases(model: nn.Module) -> dict[str, Tensor]:
     """By table the basis that its output is turned back by."""
-    turns = [module for module in model.modules() if isinstance(module, TurnBack)]
-    return {name.removeprefix("basis_"): basis for turn in turns for name, basis in turn.named_buffers()}
+    held = modules_by_path(model)[""].named_buffers(recurse=False)
+    return {name.removeprefix("rotation_of_"): basis for name, basis in held if name.startswith("rotation_of_")}
 
 
 def states(model: nn.Module) -> list[Tensor]:
@@ -214,7 +214,9 @@ def test_bases_follow_reshards_and_states() -> None:
 
     other = build(cells(2)["row_wise"])
     prepared(other)
-    other.load_state_dict({**other.state_dict(), **{k: v for k, v in model.state_dict().items() if "basis_" in k}})
+    other.load_state_dict(
+        {**other.state_dict(), **{k: v for k, v in model.state_dict().items() if "rotation_of_" in k}}
+    )
     assert all(torch.equal(basis, bases(model)[name]) for name, basis in bases(other).items())
     set_weights(other, gathered(model))
     torch.testing.assert_close(other(features).detach(), wanted, rtol=1e-5, atol=1e-5)

@@ -106,7 +106,7 @@ def test_copies_and_states_have_their_bases() -> None:
     resumed.load_state_dict(masks)
     torch.testing.assert_close(other(*batch()), wanted, rtol=0, atol=0)
     assert train(other, other_optimizer, resumed, 12) == losses
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*dist_sparse_rotation.basis_user"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*rotation_of_user"):
         Towers().load_state_dict(saved)
 
 

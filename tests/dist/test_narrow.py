@@ -1,0 +1,77 @@
+"""Compact tables of fewer columns, sharded: they give what the rotated model gave, and train on as it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dist_sparse import compact, sparsify
+from tests.dist.cells import batch, build, cells, gathered
+from tests.dist.enforcing import loss_of, optimizer_of, trained_cells
+from tests.dist.plugin import on_ranks
+from tests.dist.test_rotate import states
+
+KINDS = ("table_wise", "row_wise", "data_parallel", "ec_table_wise", "ec_row_wise")
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad])
+def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: Any) -> None:
+    cell = trained_cells(world)[name]
+    if not cell.fused and optimizer is not torch.optim.SGD:
+        return
+    found = []
+    for narrows in (False, True):
+        model: Any = build(cell, optimizer, {"lr": 0.05})
+        optim = optimizer_of(model, _sgd, _sgd)
+        sparse = sparsify(
+            model,
+            optim,
+            level={"*": 0.5, "word": 1 / 3} if cell.bags else 0.5,
+            block="col",
+            schedule="one_shot",
+            begin=2,
+            end=3,
+            min_rows=0,
+            optimizer_state="reset",
+            rotate="table",
+        )
+        outputs = []
+        for step in range(12):
+            if step == 6 and narrows:
+                before = sorted(float(state.sum()) for state in states(model) if state.dim() == 1)
+                model = compact(model, sparse)
+                after = sorted(float(state.sum()) for state in states(model) if state.dim() == 1)
+                assert before == pytest.approx(after) and bool(after) is (optimizer is RowWiseAdagrad and cell.fused)
+                optim = optimizer_of(model, _sgd, _sgd)
+                widths = {table: full.shape[1] for table, full in gathered(model).items()}
+                assert widths == {t.name: -(-t.dim // 8) * 4 for t in cell.tables}
+            optim.zero_grad()
+            out = model(batch(cell, seed=world * step + dist.get_rank()))
+            loss_of(out).backward()
+            optim.step()
+            outputs.append(out.detach())
+            if step < 6:
+                sparse.step()
+        found.append(torch.cat([out.flatten() for out in outputs]))
+    # A row-wise optimizer takes the mean of a gradient's squares over fewer columns from now on.
+    same = len(found[0]) * 7 // 12 if optimizer is RowWiseAdagrad else None
+    torch.testing.assert_close(found[1][:same], found[0][:same], rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_columns_on_several_ranks_are_refused() -> None:
+    model = build(cells(2)["column_wise"])
+    sparse = sparsify(model, optimizer_of(model), level=0.5, block="col", begin=0, end=0, min_rows=0, rotate="table")
+    sparse.step()
+    with pytest.raises(ValueError, match="has columns on several ranks"):
+        compact(model, sparse)
