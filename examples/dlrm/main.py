@@ -69,7 +69,9 @@ def main(options: argparse.Namespace) -> None:
         rank=rank,
         world=world,
     )
-    sparsity = Sparsity(block=options.block, norm=options.norm, level=options.level, every=options.every)
+    sparsity = Sparsity(
+        block=options.block, norm=options.norm, level=options.level, every=options.every, score=options.score
+    )
 
     def finished(result: Result) -> Result:
         say(f"{result.name}: done after {time.perf_counter() - started:.0f} s")
@@ -80,7 +82,8 @@ def main(options: argparse.Namespace) -> None:
     sparse = finished(run("sparsified", dataset, settings, options.run_dir, sparsity))
     small = finished(run("small dense", dataset, narrowed(settings, dense, sparse), options.run_dir / "small_dense"))
     block = block_shape_text(options.block)
-    say(f"\nTables of the sparsified run (block {block}, {options.norm})\n\n{tables_table(sparse.tables)}")
+    score = options.norm if options.score == "norm" else options.score
+    say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
     say(f"\n{overhead(sparse)}")
     if rank == 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 from dist_sparse import ROW
 from dist_sparse.checks import parse_block
 from dist_sparse.report.run_log import RUN
+from dist_sparse.sparsifiers.importance import SCORES
 from dlrm.model import DIM, SHARDINGS
 
 __all__ = ["as_block", "as_level", "as_levels", "as_positive", "as_seed", "parse", "started_world"]
@@ -45,7 +46,14 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "--norm",
         choices=("L1", "L2"),
         default="L2",
-        help="blocks with the smallest norm are removed (default: %(default)s)",
+        help="norm by which blocks are compared (default: %(default)s)",
+    )
+    add(
+        "--score",
+        choices=SCORES,
+        default="norm",
+        help="blocks with the smallest score are removed: by norm, by lookups, or by what Adagrad has summed "
+        "(default: %(default)s)",
     )
     add(
         "--level",
@@ -99,6 +107,8 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         help="folder for the logs of the three runs and the report; must hold none yet (default: runs/dlrm-<time>)",
     )
     options = parser.parse_args(argv)
+    if options.score != "norm" and options.norm != "L2":
+        parser.error(f"argument --norm: {options.norm} is for --score norm")
     if options.level is None:
         options.level = {"user_x_genre": 0.95} if options.data is None else 0.8
     else:

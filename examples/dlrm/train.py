@@ -19,7 +19,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.metrics.auc import compute_auc
 from tqdm import tqdm
 
-from dist_sparse import CubicDataScheduler, DataNormSparsifier, MaskEnforcer
+from dist_sparse import CubicDataScheduler, ImportanceSparsifier, MaskEnforcer
+from dist_sparse.sparsifiers.importance import Score
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import DIM, ShardedModel, build
 from dlrm.notes import Notes
@@ -66,12 +67,13 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsity:
-    """How tables are sparsified: block shape, norm, final level of all or by table, steps between mask updates."""
+    """How tables are sparsified: block shape, norm, final level of all or by table, steps between updates, score."""
 
     block: tuple[int, int | str]
     norm: str
     level: float | dict[str, float]
     every: int
+    score: Score = "norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,9 @@ class Sparsification:
                 raise DataError(f"There is no table {', '.join(unknown)}; there are {', '.join(tables)}.")
         else:
             chosen = large_tables(sharded)
-        self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=sparsity.block, norm=sparsity.norm)
+        self.sparsifier = ImportanceSparsifier(
+            sparsity_level=0.0, sparse_block_shape=sparsity.block, norm=sparsity.norm, score=sparsity.score
+        )
         self.sparsifier.add_model(sharded.model, include=chosen)
         begin = int(steps * _BEGIN)
         end = max(int(steps * _END), begin + 1)
