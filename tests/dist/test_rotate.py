@@ -16,7 +16,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dist_sparse import DataNormSparsifier, MaskEnforcer, rotate, sparsify
 from dist_sparse.tables.modules import modules_by_path
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
-from tests.dist.enforcing import SMALL, kernels, loss_of, optimizer_of, small
+from tests.dist.enforcing import SMALL, kernels, loss_of, optimizer_of, pieces, small
 from tests.dist.plugin import on_ranks
 from tests.dist.test_enforce import GENERATORS
 from tests.dist.test_reshard import moves, reshard
@@ -247,3 +247,20 @@ def test_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match="'user' can't be rotated: weights are not finite"):
         broken.step()
     near(gathered(model), before, 0)
+
+
+@on_ranks(2)
+def test_removed_columns_are_cleaned_before_they_would_be_spread() -> None:
+    """A backward has written them, and nothing has read them since."""
+    cell = cells(2)["row_wise"]
+    model = build(cell, torch.optim.SGD, {"lr": 0.5})
+    sparsifier, _ = prepared(model)
+    step_to(sparsifier, 0.5)
+    loss_of(model(batch(cell, seed=dist.get_rank()))).backward()
+    held = [(name, rows) for kernel in kernels(model) for name, _, rows in pieces(kernel)]
+    assert any(bool(rows[:, rows.shape[1] // 2 :].any()) for _, rows in held)
+    kept = [torch.where(torch.arange(rows.shape[1]) < rows.shape[1] // 2, rows, 0) for _, rows in held]
+    before = [rows @ bases(model)[name].T for (name, _), rows in zip(held, kept, strict=True)]
+    sparsifier.step()
+    for (name, rows), wanted in zip(held, before, strict=True):
+        torch.testing.assert_close(rows @ bases(model)[name].T, wanted, rtol=1e-5, atol=1e-5)
