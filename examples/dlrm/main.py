@@ -8,15 +8,12 @@ The same:        python -m launch --nproc 2 examples/dlrm/main.py
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 # So that this file can be started as a script, from anywhere.
@@ -29,11 +26,11 @@ from dist_sparse.text import block_shape_text
 from dlrm import interactions, movielens
 from dlrm.batches import DataError
 from dlrm.model import DIM, sharding_of
-from dlrm.options import parse, started_world
+from dlrm.options import parse
+from dlrm.process import leave, quiet, start_process_group
 from dlrm.report import overhead, runs_table, served_table, tables_table
 from dlrm.train import Result, Settings, Sparsity, run
 
-_TIMEOUT = timedelta(minutes=5)
 _NARROWEST = 4
 """Columns; FBGEMM wants multiples of 4."""
 
@@ -41,8 +38,8 @@ _NARROWEST = 4
 def main(options: argparse.Namespace) -> None:
     """Run all and print the summary. Collective over the default process group, which it starts."""
     started = time.perf_counter()
-    _quiet()
-    _start_process_group()
+    quiet()
+    start_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def say(text: str) -> None:
@@ -103,21 +100,6 @@ def narrowed(settings: Settings, dense: Result, sparse: Result) -> Settings:
     return replace(settings, dim=dim, sharding=sharding)
 
 
-def _quiet() -> None:
-    """Silence the warnings about internals that TorchRec 1.8.0 and FBGEMM print at every start on CPU."""
-    for name in ("torchrec.distributed.utils", "torch.fx._symbolic_trace"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings(
-        "ignore",
-        message=".* is deprecated. (Use|Please use) ",
-        category=FutureWarning,
-        module=r"torch(rec)?\.distributed",
-    )
-    warnings.filterwarnings(
-        "ignore", message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel", category=UserWarning
-    )
-
-
 def relaunch(world: int, argv: Sequence[str]) -> None:
     """Replace this process by the launcher of ``world`` processes of this script. Does not return."""
     only_nproc = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -126,20 +108,6 @@ def relaunch(world: int, argv: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launcher = ["-m", "dist_sparse.launch", "--nproc", str(world), "--ranks", "0"]  # its bars are drawn in place
     os.execv(sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), "--", *others])
-
-
-def _start_process_group() -> None:
-    if started_world() is not None:
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
-    else:  # TorchRec wants a process group even for one process; an in-memory store needs no port
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
-
-
-def _leave(status: int) -> None:
-    """End the process without the interpreter's shutdown: gloo and DDP sometimes abort while they are torn down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":
@@ -151,8 +119,8 @@ if __name__ == "__main__":
         dist.barrier()  # no rank leaves while another still communicates with it
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
-        _leave(1)
+        leave(1)
     except BaseException:
         traceback.print_exc()
-        _leave(1)
-    _leave(0)
+        leave(1)
+    leave(0)

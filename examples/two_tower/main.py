@@ -1,0 +1,156 @@
+"""Train a two-tower model wide, narrowed while it trains, and narrow from the start; serve each in 32, 8 and 4 bits.
+
+Two processes:   python -m launch --nproc 2 --ranks 0 examples/two_tower/main.py -- --data gowalla.npz
+One process:     python examples/two_tower/main.py --data gowalla.npz
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+# So that this file can be started as a script, from anywhere.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from dist_sparse import export, load_served
+from dist_sparse.text import table_lines
+from dlrm.batches import DataError
+from dlrm.options import as_positive, as_seed, started_world
+from dlrm.process import leave, quiet, start_process_group
+from two_tower.data import Interactions, load
+from two_tower.model import rows_of
+from two_tower.quality import Quality, measure
+from two_tower.train import Settings, train
+
+DTYPES = ("fp32", "int8", "int4")
+_HEAD = ("run", "columns", "served as", "bytes", "of wide", "AUC", "AUC popular", "recall@20")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Train and serve all three, and print what they give. Collective over the default process group."""
+    started = time.perf_counter()
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    data = load(options.data)
+    folders = [options.out]
+    dist.broadcast_object_list(folders)  # the default is made of the time
+    folder = folders[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    say(
+        f"{options.data.name}: {data.users} users, {data.items} items, {len(data.user)} interactions to train, "
+        f"{len(data.held_out['test'][0])} to test; {world} process(es)"
+    )
+    wide = Settings(
+        dim=options.dim,
+        width=options.dim,
+        l2=options.l2,
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        rank=rank,
+        world=world,
+    )
+    runs = {
+        "wide": wide,
+        "narrowed": replace(wide, width=options.width),
+        "narrow from the start": replace(wide, dim=options.width, width=options.width),
+    }
+    lines, whole = [], 0
+    for name, settings in runs.items():
+        model = train(name, data, settings)
+        say(f"{name}: trained after {time.perf_counter() - started:.0f} s")
+        for dtype, size, quality in served(model, data, folder / name.replace(" ", "-")):
+            whole = whole or size
+            figures = (f"{quality.auc:.4f}", f"{quality.auc_popular:.4f}", f"{quality.recall:.4f}")
+            lines.append((name, str(settings.width), dtype, str(size), f"{size / whole:.1%}", *figures))
+    say(f"\nServed from {folder}\n")
+    say("\n".join(table_lines(_HEAD, lines, right=(1, 3, 4, 5, 6, 7))))
+
+
+def served(model: DistributedModelParallel, data: Interactions, folder: Path) -> Iterator[tuple[str, int, Quality]]:
+    """Export the tables to ``folder`` in each dtype, and measure what they serve on the test part: ``(dtype, bytes,
+    quality)``. Collective; rank 0 measures, and the others get its figures."""
+    bias = model.module.bias.detach()
+    for dtype in DTYPES:
+        exported = export(model, None, folder.with_name(f"{folder.name}-{dtype}"), dtype=dtype)
+        found: list[Quality | None] = [None]
+        if dist.get_rank() == 0:
+            rows = rows_of(load_served(exported.path), (data.users, data.items))
+            found = [measure(*rows, bias, data, data.test("test"))]
+        dist.broadcast_object_list(found)
+        assert found[0] is not None
+        yield dtype, exported.manifest.bytes, found[0]
+
+
+def parse() -> argparse.Namespace:
+    """Return the checked options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="an interactions .npz: train_user, train_item, test_user, test_item, num_users, num_items",
+    )
+    add("--dim", type=as_positive, default=64, metavar="D", help="columns of the wide tables (default: %(default)s)")
+    add("--width", type=as_positive, default=16, metavar="D", help="columns that are left (default: %(default)s)")
+    add(
+        "--l2", type=float, default=0.05, metavar="X", help="regularization of what is looked up (default: %(default)s)"
+    )
+    add("--epochs", type=as_positive, default=14, metavar="N", help="passes over the data (default: %(default)s)")
+    add("--seed", type=as_seed, default=0, metavar="N", help="random seed (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=as_positive,
+        default=4096,
+        metavar="N",
+        help="interactions per step over all processes (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs", time.strftime("two-tower-%Y%m%d-%H%M%S")),
+        metavar="DIR",
+        help="folder for the artifacts (default: runs/two-tower-<time>)",
+    )
+    options = parser.parse_args()
+    world = started_world() or 1
+    for name in ("dim", "width"):
+        if getattr(options, name) % 4:
+            parser.error(f"argument --{name}: must be a multiple of 4, as FBGEMM wants")
+    if options.width >= options.dim:
+        parser.error(f"argument --width: must be less than --dim {options.dim}")
+    if options.batch_size % world:
+        parser.error(f"argument --batch-size: must be divisible by {world} processes")
+    return options
+
+
+if __name__ == "__main__":
+    options = parse()
+    try:
+        quiet()
+        start_process_group()
+        main(options)
+        dist.barrier()  # no rank leaves while another still communicates with it
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        leave(1)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
