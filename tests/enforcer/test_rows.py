@@ -18,7 +18,7 @@ from torch import Tensor
 from dist_sparse.enforcer import rows as rows_module
 from dist_sparse.enforcer.fused import removed_rows
 from dist_sparse.enforcer.optimizers import reset_state
-from dist_sparse.enforcer.rows import DirtyRows, Slot, TorchLookup, in_table, lookup_on, many, zero_rows
+from dist_sparse.enforcer.rows import DirtyRows, Slot, TorchLookup, count_lookups, in_table, lookup_on, many, zero_rows
 from dist_sparse.masking import masks as masks_module
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
@@ -363,3 +363,14 @@ class TestResetState:
         by_row = torch.ones(2, 1)
         reset_state(mask, [(by_row, 0.0)])
         assert by_row.flatten().tolist() == [1, 0]
+
+
+def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
+    """Features of one table, and of one that is not counted; ids out of range (read as row 0), and of no feature."""
+    ids = torch.tensor([9, 3, 3, -1, 7, 2, 0, 3, 1, 4])
+    ends, features = [1, 4, 6, 9], [0, 1, 0]
+    want = torch.bincount(torch.tensor([3, 3, 0, 0, 3, 1]), minlength=5).int()
+    for form in (ends, torch.tensor(ends)):
+        counts = torch.zeros(5, dtype=torch.int32)
+        count_lookups([counts, None], features, ids, form)
+        assert torch.equal(counts, want)

@@ -1,0 +1,49 @@
+"""Bytes to levels: what all tables take in the end is what was asked for, to the row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_sparse import ROW
+from dist_sparse.tables.modules import model_source
+from dist_sparse.training.budget import budget_levels, parse_budget
+
+
+def kept(budget: Any, block: Any = (1, ROW), dense: Any = (), floors: Any = None, together: bool = False) -> list[int]:
+    """Blocks that stay of tables of 3200 and of 64 rows, 4 wide, in float32 and float16."""
+    model = nn.ModuleDict({"a": nn.EmbeddingBag(3200, 4), "b": nn.EmbeddingBag(64, 4, dtype=torch.float16)})
+    levels = budget_levels(
+        parse_budget(budget), model_source(model).locate(), dict.fromkeys(dense, ""), block, floors or {}, together
+    )
+    blocks = {"a": 3200, "b": 64} if block[0] == 1 else {"a": 1600, "b": 32}
+    assert all(round(level * blocks[name]) == pytest.approx(level * blocks[name]) for name, level in levels.items())
+    return [blocks[name] - round(level * blocks[name]) for name, level in levels.items()]
+
+
+def test_counts_weights_index_and_dense_tables() -> None:
+    assert kept("50%", dense=["b"]) == [(25856 - 512 - 800) // 16], "of 51,200 + 512 bytes"
+    assert kept(25856, dense=["b"]) == kept("50%", dense=["b"])
+    assert kept(10_000, block=(2, 4), dense=["b"]) == [(10_000 - 512 - 200) // 32], "a bit for each block"
+    both = kept("20%")
+    assert both[0] * 16 + both[1] * 8 + 800 + 16 <= 10342 < both[0] * 16 + both[1] * 8 + 800 + 16 + 16 + 8
+
+
+def test_what_a_floor_keeps_others_lose() -> None:
+    assert kept("20%", floors={"b": 0.75}) == [(10342 - 48 * 8 - 816) // 16, 48]
+    assert kept("20%", floors={"b": 0.75}, together=True) == kept("20%")
+
+
+def test_the_least_and_the_most() -> None:
+    least = 800 + 16 + 16 + 8  # a row of each
+    assert kept(least) == [1, 1]
+    with pytest.raises(ValueError, match=rf"{least - 1} bytes: {least} are the least"):
+        kept(least - 1)
+    with pytest.raises(ValueError, match="nothing would be removed"):
+        kept(51_712)
+    for wrong in (True, 0.5, "half", "101%", "-1%", "nan%", None):
+        with pytest.raises(ValueError, match="budget="):
+            parse_budget(wrong)
