@@ -7,13 +7,13 @@ row's grid (8 and 4 bits), where zeros are exactly 0. Lookups read the mapped fi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from dist_sparse.quantization.grid import chunks
 from dist_sparse.serving.artifact import Artifact, open_artifact
-from dist_sparse.serving.codes import Rows, decode, encode, starts, unpack_rows
+from dist_sparse.serving.codes import BITS, Rows, decode, encode, starts, unpack_rows
 from dist_sparse.serving.row_index import RowIndex
 
 __all__ = ["MappedTable", "TableCheck", "check_artifact"]
@@ -138,20 +138,14 @@ def check_artifact(path: str | os.PathLike[str]) -> Artifact:
         if entry.check.get("kept") != entry.kept or entry.check.get("removed") != entry.rows - entry.kept:
             raise ValueError(f"{artifact.path}: table {name!r} was not compared with its model.")
         table = MappedTable(artifact, name)
-        for first, last in _spans(entry.kept, entry.dim):
-            stored = table.rows(first, last)
+        for some in chunks(entry.kept, entry.dim):
+            stored = table.rows(some.start, some.stop)
             wrong = ~decode(stored, entry.dim).isfinite().all(1)
             if stored.scale_bias is not None:
                 scale, bias = stored.scale_bias.double().unbind(1)
                 zero = -bias / scale
-                wrong |= (zero != zero.round()) | (zero < 0) | (zero > (255 if entry.dtype == "int8" else 15))
+                wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** BITS[entry.dtype] - 1)
             if len(places := wrong.nonzero()):
-                row = first + int(places[0])
+                row = some.start + int(places[0])
                 raise ValueError(f"{artifact.path}: the kept row {row} of table {name!r} has no valid weights.")
     return artifact
-
-
-def _spans(rows: int, dim: int) -> Iterator[tuple[int, int]]:
-    size = max(1, (1 << 20) // max(1, dim))
-    for first in range(0, rows, size):
-        yield first, min(first + size, rows)

@@ -18,7 +18,18 @@ from dist_sparse.masking.masks import pack, unpack
 from dist_sparse.quantization.grid import half_grid
 from dist_sparse.serving.manifest import Dtype
 
-__all__ = ["LARGEST", "Rows", "decode", "encode", "out_of_range", "pack_rows", "packed_bytes", "starts", "unpack_rows"]
+__all__ = [
+    "BITS",
+    "LARGEST",
+    "Rows",
+    "decode",
+    "encode",
+    "out_of_range",
+    "pack_rows",
+    "packed_bytes",
+    "starts",
+    "unpack_rows",
+]
 
 LARGEST: Final[dict[Dtype, float]] = {
     "fp32": torch.finfo(torch.float32).max,

@@ -98,7 +98,7 @@ class CompactIds(nn.Module):
         for name, rows, indexed in zip(self._tables, self._rows, self._indexed, strict=True):
             if indexed:
                 stop = start + max(1, -(-rows // 32))
-                found[name] = RowIndex.from_words(self.index.words[start:stop].clone(), rows)
+                found[name] = RowIndex(self.index.words[start:stop].clone(), rows)
                 start = stop
         return found
 

@@ -47,8 +47,12 @@ def _rank(words: Tensor, counts: Tensor, row: Tensor, start: Tensor | None, cons
 class RowIndex(nn.Module):
     """Which rows of one table are kept, and where they are.
 
-    Attributes:
+    Args:
         words: int32 ``(max(1, ceil(rows / 32)),)``, the bitmap.
+        rows: of the original table.
+
+    Attributes:
+        words: the bitmap.
         counts: int32, same shape: kept rows before each word.
         rows, num_kept: of the original table; how many of them are kept.
         nbytes: of ``words`` and ``counts``.
@@ -97,15 +101,6 @@ class RowIndex(nn.Module):
             raise ValueError(f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each row.")
         padded = torch.cat([kept, kept.new_zeros(32 if len(kept) == 0 else -len(kept) % 32)])
         return cls(pack(padded).view(torch.int32), len(kept))
-
-    @classmethod
-    def from_words(cls, words: Tensor, rows: int) -> "RowIndex":
-        """Return the index of a bitmap, as :attr:`words` has it. The counts are computed, and its size is checked.
-
-        Raises:
-            ValueError: the bitmap is not that of so many rows.
-        """
-        return cls(words, rows)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return where the rows of ids are among the kept ones, -1 for removed rows: int64, in the shape of ``ids``.

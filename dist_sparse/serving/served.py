@@ -123,7 +123,7 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
 
 def _index(table: StoredTable) -> RowIndex | None:
     words = table.tensors.get("kept")
-    return None if words is None else RowIndex.from_words(words.clone(), table.entry.rows)
+    return None if words is None else RowIndex(words.clone(), table.entry.rows)
 
 
 def _decoded(table: StoredTable) -> StoredTable:

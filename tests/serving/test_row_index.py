@@ -42,7 +42,7 @@ def test_every_row_is_found(rows: int, share: float) -> None:
     assert index(few).tolist() == slow(kept, few.tolist())
     assert torch.equal(index.kept(), kept) and (index.rows, index.num_kept) == (rows, int(kept.sum()))
     assert index.nbytes == 8 * max(1, -(-rows // 32)) == index.words.nbytes + index.counts.nbytes
-    again = RowIndex.from_words(index.words, rows)
+    again = RowIndex(index.words, rows)
     assert torch.equal(again.counts, index.counts) and again.num_kept == index.num_kept
 
 
@@ -54,7 +54,7 @@ def test_every_pattern_of_a_word() -> None:
         words = (patterns << half) | other
         bits = (words.view(-1, 1) >> torch.arange(32)) & 1
         signed = torch.where(words >= 2**31, words - 2**32, words).int()
-        found = RowIndex.from_words(signed, 2**21)(torch.arange(2**21))
+        found = RowIndex(signed, 2**21)(torch.arange(2**21))
         assert torch.equal(found, torch.where(bits.view(-1) > 0, bits.view(-1).cumsum(0) - 1, -1))
 
 
@@ -82,13 +82,13 @@ def test_composed() -> None:
 def test_bad_bitmaps() -> None:
     index = RowIndex.of(random_kept(40, 0.5))
     with pytest.raises(ValueError, match=r"must be torch.int32 \(2,\), a bit for each of 64 rows"):
-        RowIndex.from_words(index.words.long(), 64)
+        RowIndex(index.words.long(), 64)
     with pytest.raises(ValueError, match=r"must be torch.int32 \(3,\)"):
-        RowIndex.from_words(index.words, 65)
+        RowIndex(index.words, 65)
     with pytest.raises(ValueError, match="bits behind the last of 39 rows must be 0"):
-        RowIndex.from_words(RowIndex.of(torch.ones(40, dtype=torch.bool)).words, 39)
+        RowIndex(RowIndex.of(torch.ones(40, dtype=torch.bool)).words, 39)
     with pytest.raises(ValueError, match="must be from 0 to 2147483647"):
-        RowIndex.from_words(index.words, 2**31)
+        RowIndex(index.words, 2**31)
     with pytest.raises(ValueError, match="one for each row"):
         RowIndex.of(torch.ones(4))
     with pytest.raises(ValueError, match="must be of the table's 41"):
