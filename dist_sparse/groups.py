@@ -333,7 +333,9 @@ class Group:
             return Disagreement(explain_actions(self.ranks, reports))
         digests = [report["facts"] for report in reports]
         differing = sorted(
-            key for key in {key for known in digests for key in known} if len({each.get(key) for each in digests}) > 1
+            {key for known in digests for key in known if len({each.get(key) for each in digests}) > 1},
+            # What a rank lacks it has not come to yet: a consequence of something else.
+            key=lambda key: (not all(key in known for known in digests), key),
         )
         shown = differing[:MOST_SHOWN]
         values = self.all_gather_json({key: facts[key] for key in shown if key in facts})

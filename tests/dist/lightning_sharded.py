@@ -144,7 +144,7 @@ def check_sharded(folder: Path) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dist_sparse").addHandler(handler)
-    module, sparse = Sharded(), Silent(**PLAN)
+    module, sparse = Sharded(), Silent(**PLAN, norm="L2")
     watch = Watch(sparse)
     options: dict[str, Any] = {"strategy": TorchRecStrategy(), "devices": 2, "plugins": [TorchElasticEnvironment()]}
     fitted = trainer(folder, sparse, watch, max_steps=12, **options)
