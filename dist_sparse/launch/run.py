@@ -139,7 +139,7 @@ def _say(text: str) -> None:
     """Print a line on standard error, unless it is full or closed: a launcher that waits there could not end a job."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
-            print(f"launch: {text}", file=sys.stderr, flush=True)
+            os.write(2, f"launch: {text}\n".encode())  # at once: ranks and torchrun write there too
 
 
 def _reader_is_gone() -> bool:
