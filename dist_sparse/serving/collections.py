@@ -156,6 +156,7 @@ class CompactEmbeddingBagCollection(nn.Module):
         self._configs = list(tables)
         self._weighted = is_weighted
         self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
+        self._translation = [self.ids]  # pipelines put another module in its place
         averaged = [table.pooling is PoolingType.MEAN and table.name in indexes for table in tables]
         if is_weighted and any(averaged):
             names = [table.name for table, mean in zip(tables, averaged, strict=True) if mean]
@@ -178,6 +179,11 @@ class CompactEmbeddingBagCollection(nn.Module):
         """Return the pooled embeddings, as an EmbeddingBagCollection does."""
         pooled: KeyedTensor = self.inner(self.ids(features))
         return pooled if self.mean is None else self.mean(pooled, features)
+
+    def table_indexes(self) -> dict[str, RowIndex]:
+        """Return the indexes of the tables that have removed rows."""
+        [ids] = self._translation
+        return ids.table_indexes()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configurations of the whole tables."""
@@ -246,6 +252,7 @@ class CompactEmbeddingCollection(nn.Module):
         super().__init__()
         self._configs = list(tables)
         self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
+        self._translation = [self.ids]  # pipelines put another module in its place
         names_by_table = get_embedding_names_by_table(list(tables))
         stored = [
             _stored(table, indexes, names, stored_rows or {})
@@ -261,6 +268,11 @@ class CompactEmbeddingCollection(nn.Module):
         """Return the embeddings of every id, as an EmbeddingCollection does."""
         found: dict[str, JaggedTensor] = self.zeros(self.inner(self.ids(features)), features)
         return found
+
+    def table_indexes(self) -> dict[str, RowIndex]:
+        """Return the indexes of the tables that have removed rows."""
+        [ids] = self._translation
+        return ids.table_indexes()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the whole tables."""

@@ -100,7 +100,7 @@ def table_rows(module: nn.Module) -> dict[str, int]:
 
 def table_indexes(module: Collection) -> dict[str, RowIndex]:
     """Return the indexes of a compact collection's tables that have removed rows."""
-    return module.ids.table_indexes()
+    return module.table_indexes()
 
 
 def lookups(module: Any) -> tuple[bool, list[tuple[str, tuple[str, ...], str]]]:
@@ -140,6 +140,8 @@ def refusal(model: nn.Module, module: nn.Module) -> str | None:
         return "it is sharded, but the model is no DistributedModelParallel; pass that"
     elif any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
         return "its optimizer runs in the backward though it is not sharded; shard the model first"
+    if getattr(module.forward, "__self__", None) is not module:
+        return "a train pipeline has replaced its forward; call pipeline.detach() first"
     weighted = getattr(module, "_is_weighted", False)
     if weighted and any(config.pooling is PoolingType.MEAN for config in _configs(module)):
         return "it has weighted means, which TorchRec divides differently in different shardings; use weighted sums"
@@ -178,7 +180,7 @@ def compacted(
         device: of the ids.
         widths: by table, how many of its first columns are kept, where that is not all.
     """
-    indexes = outer.ids.table_indexes() if outer is not None else {}
+    indexes = outer.table_indexes() if outer is not None else {}
     stored, shards = {}, _row_shards(module)
     for name, flags in kept.items():
         if name in indexes:
@@ -187,8 +189,8 @@ def compacted(
             indexes[name] = RowIndex.of(flags)
         # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty table beside others
         # of another width, FBGEMM's CPU backward writes other rows than it was given.
-        rows = int(flags.count_nonzero())
-        stored[name] = max(rows, 1, (shards[name] - 1) * -(-rows // shards[name]) + 1)
+        rows = max(1, int(flags.count_nonzero()))
+        stored[name] = max(rows, (shards[name] - 1) * -(-rows // shards[name]) + 1)
     configs = [
         replace(config, embedding_dim=widths.get(config.name, config.embedding_dim))
         for config in _configs(outer or module)

@@ -300,6 +300,20 @@ def test_another_plan() -> None:
 
 
 @on_ranks(2)
+def test_a_row_wise_table_with_nothing_left_trains_beside_another(world: int) -> None:
+    """Each of its shards keeps a row, because FBGEMM can't have an empty table beside another."""
+    model = beside(PoolingType.SUM, first=row_wise(), second=table_wise(rank=0))
+    sparse = sparsify(model, [dense_optimizer(model), model.fused_optimizer], level={"first": 1.0}, end=0)
+    sparse.step()
+    features = ids_of(world, False)
+    before = model(features)[1].detach()
+    model = compact(model, sparse)
+    assert {index.num_kept for index in model.module.bags.table_indexes().values()} == {0}
+    assert torch.equal(model(features)[1], before)
+    model(features)[0].backward()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
 def test_pipeline(world: int, ahead: bool, pooling: PoolingType) -> None:
@@ -321,6 +335,16 @@ def test_pipeline(world: int, ahead: bool, pooling: PoolingType) -> None:
             found[-1] = [pipeline.progress(stream).detach() for _ in batches]
             [sharded] = [module for module in model.modules() if type(module) is ShardedEmbeddingBagCollection]
             assert isinstance(sharded.forward, PipelinedForward) is ahead
+            again = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row", norm="L2")
+            again.add_model(model, dense=False)
+            again.step()
+            if ahead:
+                with pytest.raises(
+                    ValueError, match=r"a train pipeline has replaced its forward; call pipeline.detach"
+                ):
+                    compact(model, again, optimizer=plain)
+                pipeline.detach()
+            compact(model, again, optimizer=plain)
             continue
         for ids in batches:
             optimizer.zero_grad()
