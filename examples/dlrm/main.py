@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,9 @@ import torch.distributed as dist
 from dist_sparse.report.page import write_report
 from dist_sparse.text import block_shape_text
 from dlrm import interactions, movielens
-from dlrm.batches import DataError
 from dlrm.model import DIM, sharding_of
 from dlrm.options import parse
-from dlrm.process import leave, quiet, start_process_group
+from dlrm.process import run_and_leave
 from dlrm.report import overhead, runs_table, served_table, tables_table
 from dlrm.train import Result, Settings, Sparsity, run
 
@@ -36,10 +34,8 @@ _NARROWEST = 4
 
 
 def main(options: argparse.Namespace) -> None:
-    """Run all and print the summary. Collective over the default process group, which it starts."""
+    """Run all and print the summary. Collective over the default process group."""
     started = time.perf_counter()
-    quiet()
-    start_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def say(text: str) -> None:
@@ -84,10 +80,9 @@ def main(options: argparse.Namespace) -> None:
     say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
     say(f"\n{overhead(sparse)}")
     if rank == 0:
-        say(f"\nServed from {options.run_dir / 'served'} by a process without TorchRec\n")
-        if sparse.served:
-            say(served_table(dense, sparse.served))
         say(f"\nReport: {write_report(options.run_dir)}")
+        say(f"\nServed from {options.run_dir / 'served'} by a process without TorchRec\n")
+        say(served_table(dense, sparse.served))
 
 
 def narrowed(settings: Settings, dense: Result, sparse: Result) -> Settings:
@@ -114,13 +109,4 @@ if __name__ == "__main__":
     options = parse(__doc__)
     if options.relaunch:
         relaunch(options.world, sys.argv[1:])
-    try:
-        main(options)
-        dist.barrier()  # no rank leaves while another still communicates with it
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        leave(1)
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    run_and_leave(main, options)

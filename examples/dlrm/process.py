@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
+import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
+from dlrm.batches import DataError
 from dlrm.options import started_world
 
-__all__ = ["leave", "quiet", "start_process_group"]
+__all__ = ["quiet", "run_and_leave"]
 
 _TIMEOUT = timedelta(minutes=5)
+
+
+def run_and_leave(main: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> NoReturn:
+    """Start the process group, run ``main`` with ``options``, and end the process: 1 after an error, else 0."""
+    try:
+        quiet()
+        _start_process_group()
+        main(options)
+        dist.barrier()  # no rank leaves while another still communicates with it
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        _leave(1)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
 
 
 def quiet() -> None:
@@ -32,7 +53,7 @@ def quiet() -> None:
     )
 
 
-def start_process_group() -> None:
+def _start_process_group() -> None:
     """Start the default process group: torchrun's, or one of this process alone."""
     if started_world() is not None:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -40,7 +61,7 @@ def start_process_group() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
 
 
-def leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
     """End the process without the interpreter's shutdown: gloo and DDP sometimes abort while they are torn down."""
     sys.stdout.flush()
     sys.stderr.flush()

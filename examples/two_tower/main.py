@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dist_sparse import export, load_served
 from dist_sparse.text import table_lines
-from dlrm.batches import DataError
 from dlrm.options import as_positive, as_seed, started_world
-from dlrm.process import leave, quiet, start_process_group
+from dlrm.process import run_and_leave
 from two_tower.data import Interactions, load
 from two_tower.model import rows_of
 from two_tower.quality import Quality, measure
@@ -141,16 +139,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    options = parse()
-    try:
-        quiet()
-        start_process_group()
-        main(options)
-        dist.barrier()  # no rank leaves while another still communicates with it
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        leave(1)
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    run_and_leave(main, parse())
