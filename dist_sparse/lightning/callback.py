@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.shards import ROW
+from dist_sparse.training.following import combines, steppers
 from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule, Scope, Score
-from dist_sparse.training.sparsify import SparseTraining, combines, sparsify, steppers
+from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -6,21 +6,17 @@ import atexit
 import glob
 import importlib
 import math
-import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.enforcer.optimizers import leaves
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
@@ -30,6 +26,7 @@ from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
 from dist_sparse.text import block_shape_text, count, number_of, shape_text, table_lines
+from dist_sparse.training.following import Following
 from dist_sparse.training.plan import (
     BlockShape,
     Levels,
@@ -44,9 +41,7 @@ from dist_sparse.training.plan import (
     table_floors,
 )
 
-__all__ = ["SparseTraining", "combines", "sparsify", "steppers"]
-
-_FORGOTTEN = 100  # optimizer steps without a step() before it is called forgotten
+__all__ = ["SparseTraining", "sparsify"]
 
 
 class SparseTraining:
@@ -96,9 +91,7 @@ class SparseTraining:
         self.left_dense = dict(left_dense)
         self._source = source
         self._auto_step = False
-        self._handles: list[RemovableHandle] = []
-        self._unseen: dict[str, nn.Module] = {}
-        self._optimizer_steps: int | None = 0  # None once step() has been called
+        self._following: Following | None = None
         self._warns = rank_in(world_ranks()) == 0
 
     def step(self) -> None:
@@ -233,39 +226,11 @@ class SparseTraining:
         """Follow the optimizers' steps, and the forwards of unsharded collections."""
         _attached.add(self)
         self._auto_step = auto_step
-        last = [each for optimizer in optimizers for each in steppers(optimizer)][-1:]
-        if auto_step and not last:
-            raise ValueError("Invalid auto_step=True: there is no optimizer whose steps could be followed.")
-        for optimizer in last:
-            # Holds this object, so that it lives as long as the optimizer even if the caller drops it.
-            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_optimizer)))
-        self._unseen = dict(_unsharded_collections(model, self.sparsifier.data_groups))
-        for module in self._unseen.values():
-            self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
-
-    def _after_optimizer(self, *_: Any) -> None:
-        if self._auto_step:
-            self._step()
-        elif self._optimizer_steps is not None:
-            self._optimizer_steps += 1
-            if self._optimizer_steps == _FORGOTTEN and self._warns:
-                warnings.warn(
-                    f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was never called: masks "
-                    "are not updated. Call it after each optimizer step, or pass auto_step=True to sparsify().",
-                    UserWarning,
-                    stacklevel=4,  # behind the hook and torch's wrapper of step()
-                )
-
-    def _seen(self, *_: Any) -> None:
-        self._unseen = {}
+        self._following = Following(model, self.sparsifier.data_groups, optimizers, self._step, auto_step)
 
     def _step(self) -> None:
-        if self._unseen:
-            raise RuntimeError(
-                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the model was wrapped "
-                "or copied afterwards, so that other tables train. Call sparsify() on the DistributedModelParallel."
-            )
-        self._optimizer_steps = None
+        if self._following is not None:
+            self._following.stepped()
         self.sparsifier.step()
         self.scheduler.step()
 
@@ -274,9 +239,8 @@ class SparseTraining:
         if self not in _attached:
             return False
         _attached.discard(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._unseen = [], {}
+        if self._following is not None:
+            self._following.stop()
         self.enforcer.detach()
         return True
 
@@ -449,30 +413,6 @@ def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool
     except ValueError:
         unknown = 1
     return not together.all_reduce(torch.tensor(unknown))
-
-
-def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the innermost optimizers, then one that is made of fused ones or of several: torch's hooks run on both."""
-    yield from leaves(optimizer)
-    while not combines(optimizer) and hasattr(optimizer, "_optimizer"):  # as LightningOptimizer does
-        optimizer = optimizer._optimizer
-    if combines(optimizer):
-        yield optimizer
-
-
-def combines(optimizer: Any) -> bool:
-    """Return whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
-    return any(kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__)
-
-
-def _unsharded_collections(model: nn.Module, names: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """TorchRec's unsharded collections of registered tables, by path, which DistributedModelParallel would replace."""
-    if "torchrec" in sys.modules:
-        torchrec = importlib.import_module("dist_sparse.tables.torchrec")
-        for path, module in model.named_modules():
-            found = torchrec.collection_tables(module)
-            if found is not None and any(name.rpartition("/")[2] in found[2] for name in names):
-                yield path or type(module).__name__, module
 
 
 def _check_levels(levels: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:

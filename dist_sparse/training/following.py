@@ -1,0 +1,118 @@
+"""The optimizers' steps, and the forwards of collections, between two calls of ``SparseTraining.step()``.
+
+What is followed tells a training loop that has forgotten ``step()``, or that trains other tables than were sparsified.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.groups import rank_in, world_ranks
+
+__all__ = ["Following", "combines", "steppers"]
+
+_FORGOTTEN = 100  # optimizer steps without a step() before it is called forgotten
+
+
+class Following:
+    """Follows the steps of the last optimizer, and the forwards of unsharded collections, until :meth:`stop`.
+
+    Args:
+        model: whose tables are registered.
+        names: of the registered tables.
+        optimizers: of the model.
+        step: the training's step, called after each step of the last optimizer if ``auto_step``.
+
+    Raises:
+        ValueError: ``auto_step`` without an optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        optimizers: Sequence[Any],
+        step: Callable[[], None],
+        auto_step: bool,
+    ) -> None:
+        self._step, self._auto_step = step, auto_step
+        self._optimizer_steps: int | None = 0  # None once the training's step() has been called
+        self._handles: list[RemovableHandle] = []
+        last = [each for optimizer in optimizers for each in steppers(optimizer)][-1:]
+        if auto_step and not last:
+            raise ValueError("Invalid auto_step=True: there is no optimizer whose steps could be followed.")
+        for optimizer in last:
+            # Holds the training, so that it lives as long as the optimizer even if the caller drops it.
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_optimizer)))
+        self._unseen = dict(_unsharded_collections(model, names))
+        for module in self._unseen.values():
+            self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
+
+    def stepped(self) -> None:
+        """Note that the training's step() is called.
+
+        Raises:
+            RuntimeError: no forward has used the tables.
+        """
+        if self._unseen:
+            raise RuntimeError(
+                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the model was wrapped "
+                "or copied afterwards, so that other tables train. Call sparsify() on the DistributedModelParallel."
+            )
+        self._optimizer_steps = None
+
+    def stop(self) -> None:
+        """Stop following."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._unseen = [], {}
+
+    def _after_optimizer(self, *_: Any) -> None:
+        if self._auto_step:
+            self._step()
+        elif self._optimizer_steps is not None:
+            self._optimizer_steps += 1
+            if self._optimizer_steps == _FORGOTTEN and rank_in(world_ranks()) == 0:
+                warnings.warn(
+                    f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was never called: masks "
+                    "are not updated. Call it after each optimizer step, or pass auto_step=True to sparsify().",
+                    UserWarning,
+                    stacklevel=4,  # behind the hook and torch's wrapper of step()
+                )
+
+    def _seen(self, *_: Any) -> None:
+        self._unseen = {}
+
+
+def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield the innermost optimizers, then one that is made of fused ones or of several: torch's hooks run on both."""
+    yield from leaves(optimizer)
+    while not combines(optimizer) and hasattr(optimizer, "_optimizer"):  # as LightningOptimizer does
+        optimizer = optimizer._optimizer
+    if combines(optimizer):
+        yield optimizer
+
+
+def combines(optimizer: Any) -> bool:
+    """Return whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
+    return any(kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__)
+
+
+def _unsharded_collections(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    """TorchRec's unsharded collections of registered tables, by path, which DistributedModelParallel would replace."""
+    if "torchrec" in sys.modules:
+        torchrec = importlib.import_module("dist_sparse.tables.torchrec")
+        for path, module in model.named_modules():
+            found = torchrec.collection_tables(module)
+            if found is not None and any(name.rpartition("/")[2] in found[2] for name in names):
+                yield path or type(module).__name__, module
