@@ -66,6 +66,7 @@ _PACKAGES = (
     "lightning",
     "masking",
     "optim",
+    "planning",
     "quantization",
     "report",
     "schedulers",

@@ -5,6 +5,7 @@ from dist_sparse import groups as groups
 from dist_sparse import lightning as lightning
 from dist_sparse import masking as masking
 from dist_sparse import optim as optim
+from dist_sparse import planning as planning
 from dist_sparse import quantization as quantization
 from dist_sparse import report as report
 from dist_sparse import schedulers as schedulers

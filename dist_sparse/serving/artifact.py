@@ -28,7 +28,7 @@ from torch import Tensor
 from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, hex_of, layout_of, size_of
 
-__all__ = ["Artifact", "ArtifactWriter", "check_new", "open_artifact"]
+__all__ = ["Artifact", "ArtifactWriter", "check_new", "file_bytes", "open_artifact"]
 
 MANIFEST: Final = "manifest.json"
 PARTIAL: Final = ".partial"
@@ -198,7 +198,7 @@ def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
     header = _header(layout)
     with open(file, "rb") as opened:
         same = opened.read(len(header)) == header
-    if not same or size != len(header) + sum(size_of(*each) for each in layout.values()):
+    if not same or size != file_bytes(manifest.tables):
         raise ValueError(f"{file} is damaged: its header does not list the tensors of {MANIFEST}.")
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -213,6 +213,12 @@ def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
             if name == "kept" and _ones(tensor, entry.rows) != entry.kept:
                 raise ValueError(f"{file} is refused: {table + '.kept'!r} does not keep {entry.kept} rows.")
     return held
+
+
+def file_bytes(tables: Mapping[str, Table]) -> int:
+    """Return the size of the file of tables, its header included."""
+    layout = layout_of(tables)
+    return len(_header(layout)) + sum(size_of(*each) for each in layout.values())
 
 
 def _header(layout: Layout) -> bytes:

@@ -34,6 +34,7 @@ from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import Source
+from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
 
 __all__ = ["compact"]
@@ -165,7 +166,7 @@ def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> 
         if cut_by_columns(data):
             raise ValueError(f"Table {name!r} has columns on several ranks: shard it by rows or by table to narrow it.")
         kept = stats[name].blocks - stats[name].removed_blocks
-        widths[name] = min(data.shape[1], max(4, -(-kept * width // 4) * 4))
+        widths[name] = narrow_width(kept * width, data.shape[1])
     return widths
 
 

@@ -1,0 +1,36 @@
+"""Bytes of what finds the kept parts of a table, and the columns of narrow ones: the formulas of budgets and plans."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["basis_bytes", "index_bytes", "mask_bytes", "narrow_width"]
+
+
+def index_bytes(rows: int) -> int:
+    """Return the bytes in memory that find the kept rows of a table of so many: a bit each, and a count for each 32.
+
+    Example::
+
+        >>> from dist_sparse.tables.sizes import index_bytes
+        >>> index_bytes(1000)  # 0.25 byte a row
+        256
+    """
+    return 8 * -(-rows // 32)
+
+
+def mask_bytes(rows: int, columns: int, width: int) -> int:
+    """Return the bytes of the bitmasks of rows: a bit for each ``width`` columns, in whole bytes a row."""
+    return rows * math.ceil(math.ceil(columns / width) / 8)
+
+
+def narrow_width(kept: int, columns: int) -> int:
+    """Return the columns of a table that has lost all but ``kept``: a multiple of 4, as FBGEMM needs, or all."""
+    return min(columns, max(4, -(-kept // 4) * 4))
+
+
+def basis_bytes(columns: int, width: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the basis that turns the output of a table of ``width`` of its ``columns`` back."""
+    return columns * width * (8 if dtype == torch.float64 else 4)

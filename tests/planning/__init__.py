@@ -1,0 +1,1 @@
+"""Tests of `dist_sparse.planning`."""
