@@ -13,7 +13,7 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.bases import bases_of
 from dist_sparse.rotation.outputs import follow, turn_back
-from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, turn_
+from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.shards import COL, ShardedData
@@ -36,7 +36,8 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     enforcer must be attached at mask updates.
 
     Args:
-        sparsifier: of whole columns, ``sparse_block_shape=(COL, n)``.
+        sparsifier: of whole columns, ``sparse_block_shape=(COL, n)``. If it counts lookups (``score="frequency"``),
+            each row weighs as much as it was looked up.
         tables: ``"table"``, or groups of registered names. A group of one table, and each table of ``"table"``, gets
             the eigenvectors of ``W^T W``, and a forward hook turns its output back, so that any model may read it.
             Tables of larger groups are not turned back: nothing but **dot products between them** may read them. Two
@@ -118,7 +119,8 @@ class _Rotation:
         grams: dict[str, Tensor] = {}
         names = {ranks: [name for name in known if name in _names(chosen)] for ranks, known in packed.groups.items()}
         for ranks, some in names.items():
-            found = gram_matrices([located[name] for name in some], group_over(ranks))
+            lookups = {name: packed.counts(name) or () for name in some} if self._sparsifier.counts_lookups else None
+            found = gram_matrices([located[name] for name in some], group_over(ranks), lookups)
             grams |= dict(zip(some, found, strict=True))
         with packed.agreeing("step()"):
             for name, gram in grams.items():
@@ -128,12 +130,12 @@ class _Rotation:
             for group in chosen:
                 bases |= dict(zip(group, bases_of([grams[name] for name in group]), strict=True))
         for ranks, some in names.items():
+            over = group_over(ranks)
+            share_([bases[name] for name in some], over)  # eigenvectors may differ in sign and rounding
             for name in some:
-                basis, over = bases[name], group_over(ranks)
-                over.broadcast_(basis)  # eigenvectors may differ in sign and rounding: all use the first rank's
-                turn_(located[name], basis, over)
+                turn_(located[name], bases[name], over)
                 if name in self._turned:
-                    follow(self._turned[name], name, basis)
+                    follow(self._turned[name], name, bases[name])
         enforcer.after_rotation(_names(chosen))
 
 

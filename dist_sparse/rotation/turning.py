@@ -6,7 +6,7 @@ chunk, by one all-to-all each, from metadata that every rank has: no rank holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from torch import Tensor
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["cut_by_columns", "gram_matrices", "turn_"]
+__all__ = ["cut_by_columns", "gram_matrices", "share_", "turn_"]
 
 _CHUNK = 1 << 20
 """Elements taken at a time: 8 MiB of float64."""
 
 _BUFFER = 1 << 22
-"""Elements of Gram matrices in one message: 32 MiB."""
+"""Elements of matrices in one message: 32 MiB."""
 
 Span = tuple[int, int]
 """The first row, and the one behind the last."""
@@ -31,28 +31,41 @@ def cut_by_columns(data: ShardedData) -> bool:
     return any(rect.cols != data.shape[1] for rect in data.rects)
 
 
-def gram_matrices(tables: Sequence[ShardedData], group: Group) -> list[Tensor]:
+def gram_matrices(
+    tables: Sequence[ShardedData], group: Group, lookups: Mapping[str, Sequence[Tensor]] | None = None
+) -> list[Tensor]:
     """Return ``W^T W`` of each table, float64 ``(columns, columns)`` on the CPU. Collective over ``group``: an
-    all-reduce for about 4 million of their elements, and as much as :func:`turn_` sends of rows that are cut."""
+    all-reduce for about 4 million of their elements, and as much as :func:`turn_` sends of rows that are cut.
+
+    Args:
+        lookups: by table, how often each row of this rank's shards was looked up: rows weigh as much, and 1 more, so
+            that a table without lookups has a matrix too. None weighs all alike.
+    """
     found: list[Tensor] = []
-    waiting: list[Tensor] = []
-    for i, data in enumerate(tables):
+    for data in tables:
         gram = torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64)
         # Each row is read by one rank: the owner of its first element.
         firsts = [
             [(rect.row, rect.row_end) for rect in data.owned(rank) if rect.col == 0] for rank in range(group.size)
         ]
-        for _, rows in _whole_rows(data, group, firsts):
+        for span, rows in _whole_rows(data, group, firsts):
             exact = rows.double()
-            gram += (exact.T @ exact).cpu()
-        waiting.append(gram)
-        if i == len(tables) - 1 or sum(each.numel() for each in waiting) >= _BUFFER:
-            summed = group.all_reduce(torch.cat([each.flatten() for each in waiting]))
-            for each in waiting:
-                found.append(summed[: each.numel()].view_as(each))
-                summed = summed[each.numel() :]
-            waiting = []
+            weighted = exact if lookups is None else exact * _weights(data, lookups[data.name], span)
+            gram += (exact.T @ weighted).cpu()
+        found.append(gram)
+    _together(found, group.all_reduce)
     return found
+
+
+def share_(matrices: Sequence[Tensor], group: Group) -> None:
+    """Overwrite matrices by those of the group's first rank. Collective over ``group``: a broadcast for about 4 million
+    of their elements."""
+
+    def first(values: Tensor) -> Tensor:
+        group.broadcast_(values)
+        return values
+
+    _together(matrices, first)
 
 
 def turn_(data: ShardedData, basis: Tensor, group: Group) -> None:
@@ -64,6 +77,26 @@ def turn_(data: ShardedData, basis: Tensor, group: Group) -> None:
         for rect, weight in data.shards:
             if rect.row <= start and stop <= rect.row_end:
                 weight.data[start - rect.row : stop - rect.row] = turned[:, rect.col : rect.col_end].to(weight.dtype)
+
+
+def _together(matrices: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> None:
+    """Replace matrices by what ``send`` returns for them, many in one message."""
+    waiting: list[Tensor] = []
+    for i, matrix in enumerate(matrices):
+        waiting.append(matrix)
+        if i == len(matrices) - 1 or sum(each.numel() for each in waiting) >= _BUFFER:
+            sent = send(torch.cat([each.flatten() for each in waiting]))
+            for each, part in zip(waiting, torch.split(sent, [each.numel() for each in waiting]), strict=True):
+                each.copy_(part.view_as(each))
+            waiting = []
+
+
+def _weights(data: ShardedData, lookups: Sequence[Tensor], span: Span) -> Tensor:
+    """What rows of this rank weigh: float64 ``(rows, 1)``."""
+    for (rect, _), counts in zip(data.shards, lookups, strict=True):
+        if rect.col == 0 and rect.row <= span[0] and span[1] <= rect.row_end:
+            return 1 + counts[span[0] - rect.row : span[1] - rect.row].double().unsqueeze(1)
+    raise AssertionError(f"{data.name}: rows {span} are not on this rank")
 
 
 def _whole_rows(data: ShardedData, group: Group, readers: Sequence[Sequence[Span]]) -> Iterator[tuple[Span, Tensor]]:

@@ -322,7 +322,8 @@ def sparsify(
         auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that can't be edited.
             With gradient accumulation, steps are optimizer steps.
         rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask update as by
-            :func:`~dist_sparse.rotate`.
+            :func:`~dist_sparse.rotate`. Of columns the score decides nothing then, but ``"frequency"`` weighs rows by
+            their lookups.
 
     Returns:
         An object with ``step()``, to be called after each optimizer step, ``summary()``, ``state_dict()``,

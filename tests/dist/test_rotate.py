@@ -13,7 +13,8 @@ from torchrec.distributed.sharding_plan import table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import DataNormSparsifier, MaskEnforcer, rotate, sparsify
+from dist_sparse import DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, rotate, sparsify
+from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.tables.modules import modules_by_path
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.enforcing import SMALL, kernels, loss_of, optimizer_of, pieces, small
@@ -197,6 +198,48 @@ def test_pipeline(name: str) -> None:
         )
     near(found[1], found[0], 1e-4)
     assert all(not full[:, full.shape[1] // 2 :].any() for full in left.values())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "column_wise", "table_wise"])
+def test_rows_weigh_what_they_were_looked_up(name: str) -> None:
+    """The basis is that of the rows, each as often as lookups counted it and once more."""
+    cell = cells(2)[name]
+    model = build(cell, torch.optim.SGD, {"lr": 0.5})
+    sparsifier = ImportanceSparsifier(sparsity_level=0.0, sparse_block_shape="col", score="frequency")
+    sparsifier.add_model(model)
+    optim = optimizer_of(model)
+    with MaskEnforcer(sparsifier).attach(optim):
+        rotate(sparsifier)
+        for step in range(3):
+            loss_of(model(batch(cell, seed=2 * step + dist.get_rank()))).backward()
+        ids = [batch(cell, seed=seed) for seed in range(6)]
+        before = gathered(model)
+        sparsifier.step()
+        after = gathered(model)
+    for table in cell.tables:
+        looked_up = torch.cat([features[feature].values() for features in ids for feature in table.features])
+        weight = 1 + torch.bincount(looked_up, minlength=table.rows).double().unsqueeze(1)
+        values = torch.linalg.eigvalsh((before[table.name] * weight).T.double() @ before[table.name].double()).flip(0)
+        held = (after[table.name].double().square() * weight).sum(0)
+        torch.testing.assert_close(held, values, rtol=1e-4, atol=1e-4 * float(values[0]))
+
+
+@on_ranks(2)
+def test_tables_share_their_messages() -> None:
+    """One all-reduce for all Gram matrices, one broadcast for all bases, beside what a mask update takes anyway."""
+    taken = []
+    for tables in (None, [["user"]], "table"):
+        model = build(cells(2)["row_wise"])
+        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="col")  # no rounds of selection
+        sparsifier.add_model(model)
+        with MaskEnforcer(sparsifier, "reset").attach(optimizer_of(model)):
+            if tables is not None:
+                rotate(sparsifier, tables)
+            reset_traffic()
+            sparsifier.step()
+            taken.append(traffic().collectives)
+    assert taken[1] == taken[2] == taken[0] + 5, taken  # three of them say that all ranks go on
 
 
 @on_ranks(2)
