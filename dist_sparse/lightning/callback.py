@@ -21,6 +21,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.rotation.outputs import expect_bases
+from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.tables.shards import ROW
 from dist_sparse.training.following import combines, steppers
 from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule, Scope, Score
@@ -74,8 +76,8 @@ class SparsifyCallback(Callback):
 
     Args:
         level, budget, scope, floor, protect, block, norm, score: as in :func:`~dist_sparse.sparsify`.
-        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows: likewise; steps are rounds of
-            optimizer steps.
+        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate: likewise; steps are
+            rounds of optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -130,6 +132,7 @@ class SparsifyCallback(Callback):
         schedule: Schedule = "cubic",
         optimizer_state: OptimizerState = "keep",
         min_rows: int = 16,
+        rotate: Rotate | None = None,
         log: bool = True,
     ) -> None:
         super().__init__()
@@ -152,9 +155,9 @@ class SparsifyCallback(Callback):
         Plan(**self._plan)  # invalid arguments are refused here, before anything is loaded or trained
         self.training: SparseTraining | None = None
         self._tables: dict[str, Any] = {"include": include, "exclude": exclude, "dense": dense}
-        self._logs = log
+        self._rotate, self._logs = rotate, log
         self._rounds = OptimizerRounds([])
-        self._saved_hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
         self._first = 0
         self._fit: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
@@ -170,6 +173,8 @@ class SparsifyCallback(Callback):
         self._loaded = None  # the state of an earlier run that loaded and did not use it
         if stage == "fit":
             _refuse(trainer, pl_module)
+            if self._rotate is not None:  # a checkpoint is loaded before training starts
+                self._hooks.append(expect_bases(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start, or resume. Collective."""
@@ -182,7 +187,7 @@ class SparsifyCallback(Callback):
             else:
                 _log.warning("No masks were loaded: sparsification starts again at global step %d", trainer.global_step)
         self._detach()
-        training = sparsify(trainer.model, trainer.optimizers, **self._tables, **self._plan)
+        training = sparsify(trainer.model, trainer.optimizers, **self._tables, **self._plan, rotate=self._rotate)
         rounds = OptimizerRounds(trainer.optimizers)
         first = training.scheduler.last_epoch
         try:
@@ -200,7 +205,7 @@ class SparsifyCallback(Callback):
             )
         self.training, self._rounds, self._first, self._loaded, self._fit = training, rounds, first, None, fit
         settle = Hook(lambda *_: training.enforcer.settle())
-        self._saved_hook = pl_module.register_state_dict_pre_hook(settle)  # type: ignore[no-untyped-call]
+        self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -275,9 +280,9 @@ class SparsifyCallback(Callback):
 
     def _detach(self) -> None:
         self._rounds.stop()
-        if self._saved_hook is not None:
-            self._saved_hook.remove()
-            self._saved_hook = None
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
         if self.training is not None:
             self.training.detach()
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["follow", "is_turned", "move_bases", "turn_back"]
+__all__ = ["expect_bases", "follow", "is_turned", "move_bases", "turn_back"]
 
 _BASIS = "rotation_of_"
 
@@ -40,6 +42,19 @@ def turn_back(root: nn.Module, module: nn.Module, outputs: Mapping[str, str] | N
     own = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]  # its name in the collection
     found = [None] if outputs is None else [output for output, table in outputs.items() if table == own]
     hook.names |= dict.fromkeys(found, data.name)
+
+
+def expect_bases(root: nn.Module) -> RemovableHandle:
+    """Have ``root`` load states with bases from now on, though its tables are rotated only later: by
+    :func:`turn_back`, which keeps what was loaded."""
+
+    def register(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+        for key, basis in state.items():
+            if key.startswith(prefix + _BASIS) and (name := key.removeprefix(prefix)) not in module._buffers:
+                module.register_buffer(name, torch.empty_like(basis))
+
+    handle: RemovableHandle = root.register_load_state_dict_pre_hook(Hook(register))  # type: ignore[no-untyped-call]
+    return handle
 
 
 def follow(root: nn.Module, name: str, basis: Tensor) -> None:

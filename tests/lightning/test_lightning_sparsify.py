@@ -39,11 +39,11 @@ def fitted(module: Net, folder: Path, **options: Any) -> tuple[SparsifyCallback,
 
 
 def test_takes_what_sparsify_takes() -> None:
-    """The same keywords and defaults, but for ``auto_step`` (the callback steps by itself) and ``rotate``."""
+    """The same keywords and defaults, but for ``auto_step`` (the callback steps by itself)."""
     theirs = dict(inspect.signature(sparsify).parameters)
     ours = dict(inspect.signature(SparsifyCallback).parameters)
     assert ours.pop("log").default is True
-    del theirs["model"], theirs["optimizer"], theirs["auto_step"], theirs["rotate"]
+    del theirs["model"], theirs["optimizer"], theirs["auto_step"]
     assert ours == theirs
 
 
@@ -157,6 +157,18 @@ class TestCheckpoints:
             assert module.trained == whole.trained[step:]
             assert all(torch.equal(p, q) for p, q in zip(module.parameters(), whole.parameters(), strict=True))
             assert callback.training is not None and callback.training.scheduler.last_epoch == 24
+
+    def test_resumes_rotated_tables(self, tmp_path: Path) -> None:
+        """A checkpoint has their bases, which the model has only once training starts."""
+        options: dict[str, Any] = {**PLAN, "block": "col", "rotate": "table", "optimizer_state": "reset"}
+        saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+        whole, module = Numbered(), Numbered()
+        fit(whole, SparsifyCallback(**options), tmp_path, saving, enable_checkpointing=True)
+        fit(module, SparsifyCallback(**options), tmp_path, ckpt_path=tmp_path / "step=6.ckpt")
+        assert all(torch.equal(value, whole.state_dict()[key]) for key, value in module.state_dict().items())
+        assert not module.bag.weight[:, 3:].any() and "rotation_of_bag" in module.state_dict()
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*rotation_of_bag"):
+            fit(Numbered(), SparsifyCallback(**PLAN), tmp_path, ckpt_path=tmp_path / "step=6.ckpt")
 
     def test_weights_in_them_are_settled(self, tmp_path: Path) -> None:
         """Also where somebody has written them since the last step, and nothing but weights is saved."""
