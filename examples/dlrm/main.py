@@ -1,4 +1,4 @@
-"""Train a DLRM dense, sparsified, and with small tables of the same size; serve the sparsified one from its artifact.
+"""Train a DLRM dense, sparsified, and with small tables of the same size; compare their artifacts as they are served.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
@@ -23,14 +23,12 @@ import torch.distributed as dist
 from dist_sparse.report.page import write_report
 from dist_sparse.text import block_shape_text
 from dlrm import interactions, movielens
-from dlrm.model import DIM, sharding_of
+from dlrm.model import DIM, NARROWEST, sharding_of
 from dlrm.options import parse
 from dlrm.process import run_and_leave
-from dlrm.report import overhead, runs_table, served_table, tables_table
+from dlrm.report import advice, overhead, runs_table, served_table, tables_table
+from dlrm.served import serve
 from dlrm.train import Result, Settings, Sparsity, run
-
-_NARROWEST = 4
-"""Columns; FBGEMM wants multiples of 4."""
 
 
 def main(options: argparse.Namespace) -> None:
@@ -73,24 +71,34 @@ def main(options: argparse.Namespace) -> None:
     # The report compares a run with those in folders inside its own.
     dense = finished(run("dense", dataset, settings, options.run_dir / "dense"))
     sparse = finished(run("sparsified", dataset, settings, options.run_dir, sparsity))
-    small = finished(run("small dense", dataset, narrowed(settings, dense, sparse), options.run_dir / "small_dense"))
+    results = [dense, sparse]
+    for dim in options.dims or [same_bytes(dense, sparse)]:
+        folder = options.run_dir / f"dense_dim_{dim}"
+        results.append(finished(run(f"dense dim {dim}", dataset, narrowed(settings, dim), folder)))
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
-    say(f"\nRuns\n\n{runs_table([dense, sparse, small])}")
+    say(f"\nRuns\n\n{runs_table(results)}")
     say(f"\n{overhead(sparse)}")
     if rank == 0:
+        served = serve([result.artifacts for result in results])
         say(f"\nReport: {write_report(options.run_dir)}")
-        say(f"\nServed from {options.run_dir / 'served'} by a process without TorchRec\n")
-        say(served_table(dense, sparse.served))
+        say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
+        say(f"{served_table(served)}\n\n{advice(served, sparse.name)}")
+        exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")
+        say(f"Checked: logits from the fp32 artifacts differ from those of the trained models by at most {exact:.0e}.")
 
 
-def narrowed(settings: Settings, dense: Result, sparse: Result) -> Settings:
-    """Return the settings of dense tables with about the bytes that the sparsified run kept: fewer columns.
+def same_bytes(dense: Result, sparse: Result) -> int:
+    """Return the embedding dimension of dense tables with about the bytes that the sparsified run kept."""
+    return max(NARROWEST, round(DIM * sparse.table_bytes / dense.table_bytes / NARROWEST) * NARROWEST)
+
+
+def narrowed(settings: Settings, dim: int) -> Settings:
+    """Return the settings of dense tables of fewer columns.
 
     Columns of narrow tables are not cut: that changes nothing but where they are stored.
     """
-    dim = max(_NARROWEST, round(DIM * sparse.table_bytes / dense.table_bytes / _NARROWEST) * _NARROWEST)
     sharding = {name: "table_wise" if kind == "column_wise" else kind for name, kind in settings.sharding.items()}
     return replace(settings, dim=dim, sharding=sharding)
 

@@ -33,10 +33,13 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.batches import Dataset
 
-__all__ = ["DIM", "SHARDINGS", "ShardedModel", "build", "sharding_of"]
+__all__ = ["DIM", "NARROWEST", "SHARDINGS", "ShardedModel", "build", "sharding_of"]
 
 DIM = 32
 """Of every table, unless a run has another: DLRM's interaction multiplies the features' vectors with each other."""
+
+NARROWEST = 4
+"""Columns; FBGEMM wants multiples of them."""
 
 SHARDINGS = ("mixed", "row_wise", "column_wise", "table_wise", "data_parallel")
 

@@ -12,9 +12,9 @@ from dist_sparse import ROW
 from dist_sparse.checks import parse_block
 from dist_sparse.report.run_log import RUN
 from dist_sparse.sparsifiers.importance import SCORES
-from dlrm.model import DIM, SHARDINGS
+from dlrm.model import DIM, NARROWEST, SHARDINGS
 
-__all__ = ["as_block", "as_level", "as_levels", "as_positive", "as_seed", "parse", "started_world"]
+__all__ = ["as_block", "as_dim", "as_level", "as_levels", "as_positive", "as_seed", "parse", "started_world"]
 
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,6 +65,14 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "sparsify (default: user_x_genre=0.95; with --data 0.8)",
     )
     add(
+        "--dims",
+        type=as_dim,
+        nargs="+",
+        metavar="DIM",
+        help="embedding dimensions of the small dense models to compare with, multiples of 4 (default: the one whose "
+        "tables take about the bytes that the sparsified model kept)",
+    )
+    add(
         "--every",
         type=as_positive,
         default=20,
@@ -104,7 +112,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         type=Path,
         default=Path("runs", time.strftime("dlrm-%Y%m%d-%H%M%S")),
         metavar="DIR",
-        help="folder for the logs of the three runs and the report; must hold none yet (default: runs/dlrm-<time>)",
+        help="folder for logs, artifacts and the report; must hold no run yet (default: runs/dlrm-<time>)",
     )
     options = parser.parse_args(argv)
     if options.score != "norm" and options.norm != "L2":
@@ -134,9 +142,9 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         )
     if options.data is not None and not options.data.is_file():
         parser.error(f"argument --data: no such file: {options.data}")
-    for held in (options.run_dir, options.run_dir / "dense", options.run_dir / "small_dense"):
-        if (held / RUN).exists():
-            parser.error(f"argument --run-dir: {held} holds the log of a run: choose another folder")
+    for held in (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}"))):
+        if held.exists():
+            parser.error(f"argument --run-dir: {held.parent} holds the log of a run: choose another folder")
     return options
 
 
@@ -147,6 +155,13 @@ def started_world() -> int | None:
 
 def as_positive(text: str) -> int:
     return _whole(text, 1)
+
+
+def as_dim(text: str) -> int:
+    dim = _whole(text, NARROWEST)
+    if dim % NARROWEST:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be a multiple of {NARROWEST})")
+    return dim
 
 
 def as_seed(text: str) -> int:

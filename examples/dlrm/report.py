@@ -8,7 +8,10 @@ from dist_sparse.text import table_lines
 from dlrm.served import Served
 from dlrm.train import Result, TableRow
 
-__all__ = ["overhead", "runs_table", "served_table", "tables_table"]
+__all__ = ["advice", "overhead", "runs_table", "served_table", "tables_table"]
+
+_SPREAD = 0.002
+"""AUC: between seeds the difference to the dense model varies by this (docs/benchmarks.md)."""
 
 
 def tables_table(tables: Sequence[TableRow]) -> str:
@@ -34,26 +37,47 @@ def tables_table(tables: Sequence[TableRow]) -> str:
 
 def runs_table(results: Sequence[Result]) -> str:
     """Return one line per run."""
-    head = ("run", "dim", "AUC", "NE", "table bytes", "ms/step")
-    lines = [
-        (r.name, str(r.dim), f"{r.auc:.4f}", f"{r.ne:.4f}", str(r.table_bytes), f"{r.ms_per_step:.1f}") for r in results
-    ]
-    return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4, 5)))
-
-
-def served_table(dense: Result, artifacts: Sequence[Served]) -> str:
-    """Return the dense run and each artifact of the sparsified one: bytes, AUC, and how far its logits are from those
-    of the model that was exported."""
-    head = ("artifact", "bytes", "of dense", "AUC", "logits differ by")
-    lines = [("dense tables", str(dense.table_bytes), "100.0%", f"{dense.auc:.4f}", "-")]
-    for a in artifacts:
-        share = f"{a.file_bytes / dense.table_bytes:.1%}"
-        lines.append((a.dtype, str(a.file_bytes), share, f"{a.auc:.4f}", f"{a.difference:.1g}"))
+    head = ("run", "dim", "AUC", "NE", "ms/step")
+    lines = [(r.name, str(r.dim), f"{r.auc:.4f}", f"{r.ne:.4f}", f"{r.ms_per_step:.1f}") for r in results]
     return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4)))
 
 
+def served_table(served: Sequence[Served]) -> str:
+    """Return all artifacts, the largest first: bytes and AUC, both against the first one, the dense run in float32."""
+    dense = served[0]
+    head = ("artifact", "dtype", "bytes", "of dense", "AUC", "delta")
+    lines = []
+    for a in sorted(served, key=lambda a: -a.file_bytes):
+        share = f"{a.file_bytes / dense.file_bytes:.1%}"
+        delta = "" if a is dense else f"{a.auc - dense.auc:+.4f}"
+        lines.append((a.run, a.dtype, str(a.file_bytes), share, f"{a.auc:.4f}", delta))
+    return "\n".join(table_lines(head, lines, right=(2, 3, 4, 5)))
+
+
+def advice(served: Sequence[Served], sparsified: str) -> str:
+    """Return which artifact is the smallest without a loss, and which of those of the run ``sparsified`` are worse than
+    a dense one that is not larger."""
+    dense = served[0]
+    equal = [a for a in served if a.auc >= dense.auc - _SPREAD]
+    smallest = min(equal, key=lambda a: a.file_bytes)
+    share = f"{smallest.file_bytes / dense.file_bytes:.1%} of the bytes"
+    lines = [f"Smallest with an AUC within {_SPREAD} of dense: {smallest.run} in {smallest.dtype}, {share}."]
+    if smallest.run != sparsified:
+        lines.append("Prefer it to pruning on this data.")
+    others = [a for a in served if a.run != sparsified]
+    for pruned in (a for a in served if a.run == sparsified):
+        better = [a for a in others if a.file_bytes <= pruned.file_bytes and a.auc >= pruned.auc]
+        if better:
+            best = max(better, key=lambda a: a.auc)
+            lines.append(
+                f"{best.run} in {best.dtype} is a better answer than {sparsified} in {pruned.dtype}: "
+                f"{best.file_bytes / pruned.file_bytes:.0%} of its bytes, {best.auc - pruned.auc:+.4f} AUC."
+            )
+    return "\n".join(lines)
+
+
 def overhead(sparse: Result) -> str:
-    """Return the cost of sparsity per step, and the check at the end."""
+    """Return the cost of sparsity per step, and the check of the weights at the end."""
     return (
         f"Sparsity took {sparse.enforce_ms + sparse.masks_ms:.2f} of {sparse.ms_per_step:.1f} ms a step: "
         f"{sparse.enforce_ms:.2f} ms for enforcement, {sparse.masks_ms:.2f} ms for mask updates.\n"

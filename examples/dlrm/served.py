@@ -1,13 +1,14 @@
-"""A trained model's artifacts, served by a process that knows nothing of the training.
+"""Artifacts of trained models, served by a process that knows nothing of the training.
 
-The folder holds an artifact of the tables in each dtype, the layers above them as a ``torch.export`` program, and the
-test part as tensors; ``serve.py`` reads all three.
+A run's folder ``served`` holds an artifact of the tables in each dtype, the layers above them as a ``torch.export``
+program, and the test part as tensors; ``serve.py`` reads all three.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +19,25 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse import DataNormSparsifier
+from dist_sparse.serving.manifest import Dtype
 from dlrm.batches import Dataset
 from dlrm.model import ShardedModel
 from dlrm.predictions import Predictions
 
-__all__ = ["DTYPES", "Served", "serve"]
+__all__ = ["DTYPES", "Artifacts", "Served", "export", "serve"]
 
-DTYPES = ("fp32", "int8")
+DTYPES: tuple[Dtype, ...] = ("fp32", "int8", "int4")
 
 _SERVE = Path(__file__).with_name("serve.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifacts:
+    """The folder with one run's artifacts, and what its trained model predicted of the test part."""
+
+    run: str
+    folder: Path
+    trained: Predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +47,7 @@ class Served:
     ``difference``: the largest between a logit that it served and the trained model's.
     """
 
+    run: str
     dtype: str
     folder: Path
     file_bytes: int
@@ -55,24 +67,22 @@ class Layers(nn.Module):
         return logits.squeeze(-1)
 
 
-def serve(
-    sharded: ShardedModel, sparsifier: DataNormSparsifier, dataset: Dataset, trained: Predictions, folder: Path
-) -> list[Served]:
-    """Export the model to ``folder``, and predict what it was tested on from there, in a process of its own.
-
-    Collective; rank 0 gets the results, the others none.
-    """
+def export(
+    sharded: ShardedModel, sparsifier: DataNormSparsifier | None, dataset: Dataset, examples: int, folder: Path
+) -> None:
+    """Write the artifacts of a trained model, its layers and the first ``examples`` of the test part. Collective."""
     folder.mkdir(parents=True, exist_ok=True)
     for dtype in DTYPES:
         dist_sparse.export(sharded.model, sparsifier, folder / dtype, dtype=dtype)
-    results = []
     if dist.get_rank() == 0:
-        _save_test(dataset, len(trained.logits), folder)
+        _save_test(dataset, examples, folder)
         _save_layers(sharded, dataset, folder)
-        subprocess.run([sys.executable, str(_SERVE), str(folder), *DTYPES], check=True)
-        results = [_served(folder, dtype, trained) for dtype in DTYPES]
-    dist.barrier()
-    return results
+
+
+def serve(exported: Sequence[Artifacts]) -> list[Served]:
+    """Predict from all artifacts in one process of their own. Local."""
+    subprocess.run([sys.executable, str(_SERVE), *(str(run.folder) for run in exported)], check=True)
+    return [_served(run, dtype) for run in exported for dtype in DTYPES]
 
 
 def _save_test(dataset: Dataset, examples: int, folder: Path) -> None:
@@ -92,12 +102,13 @@ def _save_layers(sharded: ShardedModel, dataset: Dataset, folder: Path) -> None:
     torch.export.save(program, folder / "layers.pt2")
 
 
-def _served(folder: Path, dtype: str, trained: Predictions) -> Served:
-    logits = load_file(folder / f"{dtype}-logits.safetensors")["logits"]
+def _served(run: Artifacts, dtype: str) -> Served:
+    logits = load_file(run.folder / f"{dtype}-logits.safetensors")["logits"]
     return Served(
+        run=run.run,
         dtype=dtype,
-        folder=folder / dtype,
-        file_bytes=sum(file.stat().st_size for file in (folder / dtype).iterdir()),
-        auc=Predictions(logits, trained.labels).auc,
-        difference=float((logits - trained.logits).abs().max()),
+        folder=run.folder / dtype,
+        file_bytes=sum(file.stat().st_size for file in (run.folder / dtype).iterdir()),
+        auc=Predictions(logits, run.trained.labels).auc,
+        difference=float((logits - run.trained.logits).abs().max()),
     )

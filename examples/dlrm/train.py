@@ -25,7 +25,7 @@ from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import DIM, ShardedModel, build
 from dlrm.notes import Notes
 from dlrm.predictions import Predictions
-from dlrm.served import Served, serve
+from dlrm.served import Artifacts, export
 
 __all__ = [
     "Result",
@@ -95,8 +95,7 @@ class Result:
     """The outcome of one run.
 
     ``table_bytes``: the remaining weights, without masks. ``enforce_ms`` and ``masks_ms``: the part of ``ms_per_step``
-    spent in enforcement and in mask updates. ``removed``: weights read at the end and found to be 0. ``served``: what
-    the model's artifacts gave, on rank 0.
+    spent in enforcement and in mask updates. ``removed``: weights read at the end and found to be 0.
     """
 
     name: str
@@ -109,7 +108,7 @@ class Result:
     masks_ms: float = 0.0
     removed: int = 0
     tables: list[TableRow] = field(default_factory=list)
-    served: list[Served] = field(default_factory=list)
+    artifacts: Artifacts
 
 
 class Sparsification:
@@ -201,7 +200,7 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     """Train a model from the seed, evaluate it and log both in ``folder``. Collective; all ranks get the same result
     except for the times.
 
-    A sparsified model is also exported to ``folder/served`` and evaluated from there, in a process of its own.
+    The trained model's artifacts are in ``folder/served``.
     """
     sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world, dim=settings.dim)
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
@@ -221,11 +220,10 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     auc, ne = predictions.auc, predictions.ne
 
     tables = [] if sparsification is None else sparsification.tables(sharded)
-    removed, served = 0, []
-    if sparsification is not None:
-        removed = sparsification.check_zeros(sharded)
-        pipeline.detach()
-        served = serve(sharded, sparsification.sparsifier, dataset, predictions, folder / "served")
+    removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
+    pipeline.detach()
+    sparsifier = None if sparsification is None else sparsification.sparsifier
+    export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
     notes.close(test_auc=auc, test_ne=ne, table_bytes=table_bytes, ms_per_step=ms_per_step)
     return Result(
@@ -239,7 +237,7 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
         masks_ms=1000 * spent[1] / steps,
         removed=removed,
         tables=tables,
-        served=served,
+        artifacts=Artifacts(run=name, folder=folder / "served", trained=predictions),
     )
 
 

@@ -263,6 +263,7 @@ class TestOptions:
             ("--nproc 0", "at least 1"),
             ("--nproc 2 --batch-size 33", "must be divisible by 2 processes"),
             ("--nproc 3 --batch-size 33", "mixed cuts 32 columns"),
+            ("--dims 6", "(must be a multiple of 4)"),
             ("--sharding diagonal", "invalid choice: 'diagonal'"),
             ("--norm L3", "invalid choice: 'L3'"),
             ("--data nowhere.npz", "--data: no such file: nowhere.npz"),
@@ -307,11 +308,12 @@ class TestOptions:
 
 
 class Printed(NamedTuple):
-    """The closing tables of a run, cell by cell, by the name in the first column."""
+    """The closing tables of a run, cell by cell, by the name in the first column; artifacts by run and dtype."""
 
     tables: dict[str, dict[str, str]]
     runs: dict[str, dict[str, str]]
-    artifacts: dict[str, dict[str, str]]
+    artifacts: dict[tuple[str, str], dict[str, str]]
+    text: str
 
 
 def start(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -326,12 +328,13 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
 def printed(done: subprocess.CompletedProcess[str]) -> Printed:
     assert done.returncode == 0, done.stderr
     found = {}
-    # The launcher puts the rank before each line.
-    for section in re.sub(r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE).split("\n\n"):
+    text = re.sub(r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE)  # the launcher puts the rank before each line
+    for section in text.split("\n\n"):
         head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
         if lines and set("".join(lines[0])) == {"-"}:
-            found[head[0]] = {line[0]: dict(zip(head, line, strict=True)) for line in lines[1:]}
-    return Printed(found["table"], found["run"], found["artifact"])
+            found[head[0]] = [dict(zip(head, line, strict=False)) for line in lines[1:]]  # the last cell may be empty
+    tables, runs = ({line[name]: line for line in found[name]} for name in ("table", "run"))
+    return Printed(tables, runs, {(line["artifact"], line["dtype"]): line for line in found["artifact"]}, text)
 
 
 def check(result: Printed, level: float, rows_per_block: int, columns_per_block: int) -> None:
@@ -349,17 +352,25 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         assert bytes_kept == rows * dim * 4 - removed_blocks * rows_per_block * columns_per_block * 4
         assert int(table["mask bytes"]) >= blocks / 8
         kept += bytes_kept
-    assert set(result.runs) == {"dense", "sparsified", "small dense"}
-    assert int(result.runs["sparsified"]["table bytes"]) == kept
-    dense, small = result.runs["dense"], result.runs["small dense"]
-    columns = int(dense["table bytes"]) // DIM
-    assert int(small["table bytes"]) == columns * int(small["dim"])
-    assert abs(int(small["table bytes"]) - kept) <= 2 * columns  # widths are multiples of 4
-    fp32, int8 = result.artifacts["fp32"], result.artifacts["int8"]
-    assert int(result.artifacts["dense tables"]["bytes"]) == int(dense["table bytes"])
-    assert int(int8["bytes"]) < int(fp32["bytes"]) < kept + 0.25 * columns + 4096 * len(result.tables)
-    assert fp32["AUC"] == result.runs["sparsified"]["AUC"] and float(fp32["logits differ by"]) < 1e-5
-    assert 0 < float(int8["logits differ by"]) < 0.1
+    dense, sparsified, small = result.runs
+    assert (dense, sparsified) == ("dense", "sparsified")
+    dim = int(result.runs[small]["dim"])
+    assert small == f"dense dim {dim}"
+    rows = sum(int(table["rows x dim"].split(" x ")[0]) for table in result.tables.values())
+    assert abs(4 * rows * dim - kept) <= 8 * rows  # widths are multiples of 4
+    weights = {dense: 4 * rows * DIM, sparsified: kept, small: 4 * rows * dim}
+    for run, expected in weights.items():
+        fp32, int8, int4 = (result.artifacts[run, dtype] for dtype in ("fp32", "int8", "int4"))
+        assert expected <= int(fp32["bytes"]) < expected + rows + 4096 * len(result.tables)
+        assert int(int4["bytes"]) < int(int8["bytes"]) < int(fp32["bytes"])
+        assert fp32["AUC"] == result.runs[run]["AUC"]
+        assert abs(float(int8["AUC"]) - float(fp32["AUC"])) < 0.01
+    whole = result.artifacts[dense, "fp32"]
+    for artifact in result.artifacts.values():
+        assert artifact["of dense"] == f"{int(artifact['bytes']) / int(whole['bytes']):.1%}"
+        delta = float(artifact.get("delta") or 0)
+        assert delta == pytest.approx(float(artifact["AUC"]) - float(whole["AUC"]), abs=1.01e-4)
+    assert float(re.findall(r"trained models by at most (\S+)\.\n", result.text)[0]) < 1e-5
     for run in result.runs.values():
         assert 0.4 < float(run["AUC"]) <= 1
         assert float(run["NE"]) > 0
@@ -376,7 +387,7 @@ class TestRuns:
             folder.mkdir()
         first, again = (printed(run_script(MAIN, options, cwd=folder)) for folder in folders)
         check(first, 0.8, 1, DIM)
-        assert first.tables == again.tables
+        assert first.tables == again.tables and first.artifacts == again.artifacts
         for run in first.runs.values():
             del run["ms/step"], again.runs[run["run"]]["ms/step"]
         assert first.runs == again.runs
@@ -399,7 +410,7 @@ class TestRuns:
             shown = result.runs[run.replace("_", " ")]
             assert f"{last['test_auc']:.4f}" == shown["AUC"] and f"{last['test_ne']:.4f}" == shown["NE"]
             assert {"loss", "table_bytes", "ms_per_step"} <= set(last)
-        assert noted["finished"] and noted["world"] == 2 and set(noted["compared"]) == {"dense", "small_dense"}
+        assert noted["finished"] and noted["world"] == 2 and len(noted["compared"]) == 2
         assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
         text = (tmp_path / "run" / "report.html").read_text()
         assert f'data-value="{noted["last"]["test_auc"]!r}">{result.runs["sparsified"]["AUC"]}<' in text
