@@ -1,4 +1,4 @@
-"""Gram matrices of sharded tables, and turning their rows, in place and chunk by chunk.
+"""Gram matrices of sharded tables, and turning or changing their rows, in place and chunk by chunk.
 
 Shards that hold whole rows send nothing but their part of ``G``. Rows that column borders cut are put together chunk by
 chunk, by one all-to-all each, from metadata that every rank has: no rank holds more than a chunk of them.
@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["cut_by_columns", "gram_matrices", "share_", "turn_"]
+__all__ = ["change_rows_", "cut_by_columns", "gram_matrices", "share_", "turn_"]
 
 _CHUNK = 1 << 20
 """Elements taken at a time: 8 MiB of float64."""
@@ -69,14 +69,19 @@ def share_(matrices: Sequence[Tensor], group: Group) -> None:
 
 
 def turn_(data: ShardedData, basis: Tensor, group: Group) -> None:
-    """Replace ``W`` by ``W @ basis`` in place, computed in float64. Collective over ``group`` if column borders cut the
-    table: an all-to-all for about a million elements."""
+    """Replace ``W`` by ``W @ basis`` in place, computed in float64. Collective as :func:`change_rows_`."""
+    change_rows_(data, lambda rows: rows.double() @ basis.to(rows.device), group)
+
+
+def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: Group) -> None:
+    """Replace whole rows in place by what ``change`` makes of some of them, ``(n, columns)``, in any floating dtype.
+    Collective over ``group`` if column borders cut the table: an all-to-all for about a million elements."""
     held = [[(rect.row, rect.row_end) for rect in rects] for rects in data.tiling]
     for (start, stop), rows in _whole_rows(data, group, held):
-        turned = rows.double() @ basis.to(rows.device)
+        changed = change(rows)
         for rect, weight in data.shards:
             if rect.row <= start and stop <= rect.row_end:
-                weight.data[start - rect.row : stop - rect.row] = turned[:, rect.col : rect.col_end].to(weight.dtype)
+                weight.data[start - rect.row : stop - rect.row] = changed[:, rect.col : rect.col_end].to(weight.dtype)
 
 
 def _together(matrices: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> None:

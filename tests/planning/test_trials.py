@@ -1,0 +1,155 @@
+"""Within a trial a model has what an artifact would serve, on every sharding; afterwards its own weights again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from dist_sparse import DataNormSparsifier, MaskEnforcer, export, rotate
+from dist_sparse.planning.candidates import Candidate, TableShape
+from dist_sparse.planning.trials import serving
+from dist_sparse.serving.codes import decode, encode
+from dist_sparse.tables.modules import model_source
+from tests.dist.cells import Cell, build, cells, gathered, plain
+from tests.dist.copies import build_copies, copied_cells
+from tests.dist.plugin import on_ranks
+from tests.serving.stored import dense
+
+ROWS = Candidate(dtype="int8", levels={"user": 0.7, "word": 0.5})
+ELEMENTS = Candidate(dtype="int4", levels={"user": 0.8, "item": 0.9}, block=(1, 1))
+BLOCKS = Candidate(dtype="fp16", levels={"word": 0.6}, block=(1, 4))
+COLUMNS = Candidate(dtype="int8", columns=0.5)
+NAMES = ("column_wise_uneven", "two_shards", "mixed", "row_wise_fp16")
+FEATURES = ["user_id", "item_id", "last_item_id", "genre", "query"]
+
+
+def artifact(model: nn.Module, candidate: Candidate, path: Path) -> dict[str, Tensor]:
+    """What is served of a model that is sparsified as the candidate says, in one process."""
+    levels: Mapping[str, float] = candidate.levels
+    block: Any = candidate.block
+    if candidate.columns < 1:
+        tables = [TableShape(name, (weight.shape[0], weight.shape[1])) for name, weight in gathered(model).items()]
+        levels, block = {each.name: 1 - candidate.shape(each)[1] / each.shape[1] for each in tables}, "col"
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm="L2")
+    sparsifier.add_model(model, config={name: {"sparsity_level": level} for name, level in levels.items()})
+    sparsifier.step()
+    export(model, sparsifier, path, candidate.dtype)
+    return dense(path)
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **close: Any) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name].float(), weight.float(), **{"rtol": 0, "atol": 0, **close})
+
+
+def tables_of(cell: Cell) -> str:
+    return f"{cell.bags} {cell.data_type}"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Tensor]]]:
+    """What one process exports of the unsharded models."""
+    found: dict[str, list[dict[str, Tensor]]] = {}
+    for cell in (cells(2)[name] for name in NAMES):
+        if tables_of(cell) not in found:
+            path = tmp_path_factory.mktemp("served")
+            some = enumerate((ROWS, ELEMENTS, BLOCKS, COLUMNS))
+            found[tables_of(cell)] = [artifact(plain(cell), each, path / str(i)) for i, each in some]
+    return found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_artifact_serves(name: str, served: dict[str, list[dict[str, Tensor]]]) -> None:
+    cell = cells(2)[name]
+    model = build(cell)
+    before = gathered(model)
+    half = torch.finfo(torch.float16).eps if "fp16" in name else 0.0  # the table's own dtype rounds once more
+    for candidate, expected in zip((ROWS, ELEMENTS, BLOCKS, COLUMNS), served[tables_of(cell)], strict=True):
+        with serving(model, candidate):
+            same(gathered(model), expected, rtol=half)
+        same(gathered(model), before)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["ec_row_wise", "ec_column_wise"])
+def test_rotated_columns(name: str, tmp_path: Path) -> None:
+    """A pair that meets in dot products, as it is exported; and a table alone, turned back as its hook turns outputs
+    back."""
+    model = build(cells(2)[name])
+    groups, columns = (("user", "item"), ("word",)), 0.25
+    with serving(model, Candidate(dtype="int8", columns=columns, groups=groups)):
+        tried = gathered(model)
+    sparsifier = DataNormSparsifier(sparsity_level=1 - columns, sparse_block_shape="col", norm="L2")
+    sparsifier.add_model(model, include=["user", "item", "word"])
+    optimizer = torch.optim.SGD([model.module.over.weight, model.module.over.bias], lr=0.1)
+    with MaskEnforcer(sparsifier).attach(optimizer):
+        rotate(sparsifier, [list(group) for group in groups])
+        sparsifier.step()
+        real = {table: decode(encode(rows, "int8"), rows.shape[1]) for table, rows in gathered(model).items()}
+    basis = model.module.get_buffer("rotation_of_word")
+    turned = real["word"] @ basis.T
+    assert (real["user"][:, 4:] == 0).all() and (real["word"] != turned).any()
+    same(tried, real | {"word": turned}, atol=1e-6)
+
+
+@on_ranks(2)
+def test_rows_by_what_adagrad_has_summed(tmp_path: Path) -> None:
+    """A fused Adagrad trains all tables that lose rows: those that were never looked up are removed first."""
+    cell = cells(2)["row_wise"]
+    model = build(cell)
+    ids = torch.tensor([5, 20, 36])
+    lengths = torch.zeros(len(FEATURES), dtype=torch.int64)
+    lengths[FEATURES.index("user_id")] = 3
+    model(KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=lengths)).sum().backward()
+    before = gathered(model)
+    with serving(model, Candidate(levels={"user": 1 - 3 / 37})):
+        left = gathered(model)["user"].any(1).nonzero().flatten()
+    assert left.tolist() == ids.tolist() and len(set(ids.tolist()) & set(largest(before["user"], 3))) < 3
+    same(gathered(model), before)
+
+
+def largest(weight: Tensor, count: int) -> list[int]:
+    return weight.square().sum(1).topk(count).indices.tolist()
+
+
+@on_ranks(2)
+def test_errors() -> None:
+    """Refused on every rank before anything is written; an error within the block puts the weights back too."""
+    model, rank = build(cells(2)["mixed"]), dist.get_rank()
+    before = gathered(model)
+    for candidate, message in (
+        (Candidate(dtype="int4" if rank else "int8"), r"candidate: dtype is int4 on rank 1 and int8 on rank 0"),
+        (Candidate(levels={"users": 0.5}), r"'users' of the candidate is none of the model's tables \['item'"),
+        (Candidate(columns=0.5, groups=(("user", "item"),)), r"can't be rotated together: their widths.*8.*16"),
+    ):
+        with pytest.raises(ValueError, match=message), serving(model, candidate):
+            raise AssertionError("entered")
+    with pytest.raises(KeyError), serving(model, Candidate(dtype="int4", levels={"user": 0.5})):
+        assert not (gathered(model)["user"] == before["user"]).all()
+        raise KeyError
+    located = {data.name: data for data in model_source(model).locate()}
+    if rank == 1:
+        located["word"].shards[0].tensor[3, 4] = torch.inf
+    broken = gathered(model)
+    candidate = Candidate(dtype="int8", columns=0.5, groups=(("user",),))
+    message = r"rank 1: ValueError: Table 'word' can't be exported.*inf"
+    with pytest.raises(ValueError, match=message), serving(model, candidate):
+        raise AssertionError("entered")
+    same(gathered(model), broken)
+
+
+@on_ranks(4)
+def test_copies_cut_by_columns() -> None:
+    """2-D parallelism: rows can't be put together, since each copy has its own."""
+    model = build_copies(copied_cells()["column_wise"])
+    with pytest.raises(ValueError, match="2-D parallelism trains copies"), serving(model, Candidate(dtype="int8")):
+        raise AssertionError("entered")
