@@ -152,8 +152,7 @@ class Candidate:
 
     def file_bytes(self, tables: Iterable[SizedTable]) -> int:
         """Return the size of the file that :func:`~dist_sparse.export` writes: its header counts, the counts of an
-        index and the bases of outputs that are turned back are not in it. As :meth:`served_bytes` it is exact, or with
-        small blocks the most."""
+        index are not in it. As :meth:`served_bytes` it is exact, or with small blocks the most."""
         by_name = sorted(tables, key=lambda table: table.name)
         return file_bytes({table.name: self._stored(table) for table in by_name})
 
@@ -192,6 +191,7 @@ class Candidate:
                 pooling="sum",
                 dtype=self.dtype,
                 block=block,
+                turned=table.shape[1] if self._turns(table) else None,
                 values=values,
                 bytes=TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0),
             )
@@ -203,14 +203,17 @@ class Candidate:
         values = -(-numbers * BITS[self.dtype] // 8) + (-(-rows // 2) if halves else 0)
         return min(stored(None), stored(values), key=lambda each: sum(size_of(*one) for one in each.layout().values()))
 
+    def _turns(self, table: SizedTable) -> bool:
+        """Whether the outputs of the table are turned back."""
+        return self.columns < 1 and (table.name,) in self.groups
+
     def _bytes(self, table: SizedTable) -> ServedBytes:
         stored = self._stored(table)
         sizes = {name: size_of(*each) for name, each in stored.layout().items()}
-        turned = self.columns < 1 and (table.name,) in self.groups
         return ServedBytes(
             weights=sizes.get("rows", 0) + sizes.get("values", 0),
             scales=sizes.get("scale_bias", 0),
             index=index_bytes(stored.rows) if "kept" in sizes else 0,
             masks=sizes.get("mask", 0),
-            bases=basis_bytes(table.shape[1], stored.dim, table.dtype) if turned else 0,
+            bases=basis_bytes(table.shape[1], stored.dim, table.dtype) if self._turns(table) else 0,
         )

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["expect_bases", "follow", "is_turned", "move_bases", "turn_back"]
+__all__ = ["bases_of_outputs", "expect_bases", "follow", "is_turned", "move_bases", "turn_back"]
 
 _BASIS = "rotation_of_"
 
@@ -66,6 +66,13 @@ def follow(root: nn.Module, name: str, basis: Tensor) -> None:
 def is_turned(module: nn.Module) -> bool:
     """Return whether a forward hook turns the output of a module back."""
     return _hook(module) is not None
+
+
+def bases_of_outputs(module: nn.Module) -> dict[str | None, Tensor]:
+    """Return the basis ``(original columns, columns)`` of each output of a module that is turned back, by the output's
+    name in a collection; None is the output of a module that has one."""
+    hook = _hook(module)
+    return {} if hook is None else {key: hook.basis(name) for key, name in hook.names.items()}
 
 
 def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[str, int]) -> None:

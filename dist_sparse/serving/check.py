@@ -37,6 +37,7 @@ class MappedTable:
         self.entry = artifact.manifest.tables[name]
         self._tensors = artifact.tensors(name)
         self.index = RowIndex(self._tensors["kept"], self.entry.rows) if "kept" in self._tensors else None
+        self.rotation = self._tensors.get("rotation")
         self._first: Tensor | None = None
         if "mask" in self._tensors:
             self._first = starts(self._tensors["mask"], self.entry.width, self.entry.dim, self.entry.dtype)
@@ -61,18 +62,24 @@ class TableCheck:
         artifact: before it has its name.
         name: of the table.
         kept: of the model: bool ``(rows,)``.
+        rotation: what the model's outputs are turned back by.
 
     Raises:
-        ValueError: the bitmap keeps other rows; names table and id.
+        ValueError: the bitmap keeps other rows, or the rotation is another; names table and id.
     """
 
-    def __init__(self, artifact: Artifact, name: str, kept: Tensor) -> None:
+    def __init__(self, artifact: Artifact, name: str, kept: Tensor, rotation: Tensor | None = None) -> None:
         self._name = name
         self._table = MappedTable(artifact, name)
         self._at = 0
         self._error = self._step = 0.0
         self._kept = int(kept.count_nonzero())
         self._removed = len(kept) - self._kept
+        stored = self._table.rotation
+        if (stored is None) != (rotation is None) or not (
+            stored is None or rotation is None or torch.equal(stored, rotation)
+        ):
+            raise ValueError(f"Table {name!r}: its outputs are turned back by another matrix than the model's.")
         before = 0
         for start, part in zip(range(0, len(kept), _SPAN), torch.split(kept, _SPAN), strict=True):
             ids = torch.arange(start, start + len(part))
@@ -138,6 +145,8 @@ def check_artifact(path: str | os.PathLike[str]) -> Artifact:
         if entry.check.get("kept") != entry.kept or entry.check.get("removed") != entry.rows - entry.kept:
             raise ValueError(f"{artifact.path}: table {name!r} was not compared with its model.")
         table = MappedTable(artifact, name)
+        if table.rotation is not None and not bool(table.rotation.isfinite().all()):
+            raise ValueError(f"{artifact.path}: the rotation of table {name!r} is not finite.")
         for some in chunks(entry.kept, entry.dim):
             stored = table.rows(some.start, some.stop)
             wrong = ~decode(stored, entry.dim).isfinite().all(1)

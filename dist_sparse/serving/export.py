@@ -197,6 +197,7 @@ def _planned(source: Source, dtype: Dtype, world: Group) -> Table:
         pooling=source.pooling,
         dtype=dtype,
         block=source.block,
+        turned=None if source.rotation is None else source.rotation.shape[1],
         bytes=TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0),
     )
     if source.finer:
@@ -213,6 +214,7 @@ def _planned(source: Source, dtype: Dtype, world: Group) -> Table:
             mask=taken.get("mask", 0),
             scales=taken.get("scale_bias", 0),
             dense_int4=rows * (-(-dim // 2) + 4),
+            rotation=taken.get("rotation", 0),
         ),
     )
 
@@ -250,6 +252,8 @@ def _write(manifest: Manifest, sources: Mapping[str, Source], path: Path, world:
 def _write_table(writer: ArtifactWriter, name: str, table: Table, source: Source, chunks: Iterator[Tensor]) -> None:
     if table.kept < table.rows:
         writer.append(f"{name}.kept", RowIndex.of(source.kept).words)
+    if source.rotation is not None:
+        writer.append(f"{name}.rotation", source.rotation)
     for rows in chunks:
         stored = encode(rows, table.dtype)
         if stored.scale_bias is not None:
@@ -269,7 +273,7 @@ def _compare(
     checks: dict[str, Mapping[str, int | float]],
     chunks: Iterator[Tensor],
 ) -> None:
-    check = TableCheck(artifact, name, source.kept)
+    check = TableCheck(artifact, name, source.kept, source.rotation)
     for rows in chunks:
         check.add(rows)
     checks[name] = check.result()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from dist_sparse.rotation.outputs import is_turned
+from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.manifest import Collection, Feature, Pooling
 from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.sites import sites_of, torchrec_part
@@ -24,11 +24,13 @@ class Lookups(NamedTuple):
         collections: in the order of their paths.
         pooling: by table.
         indexes: of the rows of original tables, by the name of a table that is compact.
+        rotations: by table, what its outputs are multiplied by, float32 ``(columns, columns of the output)``.
     """
 
     collections: tuple[Collection, ...]
     pooling: dict[str, Pooling]
     indexes: dict[str, RowIndex]
+    rotations: dict[str, Tensor]
 
 
 def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
@@ -41,13 +43,11 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
     found: list[Collection] = []
     pooling: dict[str, Pooling] = {}
     indexes: dict[str, RowIndex] = {}
+    rotations: dict[str, Tensor] = {}
     for site in sites_of(model):
         if shared := [fqn for fqn in site.tables.values() if fqn not in named]:
             raise ValueError(f"{shared[0]} is a table of another module too; only one of them can be served.")
-        if is_turned(site.module):
-            raise ValueError(
-                f"{site.place!r} has rotated tables, whose output is turned back by a hook: can't be served."
-            )
+        bases = {key: basis.T.float().cpu().contiguous() for key, basis in bases_of_outputs(site.module).items()}
         names = {table: named[fqn] for table, fqn in site.tables.items()}
         if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
             [name] = names.values()
@@ -56,6 +56,8 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
             pooling[name] = "none" if not bags else "mean" if site.module.mode == "mean" else "sum"
             if isinstance(site.module, (CompactEmbedding, CompactEmbeddingBag)):
                 indexes[name] = site.module.index
+            if None in bases:
+                rotations[name] = bases[None]
             continue
         torchrec: Any = torchrec_part()
         weighted, tables = torchrec.lookups(site.replaced)
@@ -80,9 +82,13 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
                 features=features,
             )
         )
+        of_outputs = zip(found[-1].outputs, features, strict=True)
+        rotations |= {feature.table: bases[key] for key, feature in of_outputs if key in bases}
     if empty := [data.name for data in located if 0 in data.shape and data.name not in indexes]:
         raise ValueError(f"Table {empty[0]!r} has no weights: there is nothing to look up.")
-    return Lookups(tuple(sorted(found, key=lambda each: each.path)), pooling, indexes)
+    if wrong := [name for name, matrix in rotations.items() if not bool(matrix.isfinite().all())]:
+        raise ValueError(f"The rotation of table {wrong[0]!r} is not finite: what it turns back can't be served.")
+    return Lookups(tuple(sorted(found, key=lambda each: each.path)), pooling, indexes, rotations)
 
 
 def _collection_of(module: nn.Embedding | nn.EmbeddingBag, name: str, path: str) -> Collection:

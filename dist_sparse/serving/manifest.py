@@ -102,6 +102,7 @@ class TableBytes:
         mask: of the bitmask of kept blocks.
         scales: of the rows' scales and biases.
         dense_int4: what the whole table would take in 4 bits with no mask at all.
+        rotation: of the matrix that turns outputs back.
     """
 
     before: int
@@ -110,6 +111,7 @@ class TableBytes:
     mask: int
     scales: int
     dense_int4: int
+    rotation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +121,11 @@ class Table:
     Args:
         rows: of the table that was trained, and the ids that it has.
         kept: how many of them are stored.
-        dim: columns.
+        dim: columns that are stored.
         pooling: of the collection that looks it up; ``"none"`` in sequences.
         dtype: of the stored rows.
         block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
+        turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise None.
         values: bytes of the packed values, of tables stored as bitmask and values; None of those stored as rows.
         bytes: what it takes.
         crc32: of each of its tensors, named as in :meth:`layout`.
@@ -135,6 +138,7 @@ class Table:
     pooling: Pooling
     dtype: Dtype
     block: tuple[int, int] | None
+    turned: int | None = None
     values: int | None = None
     bytes: TableBytes
     crc32: Mapping[str, str] = field(default_factory=dict)
@@ -150,7 +154,8 @@ class Table:
 
         ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the kept rows: weights, 8-bit codes, or
         two 4-bit codes a byte, the lower half first. ``scale_bias`` is what codes are multiplied by and what is added.
-        ``mask`` and ``values`` stand in for ``rows`` in packed tables.
+        ``mask`` and ``values`` stand in for ``rows`` in packed tables. ``rotation`` is what outputs of rotated tables
+        are multiplied by.
         """
         code = ROW_DTYPES[self.dtype]
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -164,6 +169,8 @@ class Table:
             blocks = -(-self.dim // self.width)
             found["mask"] = torch.uint8, (self.kept, -(-blocks // 8))
             found["values"] = code, (self.values // code.itemsize,)
+        if self.turned is not None:
+            found["rotation"] = torch.float32, (self.dim, self.turned)
         return found
 
 
@@ -257,14 +264,16 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
     if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in _POOLINGS:
         raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}")
     rows = integer("rows", entry["rows"], least=1, of=name)
-    block, values = entry["block"], entry["values"]
+    block, values, turned = entry["block"], entry["values"], entry["turned"]
+    dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
     return Table(
         rows=rows,
         kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
-        dim=integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name),
+        dim=dim,
         pooling=entry["pooling"],
         dtype=entry["dtype"],
         block=None if block is None else (integer("block", block[0], least=1), integer("block", block[1], least=1)),
+        turned=None if turned is None else integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name),
         values=None if values is None else integer("values", values, least=0, of=name),
         bytes=TableBytes(**entry["bytes"]),
         crc32=dict(entry["crc32"]),

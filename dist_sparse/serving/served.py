@@ -25,6 +25,7 @@ from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
 from dist_sparse.serving.row_index import RowIndex, RowIndexes
 from dist_sparse.serving.torch_lookup import TorchLookup
+from dist_sparse.serving.turned_lookup import TurnedLookup
 
 __all__ = ["Served", "ServedModel", "load_served"]
 
@@ -40,7 +41,9 @@ class _Lookup(nn.Module):
             [table.entry.rows for table in tables.values()],
             [at[name] for name in features],
         )
-        self.rows = FbgemmLookup(tables, features) if native else TorchLookup(tables, features)
+        self.rows: nn.Module = FbgemmLookup(tables, features) if native else TorchLookup(tables, features)
+        if any(table.entry.turned is not None for table in tables.values()):
+            self.rows = TurnedLookup(self.rows, tables, features)
         self.features = len(features)
         self.include_last_offset = False
 
@@ -340,4 +343,4 @@ def _served(artifact: Artifact, collection: Collection, layout: str, native: boo
         found = EmbeddingBagLookup(tables, features, native, collection.include_last_offset)
     else:
         found = CollectionLookup(tables, features, native)
-    return Served(collection, found, [entries[name].dim for name in features])
+    return Served(collection, found, [entries[name].turned or entries[name].dim for name in features])

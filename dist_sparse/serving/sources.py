@@ -32,6 +32,7 @@ class Source:
         block: of its masks; None without any.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a compact table.
+        rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``; None as they are.
     """
 
     data: ShardedData
@@ -39,6 +40,7 @@ class Source:
     block: tuple[int, int] | None
     stored: Tensor
     kept: Tensor
+    rotation: Tensor | None
 
     @property
     def finer(self) -> bool:
@@ -99,8 +101,8 @@ def sources_of(
             kept[kept.clone()] = stored[: index.num_kept]
         if block is not None and block[1] >= data.shape[1] and bool(kept.all()):
             block = None  # of whole rows, none of which is removed
-        pooling = lookups.pooling[data.name]
-        found[data.name] = Source(data=data, pooling=pooling, block=block, stored=stored, kept=kept)
+        pooling, rotation = lookups.pooling[data.name], lookups.rotations.get(data.name)
+        found[data.name] = Source(data=data, pooling=pooling, block=block, stored=stored, kept=kept, rotation=rotation)
     return found
 
 

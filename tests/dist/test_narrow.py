@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import compact, sparsify
+from dist_sparse import compact, export, load_served, sparsify
+from dist_sparse.tables.modules import modules_by_path
 from tests.dist.cells import batch, build, cells, gathered
 from tests.dist.enforcing import loss_of, optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
@@ -66,6 +69,23 @@ def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: An
     # A row-wise optimizer takes the mean of a gradient's squares over fewer columns from now on.
     same = len(found[0]) * 7 // 12 if optimizer is RowWiseAdagrad else None
     torch.testing.assert_close(found[1][:same], found[0][:same], rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "ec_table_wise"])
+def test_an_artifact_turns_back_what_it_serves(name: str, tmp_path: Path) -> None:
+    cell = cells(2)[name]
+    model: Any = build(cell)
+    sparse = sparsify(model, optimizer_of(model), level=0.5, block="col", end=0, min_rows=0, rotate="table")
+    sparse.step()
+    features = batch(cell, seed=dist.get_rank())
+    model = compact(model, sparse)
+    want = modules_by_path(model)["sparse.tables"](features)
+    want = want.wait() if isinstance(want, LazyAwaitable) else want
+    got: Any = load_served(export(model, None, tmp_path / "served").path)(features)
+    for key in got.keys():  # noqa: SIM118  (a KeyedTensor is no mapping)
+        found, wanted = (got[key], want[key]) if cell.bags else (got[key].values(), want[key].values())
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(2)

@@ -89,10 +89,12 @@ def test_narrow_tables(tmp_path: Path) -> None:
         check(candidate, model, tables, tmp_path / dtype)
 
 
-def test_tables_that_are_turned_back() -> None:
+def test_tables_that_are_turned_back(tmp_path: Path) -> None:
     model, tables = narrowed("table")
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    served = Candidate(columns=0.3, groups=(("user",), ("item",))).served_bytes(tables)
+    candidate = Candidate(columns=0.3, groups=(("user",), ("item",)))
+    served = candidate.served_bytes(tables)
+    assert candidate.file_bytes(tables) == export(model, None, tmp_path / "served").manifest.bytes
     assert (served.total, served.bases) == (held, 2 * 24 * 8 * 4)
 
 
