@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.outputs import is_turned, move_bases
-from dist_sparse.rotation.turning import cut_by_columns
 from dist_sparse.serving.kept_rows import kept_rows
 from dist_sparse.serving.sites import (
     Site,
@@ -154,17 +153,11 @@ def _parts(sparse: Any, optimizer: Any) -> tuple[BaseDataSparsifier, Sequence[An
 
 
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
-    """The columns that stay of each rotated table, a multiple of 4, as FBGEMM needs.
-
-    Raises:
-        ValueError: the columns of a table are on several ranks.
-    """
+    """The columns that stay of each rotated table, a multiple of 4, as FBGEMM needs."""
     rotated = () if sparsifier.rotation is None else sparsifier.rotation.names
     widths = {}
     for name in stats.keys() & set(rotated):
         data, width = sparsifier.packed_store.find(name), sparsifier.packed_store.block(name)[1]
-        if cut_by_columns(data):
-            raise ValueError(f"Table {name!r} has columns on several ranks: shard it by rows or by table to narrow it.")
         kept = stats[name].blocks - stats[name].removed_blocks
         widths[name] = narrow_width(kept * width, data.shape[1])
     return widths

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_module
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -239,20 +239,28 @@ def _by_columns(spec: EnumerableShardingSpec) -> dict[int, list[ShardMetadata]]:
     return groups
 
 
-def _cut_again(spec: EnumerableShardingSpec, table: Any) -> EnumerableShardingSpec:
-    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last ones smaller. A
-    table that loses columns is not cut by columns."""
+def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
+    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last ones smaller. Of a
+    table that loses columns those shards stay that hold columns that are left."""
+    spec = sharding.sharding_spec
+    if spec is None:
+        return sharding
     places, rows = {}, table.num_embeddings
-    for group in _by_columns(spec).values():
+    left = [group for column, group in _by_columns(spec).items() if column < table.embedding_dim]
+    for group in left:
         block = -(-rows // len(group))
         for number, shard in enumerate(group):
             top, bottom = min(number * block, rows), min((number + 1) * block, rows)
             places[id(shard)] = ShardMetadata(
                 [top, shard.shard_offsets[1]],
-                [bottom - top, min(shard.shard_sizes[1], table.embedding_dim)],
+                [bottom - top, min(shard.shard_sizes[1], table.embedding_dim - shard.shard_offsets[1])],
                 shard.placement,
             )
-    return EnumerableShardingSpec([places[id(shard)] for shard in spec.shards])
+    ranks = sharding.ranks
+    if len(places) < len(spec.shards):
+        ranks = [shard.placement.rank() for shard in spec.shards if id(shard) in places]
+    kept = EnumerableShardingSpec([places[id(shard)] for shard in spec.shards if id(shard) in places])
+    return replace(sharding, ranks=ranks, sharding_spec=kept)
 
 
 def reshard(
@@ -278,9 +286,7 @@ def reshard(
             plan.pop(known, None)
         plan[inner] = EmbeddingModuleShardingPlan(
             {
-                name: replace(sharding, sharding_spec=_cut_again(sharding.sharding_spec, tables[name]))
-                if sharding.sharding_spec is not None
-                else sharding
+                name: _cut_again(sharding, tables[name])
                 for name, sharding in old.module_sharding_plan.items()  # type: ignore[union-attr, operator]
             }
         )

@@ -124,8 +124,9 @@ def _move(
         return
     whole = Rect(0, 0, rows, target.shape[1])
     wanted = [[common for rect in rects if (common := rect.intersect(whole))] for rects in target.tiling]
-    if rowwise and target.shape[1] < source.shape[1]:  # one value per row, of shards of all columns
-        wanted = [[rect._replace(cols=source.shape[1]) for rect in rects] for rects in wanted]
+    if rowwise and target.shape[1] < source.shape[1]:  # one value per row of a shard, which may lose columns
+        columns = {rect.col: rect.cols for rect in source.rects}
+        wanted = [[rect._replace(cols=columns.get(rect.col, rect.cols)) for rect in rects] for rects in wanted]
     for rect, part in move_rows(source, held, kept, wanted, dtype=dtype, rowwise=rowwise):
         for shard, tensor in zip(target.shards, into, strict=True):
             if rect.intersect(shard.rect) == rect._replace(cols=min(rect.cols, shard.rect.cols)):

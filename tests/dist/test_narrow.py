@@ -18,7 +18,8 @@ from tests.dist.enforcing import loss_of, optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
 from tests.dist.test_rotate import states
 
-KINDS = ("table_wise", "row_wise", "data_parallel", "ec_table_wise", "ec_row_wise")
+CUT = ("column_wise", "ec_column_wise")
+KINDS = ("table_wise", "row_wise", "data_parallel", "ec_table_wise", "ec_row_wise", *CUT)
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:
@@ -30,7 +31,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad])
 def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: Any) -> None:
     cell = trained_cells(world)[name]
-    if not cell.fused and optimizer is not torch.optim.SGD:
+    if (not cell.fused and optimizer is not torch.optim.SGD) or (name in CUT and optimizer is torch.optim.SGD):
         return
     found = []
     for narrows in (False, True):
@@ -54,7 +55,11 @@ def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: An
                 before = sorted(float(state.sum()) for state in states(model) if state.dim() == 1)
                 model = compact(model, sparse)
                 after = sorted(float(state.sum()) for state in states(model) if state.dim() == 1)
-                assert before == pytest.approx(after) and bool(after) is (optimizer is RowWiseAdagrad and cell.fused)
+                if name in CUT:  # the numbers of columns that are left
+                    assert all(any(each == pytest.approx(known) for known in before) for each in after)
+                else:
+                    assert before == pytest.approx(after)
+                assert world != 1 or bool(after) is (optimizer is RowWiseAdagrad and cell.fused)
                 optim = optimizer_of(model, _sgd, _sgd)
                 widths = {table: full.shape[1] for table, full in gathered(model).items()}
                 assert widths == {t.name: -(-t.dim // 8) * 4 for t in cell.tables}
@@ -86,12 +91,3 @@ def test_an_artifact_turns_back_what_it_serves(name: str, tmp_path: Path) -> Non
     for key in got.keys():  # noqa: SIM118  (a KeyedTensor is no mapping)
         found, wanted = (got[key], want[key]) if cell.bags else (got[key].values(), want[key].values())
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-@on_ranks(2)
-def test_columns_on_several_ranks_are_refused() -> None:
-    model = build(cells(2)["column_wise"])
-    sparse = sparsify(model, optimizer_of(model), level=0.5, block="col", begin=0, end=0, min_rows=0, rotate="table")
-    sparse.step()
-    with pytest.raises(ValueError, match="has columns on several ranks"):
-        compact(model, sparse)
