@@ -57,6 +57,7 @@ _MODULE_OF = {
     "load_served": "serving.served",
     "post_training_sparse_quantize": "quantization.quantize",
     "rotate": "rotation.rotate",
+    "simulate": "planning.simulate",
     "sparsify": "training.sparsify",
 }
 

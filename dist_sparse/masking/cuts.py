@@ -13,6 +13,7 @@ owner what they know of it (:class:`Partials`), the owner scores it (:class:`Own
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -47,13 +48,17 @@ class CutTable:
         total = self.grid.rows
         return range(-(-rank * total // size), -(-(rank + 1) * total // size))
 
-    def rows_in(self, first: int, last: int) -> list[int]:
+    def rows_in(self, first: int, last: int) -> tuple[int, ...]:
         """The cut block rows within ``[first, last)``."""
-        return [i for i in self.rows if first <= i < last]
+        return self.rows[bisect_left(self.rows, first) : bisect_left(self.rows, last)]
 
-    def cols_in(self, grid: Grid) -> list[int]:
+    def places(self, grid: Grid) -> slice:
+        """Which of ``cols`` are within a shard's grid."""
+        return slice(bisect_left(self.cols, grid.col), bisect_left(self.cols, grid.col + grid.cols))
+
+    def cols_in(self, grid: Grid) -> tuple[int, ...]:
         """The cut block columns within a shard's grid."""
-        return [j for j in self.cols if grid.col <= j < grid.col + grid.cols]
+        return self.cols[self.places(grid)]
 
     def local_cols(self, grid: Grid) -> slice | list[int]:
         """An index of the cut columns of a shard's grid, counted from its first: a slice where it can be, which is
@@ -195,9 +200,8 @@ def return_decisions(
             for rect in dict.fromkeys(table.data.tiling[holder]):
                 grid = grid_of(rect, table.block)
                 rows = _overlap(grid, owned)
-                cols = [table.cols.index(j) for j in table.cols_in(grid)]
-                if columns is not None and rows and cols:
-                    part = columns[rows.start - owned.start : rows.stop - owned.start, cols[0] : cols[-1] + 1]
+                if columns is not None and rows and table.cols_in(grid):
+                    part = columns[rows.start - owned.start : rows.stop - owned.start, table.places(grid)]
                     parcels.send(holder, pack(part.flatten()))
                 for i in table.rows_in(rows.start, rows.stop):
                     parcels.send(holder, pack(_slab_part(slabs[i], table.slab(i), rect, grid, fine).flatten()))
@@ -213,7 +217,7 @@ def return_decisions(
                     shape = _slab_shape(table.slab(i), rect, grid, fine)
                     decided[rect].slabs[i] = torch.empty(shape, dtype=torch.bool, device=device)
                     places.append(decided[rect].slabs[i])
-                arriving += [(place, parcels.expect(owner, (-(-place.numel() // 8),))) for place in places]
+                arriving += [(p, parcels.expect(owner, (-(-p.numel() // 8),))) for p in places if p.numel()]
         results.append(decided)
     parcels.exchange(device)
     for place, read in arriving:
@@ -250,10 +254,8 @@ def _own(table: CutTable, arriving: list[_Arrival], group: Group, device: torch.
             inner = _common(part.rect, table.slab(i))
             top = inner.row - table.slab(i).row
             slabs[i][top : top + inner.rows, inner.col : inner.col_end] = read()
-        cols = [table.cols.index(j) for j in table.cols_in(grid_of(part.rect, table.block))]
-        if cols:
-            rows = slice(part.rows.start - owned.start, part.rows.stop - owned.start)
-            sums[rows, cols[0] : cols[-1] + 1] += part.sums()
+        rows = slice(part.rows.start - owned.start, part.rows.stop - owned.start)
+        sums[rows, table.places(grid_of(part.rect, table.block))] += part.sums()
     result = Owned()
     if table.cols and len(owned):
         chosen = torch.tensor(table.cols, device=device)
