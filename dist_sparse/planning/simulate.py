@@ -290,7 +290,8 @@ class _Others(dist.ProcessGroup):
 
     def alltoall_base(self, output: Tensor, sent: Tensor, received: Any, sending: Any, *options: Any) -> Any:
         output.zero_()
-        output.split(list(received))[self.rank()].copy_(sent.split(list(sending))[self.rank()])
+        mine = torch.split(sent, list(sending))[self.rank()]
+        torch.split(output, list(received))[self.rank()].copy_(mine)
         return self._done("all_to_all", sent, output)
 
     def _done(self, operation: str, sent: Tensor, received: Tensor) -> Any:
