@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from dist_sparse.groups import Facts, Group, Rider, group_over, world_ranks
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.configs import model_overrides
 from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_buffer_name, check_name
+from dist_sparse.sparsifiers.inspection import Inspection
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load
-from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.sparsifiers.step import Enforcer, Rotation, masks_by_shard, update_masks
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Block, ShardedData, Source
@@ -40,7 +39,7 @@ _UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
 
 
-class BaseDataSparsifier(abc.ABC):
+class BaseDataSparsifier(Inspection, abc.ABC):
     """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
 
     Args:
@@ -389,60 +388,6 @@ class BaseDataSparsifier(abc.ABC):
             lines += ["\tData Group", f"\t    name: {name}"]
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
         return "\n".join([*lines, ")"])
-
-    def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:
-        """Return the global mask, int8 ``(rows, columns)``. Collective over the ranks of a sharded table. For tests and
-        inspection.
-
-        Raises:
-            ValueError: unknown name, the mask would take more than ``max_bytes``, or another rank asks for another.
-        """
-        if name in self.packed_store:
-            return stats.full_mask(self.packed_store, name, max_bytes)
-        return self.get_mask(name).to(torch.int8)
-
-    def table_stats(self) -> list[TableStats]:
-        """Return counts of every registered name, the same on every rank. Collective if sharded tables are registered:
-        one all-reduce after an exchange of status."""
-        return stats.table_stats(self)
-
-    def dead_rows(self) -> dict[str, int]:
-        """Return the number of rows with nothing left, by name, the same on every rank. Exact for tables cut by columns
-        too. Collective as :meth:`table_stats`, with an all-to-all more where tables are cut by columns."""
-        return stats.dead_rows(self)
-
-    def count_revived(self) -> dict[str, int]:
-        """Return how many removed weights are not zero, by name, all replicas counted; squashed names are left out.
-        Collective as :meth:`table_stats`.
-
-        Weights are read as they are stored. With an enforcer attached, what optimizers have revived since the last
-        forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
-        """
-        return stats.count_revived(self)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return a hash of every global mask. It depends on shape and mask alone, not on sharding, blocks or ranks.
-        Collective as :meth:`table_stats`."""
-        return stats.fingerprints(self, "fingerprint()")
-
-    def audit(self) -> dict[str, str]:
-        """Return :meth:`fingerprint`, after comparing the masks of all holders: replicas, and the bits of blocks that a
-        shard border cuts. Collective as :meth:`table_stats`.
-
-        Raises:
-            ValueError: on every rank; names table, place and ranks that differ.
-        """
-        return stats.audit(self)
-
-    def record(self) -> Recorder:
-        """Return a recorder of what mask updates change in sharded tables, from now on: one a sparsifier, made at the
-        first call. Every rank must call it, or none; does not communicate."""
-        self.recorder = self.recorder or Recorder()
-        return self.recorder
-
-    def stop_recording(self) -> None:
-        """Forget :meth:`record`'s recorder. Every rank must call it, or none; does not communicate."""
-        self.recorder = None
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new sharded table's masks stands for, in elements. For subclasses.
