@@ -1,6 +1,6 @@
 """What ranks compare before they act: any value as JSON and as a digest, and messages about values that differ.
 
-The length of a message does not grow with the number of ranks.
+Saved states hold their values as JSON too, exactly. The length of a message does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-__all__ = ["MOST_SHOWN", "cut", "digest", "encode", "explain_actions", "explain_errors", "explain_facts", "ranks_text"]
+__all__ = [
+    "MOST_SHOWN",
+    "cut",
+    "digest",
+    "encode",
+    "explain_actions",
+    "explain_errors",
+    "explain_facts",
+    "from_json",
+    "ranks_text",
+    "to_json",
+]
 
 Json = Any
 
@@ -65,6 +76,42 @@ def _key(key: object) -> str:
 def digest(value: Json) -> int:
     """Return 64 bits of a hash of any value, signed."""
     return int.from_bytes(hashlib.blake2b(encode(value), digest_size=8).digest(), "little", signed=True)
+
+
+def to_json(what: str, value: Json) -> str:
+    """Return ``value`` as JSON for a saved state: numbers, text, None, and mappings, lists and tuples of those.
+
+    Raises:
+        ValueError: it has something else; ``what`` is for the message.
+    """
+
+    def plain(other: Any) -> Json:
+        if getattr(other, "ndim", None) == 0 and hasattr(other, "item"):  # a number of NumPy, a tensor of no dimension
+            return other.item()
+        raise ValueError(f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such type.")
+
+    return json.dumps(value, default=plain)
+
+
+def from_json(what: str, text: object) -> dict[str, Json]:
+    """Return the mapping that :func:`to_json` has made text of; what were lists are tuples.
+
+    Raises:
+        ValueError: it is not the text of a mapping; ``what`` is for the message.
+    """
+    try:
+        value = _with_tuples(json.loads(text)) if isinstance(text, str) else None
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"Invalid state: {what} must be a mapping as JSON, and are {cut(repr(text), 80)}.")
+    return value
+
+
+def _with_tuples(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:

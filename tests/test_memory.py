@@ -53,7 +53,7 @@ for level in levels:
     extra.append(status("VmHWM:") - before)
 [stats] = sparsifier.table_stats()
 assert stats.removed_blocks == round(levels[-1] * stats.blocks)
-saved = sum(piece["bits"].numel() for piece in sparsifier.state_dict()["sharded"]["table"]["pieces"])
+saved = sum(piece["bits"].numel() for piece in sparsifier.state_dict()["sharded"]["masks"]["table"].kept)
 masks = [first.mask_bytes, stats.mask_bytes, saved]
 print(json.dumps([extra, stats.blocks, weight.numel() * 4, masks]))
 """

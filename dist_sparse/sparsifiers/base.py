@@ -24,7 +24,7 @@ from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_buffer
 from dist_sparse.sparsifiers.inspection import Inspection
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.sparsifiers.saving import prepare_load
+from dist_sparse.sparsifiers.saving import prepare_load, save
 from dist_sparse.sparsifiers.step import Enforcer, Rotation, masks_by_shard, update_masks
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Block, ShardedData, Source
@@ -327,15 +327,16 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self._renew()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks, configurations and plain data, in the ancestor's format.
+        """Return masks, configurations and plain data, for torch.save and torch.distributed.checkpoint.
 
-        ``sharded`` holds this rank's bits by table and global rectangle. Local, unless shards have moved since the last
-        step: then collective.
+        Plain data is in the ancestor's format. ``sharded`` holds tables: by torch.save this rank's bits, to be loaded
+        where the same shards are; by ``dcp.save({"sparse": sparsifier})`` the whole masks, 1 bit a block, to be loaded
+        on any number of ranks and sharding. Local, unless shards have moved since the last step, or eight blocks of a
+        row that share a byte are in different shards: then collective.
         """
         self.packed_store.current()
         self._settle()
-        saved = {**self.dense_store.state_dict(), "data_groups": copy.deepcopy(self.data_groups)}
-        return {**saved, "sharded": self.packed_store.state_dict()} if self.packed_store else saved
+        return save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore :meth:`state_dict`. A refused state changes nothing. Collective if sharded tables are registered.

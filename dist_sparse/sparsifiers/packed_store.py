@@ -7,7 +7,7 @@ all-to-all brings the bits to their new holders. Registration, groups and tiling
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
+from dist_sparse.facts import to_json
+from dist_sparse.groups import Facts, Group, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.digest import hash_tensor, shared_bits
-from dist_sparse.sparsifiers.pieces import block_of, copy_counts, counts_from, masks_from, new_counts
+from dist_sparse.sparsifiers.digest import shared_bits
+from dist_sparse.sparsifiers.moving import Tiling, assembled, brought, to_write
+from dist_sparse.sparsifiers.pieces import (
+    block_of,
+    copy_counts,
+    counts_from,
+    masks_from,
+    new_counts,
+    saved_counts,
+    saved_mask,
+)
 from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, Source, Span, grid_of, overlapping, owners
+from dist_sparse.tables.shards import Block, Shard, ShardedData, Source, Span, overlapping, owners
 
 __all__ = ["PackedStore"]
 
 Ranks = tuple[int, ...] | None
-Tiling = tuple[tuple[Rect, ...], ...]
 
 
 @dataclass
@@ -310,31 +319,31 @@ class PackedStore:
 
     # Saving.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's bits, by table and global rectangle."""
-        return {
-            name: {
-                "shape": table.shape,
-                "block": tuple(table.block),
-                "updates": table.updates,
-                "removed": table.removed,
-                "pieces": [
-                    {
-                        **{"rect": tuple(mask.rect), "bits": mask.bits.clone()},
-                        **{"hash": f"{hash_tensor(mask.bits):016x}"},
-                        **({} if table.counts is None else {"counts": table.counts[i].clone()}),
-                    }
-                    for i, mask in enumerate(table.masks)
-                ],
-            }
+    def state_dict(self, configs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tables' masks and counts of lookups as tensors in global coordinates, their ``configs`` and what
+        else is known of them as JSON. Local, unless column borders cut bytes of masks: then collective."""
+        writes: dict[str, list[BlockMask]] = {}
+        for ranks, names in self.groups.items():
+            writes |= to_write({name: self._tables[name] for name in names}, group_over(ranks))
+        known = ("shape", "block", "updates", "removed")
+        tables = {
+            name: {**{key: getattr(table, key) for key in known}, "config": configs[name]}
             for name, table in self._tables.items()
         }
+        masks, counts = {}, {}
+        for name, table in self._tables.items():
+            masks[name] = saved_mask(table.shape, table.block, writes[name], table.masks)
+            if table.counts is not None:
+                rank = group_over(table.ranks).rank
+                rects, owned = table.tiling[rank], owners(table.tiling)[rank]
+                counts[name] = saved_counts(table.shape[0], rects, owned, table.counts)
+        return {"tables": to_json("the configuration of sharded tables", tables), "masks": masks, "counts": counts}
 
     def prepare(self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]) -> dict[str, list[BlockMask]]:
         """Return the masks of this rank's shards from saved pieces. Checks everything, changes nothing, local.
 
         Args:
-            saved: a :meth:`state_dict`, or pieces of several ranks put together.
+            saved: the tables of a :meth:`state_dict`, by name: see :func:`~dist_sparse.sparsifiers.pieces.entries_of`.
             located: the registered tables as they are stored now.
 
         Raises:
@@ -403,49 +412,22 @@ class PackedStore:
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
         self.version += 1
-        parcels = Parcels(group)
-        parts: list[tuple[str, Rect, Callable[[], Tensor]]] = []
-        counted: list[tuple[str, Rect, Callable[[], Tensor]]] = []
+        parts, counted = brought(self._tables, {data.name: data.tiling for data in tables}, group)
         for data in tables:
             table = self._tables[data.name]
-            before = dict(zip(table.tiling[group.rank], table.masks, strict=True))
-            for _, receiver, rect, old in _transfers(table.tiling, data.tiling, sender=group.rank):
-                parcels.send(receiver, before[old].cut(rect).bits)
-                if table.counts is not None:
-                    count = table.counts[table.tiling[group.rank].index(old)]
-                    parcels.send(receiver, count[rect.row - old.row : rect.row_end - old.row])
-            for sender, _, rect, _ in _transfers(table.tiling, data.tiling, receiver=group.rank):
-                parts.append((data.name, rect, parcels.expect(sender, (mask_bytes(rect, table.block),))))
-                if table.counts is not None:
-                    counted.append((data.name, rect, parcels.expect(sender, (rect.rows,), torch.int32)))
-        parcels.exchange(torch.device("cpu"))
-        for data in tables:
-            table = self._tables[data.name]
-            pieces = [BlockMask(rect, table.block, read().clone()) for name, rect, read in parts if name == data.name]
             table.masks = [
-                BlockMask.assemble(
-                    shard.rect,
-                    table.block,
-                    [piece for piece in pieces if piece.rect.intersect(shard.rect) == piece.rect],
-                    shard.tensor.device,
-                )
-                for shard in data.shards
+                assembled(shard.rect, table.block, parts[data.name], shard.tensor.device) for shard in data.shards
             ]
             table.tiling = data.tiling
             if table.counts is not None:
                 table.counts = new_counts(data)
-                for rect, read in ((rect, read) for name, rect, read in counted if name == data.name):
-                    copy_counts(table.counts, [shard.rect for shard in data.shards], read(), rect)
+                for rect, count in counted[data.name]:
+                    copy_counts(table.counts, [shard.rect for shard in data.shards], count, rect)
 
 
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
     places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
     raise ValueError(f"The saved masks of the ranks do not fit together; they differ at {places}. Nothing was changed.")
-
-
-def mask_bytes(rect: Rect, block: Block) -> int:
-    """Return how many bytes the bits of a shard take."""
-    return grid_of(rect, block).bytes
 
 
 def _check_single(name: str, shards: int) -> None:
@@ -455,17 +437,3 @@ def _check_single(name: str, shards: int) -> None:
 
 def _spans(data: ShardedData) -> list[Span]:
     return [Span.of(shard.tensor) for shard in data.shards if shard.tensor.numel()]
-
-
-def _transfers(
-    old: Tiling, new: Tiling, *, sender: int | None = None, receiver: int | None = None
-) -> Iterator[tuple[int, int, Rect, Rect]]:
-    """``(sender, receiver, common rectangle, old rectangle)`` of every message from an old owner to a new holder."""
-    owned = owners(old)
-    for to in range(len(new)) if receiver is None else (receiver,):
-        for target in dict.fromkeys(new[to]):
-            for origin in range(len(old)) if sender is None else (sender,):
-                for rect in owned[origin]:
-                    common = rect.intersect(target)
-                    if common is not None:
-                        yield origin, to, common, rect

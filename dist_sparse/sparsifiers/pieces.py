@@ -1,6 +1,8 @@
-"""Saved pieces of a table, checked and put together: masks, and how often each row was looked up.
+"""Saved masks of tables, and how often each row was looked up: what a state holds, and how the shards of now read it.
 
-A piece is what one shard had when it was saved, keyed by its global rectangle; the shards of now may have others.
+A state has a tensor of each table for torch.distributed.checkpoint, in global coordinates: eight blocks of a row of
+blocks to a byte, each row of blocks beginning a new byte; the lookups of each row as int32. It also has this rank's
+pieces, keyed by their global rectangle, for torch.save.
 """
 
 from __future__ import annotations
@@ -10,12 +12,111 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.facts import from_json
+from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
-from dist_sparse.tables.shards import Block, Rect, ShardedData
+from dist_sparse.tables.chunked import ChunkedTensor
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
-__all__ = ["block_of", "copy_counts", "counts_from", "masks_from", "new_counts"]
+__all__ = [
+    "block_of",
+    "copy_counts",
+    "counts_from",
+    "entries_of",
+    "masks_from",
+    "new_counts",
+    "saved_counts",
+    "saved_mask",
+    "tables_of",
+    "written",
+]
+
+
+def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
+    """Return what the owner of the shard ``rect`` writes of a table's mask: the bytes whose first block begins in it.
+
+    Over all shards they tile the table. Blocks of the last byte may belong to other shards.
+    """
+    height, cols = block[0], 8 * block[1]
+    top, bottom = -(-rect.row // height) * height, -(-rect.row_end // height) * height
+    left, right = -(-rect.col // cols) * cols, -(-rect.col_end // cols) * cols
+    bottom, right = min(bottom, shape[0]), min(right, shape[1])
+    return Rect(top, left, max(bottom - top, 0), max(right - left, 0))
+
+
+def saved_mask(
+    shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], masks: Sequence[BlockMask]
+) -> ChunkedTensor:
+    """Return what a state holds of a table's mask.
+
+    Args:
+        shape: of the table.
+        writes: what this rank writes: see :func:`written`.
+        masks: of this rank's shards.
+    """
+    grid = grid_of(Rect(0, 0, *shape), block)
+    chunks = [((mask.grid.row, mask.grid.col // 8), _bytes_of(mask)) for mask in writes if mask.blocks]
+    wants = [((mask.grid.row, mask.grid.col // 8), (mask.grid.rows, _columns(mask))) for mask in masks]
+    pieces = [
+        {"rect": tuple(mask.rect), "bits": mask.bits.to("cpu", copy=True), "hash": f"{hash_tensor(mask.bits):016x}"}
+        for mask in masks
+    ]
+    return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, pieces)
+
+
+def saved_counts(rows: int, rects: Sequence[Rect], owned: Sequence[Rect], counts: Sequence[Tensor]) -> ChunkedTensor:
+    """Return what a state holds of a table's lookups.
+
+    Args:
+        rows: of the table.
+        rects: of this rank's shards.
+        owned: those that no other rank holds before this one. Shards of the same rows have the same counts: the
+            leftmost is written.
+        counts: of this rank's shards.
+    """
+    kepts = [count.to("cpu", copy=True) for count in counts]
+    pieces = [{"rect": tuple(rect), "counts": kept} for rect, kept in zip(rects, kepts, strict=True)]
+    writes = [((rect.row,), kept) for rect, kept in zip(rects, kepts, strict=True) if rect in owned and rect.col == 0]
+    return ChunkedTensor((rows,), torch.int32, writes, [((rect.row,), (rect.rows,)) for rect in rects], pieces)
+
+
+def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the JSON values of each table in a state."""
+    tables = from_json("the tables of the state", saved.get("tables"))
+    return {name: entry if isinstance(entry, dict) else {} for name, entry in tables.items()}
+
+
+def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
+    """Return what a state has of each table: its JSON values, and this rank's ``pieces``.
+
+    Args:
+        saved: ``tables``, JSON; ``masks`` and ``counts`` by table.
+        blocks: what a bit of the registered tables' masks stands for: DCP has loaded by it.
+
+    Raises:
+        ValueError: a part is missing, or DCP has loaded masks of other blocks.
+    """
+    entries = tables_of(saved)
+    for name, entry in entries.items():
+        mask, counts = (saved.get(part, {}).get(name) for part in ("masks", "counts"))
+        if mask is None and name not in blocks:
+            continue  # DCP leaves out what was not asked for; the caller names it
+        if not isinstance(mask, ChunkedTensor):
+            raise ValueError(f"Table {name!r}: the state has no mask of it.")
+        if mask.loaded is not None and (block := block_of(entry)) != blocks.get(name):
+            raise ValueError(
+                f"Table {name!r}: its masks were saved by blocks {block}, and it is registered by {blocks.get(name)}: "
+                "register it with the sparse_block_shape of the checkpoint."
+            )
+        entry["pieces"] = [dict(piece) for piece in mask.kept]
+        if mask.loaded is not None:
+            for piece, chunk in zip(entry["pieces"], mask.loaded, strict=True):
+                piece["bits"], piece["hash"] = _bits_of(Rect(*piece["rect"]), blocks[name], chunk), None
+        for i, piece in enumerate(entry["pieces"] if isinstance(counts, ChunkedTensor) else ()):
+            piece["counts"] = counts.kept[i]["counts"] if counts.loaded is None else counts.loaded[i]
+    return entries
 
 
 def block_of(entry: Mapping[str, Any]) -> Block:
@@ -46,7 +147,10 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
             parts = [p.cut(common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
             masks.append(BlockMask.assemble(shard.rect, block, parts, shard.tensor.device))
     except ValueError as error:
-        raise ValueError(f"Table {data.name!r}: {error} A state_dict() holds only the bits of its own rank.") from error
+        raise ValueError(
+            f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a state_dict() has "
+            "only the bits of its own rank."
+        ) from error
     return masks
 
 
@@ -81,6 +185,37 @@ def copy_counts(counts: Sequence[Tensor], rects: Sequence[Rect], rows: Tensor, r
         if (common := own.intersect(rect)) is not None:
             first = common.row - rect.row
             count[common.row - own.row : common.row_end - own.row] = rows[first : first + common.rows]
+
+
+def _columns(mask: BlockMask) -> int:
+    """Bytes that the mask touches in a row of blocks."""
+    return -(-(mask.grid.col % 8 + mask.grid.cols) // 8)
+
+
+def _bytes_of(mask: BlockMask) -> Tensor:
+    """The bits of a mask that begins with a byte, a row of bytes for each row of blocks: uint8, on the CPU."""
+    rows, cols, wide = mask.grid.rows, mask.grid.cols, _columns(mask)
+    assert mask.grid.col % 8 == 0
+    if cols % 8 == 0:
+        return mask.bits.view(rows, wide).to("cpu", copy=True)
+    out = torch.empty(rows, wide, dtype=torch.uint8)
+    for first, last in mask.row_chunks():
+        flags = functional.pad(mask.flags(first, last), (0, 8 * wide - cols))
+        out[first:last] = pack(flags.flatten()).view(-1, wide)
+    return out
+
+
+def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
+    """The bits of the mask of ``rect`` from the bytes that it touches, ``(rows of blocks, bytes)``."""
+    grid, wide = grid_of(rect, block), chunk.shape[1]
+    if grid.col % 8 == 0 and grid.cols % 8 == 0:
+        return chunk.flatten()
+    writer = BitWriter(grid.blocks, chunk.device)
+    lead, step = grid.col % 8, max(1, (1 << 20) // (8 * wide))
+    for part in torch.split(chunk, step):
+        flags = unpack(part.flatten(), 8 * part.numel()).view(-1, 8 * wide)
+        writer.add(flags[:, lead : lead + grid.cols].contiguous().flatten())
+    return writer.close()
 
 
 def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:

@@ -1,4 +1,8 @@
-"""Loading of a saved sparsifier: checked whole on all ranks, then put in place whole."""
+"""Saving and loading a sparsifier. A load is checked whole on all ranks, then put in place whole.
+
+Plain data is saved in the ancestor's format: ``state``, ``_container`` and ``data_groups``. What belongs to sharded
+tables is in ``sharded``, their configurations too, as tensors that torch.distributed.checkpoint cuts anew and JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from typing import Any, Protocol
 
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.sparsifiers.pieces import entries_of, tables_of
 from dist_sparse.sparsifiers.stats import count_removed
 from dist_sparse.sparsifiers.step import Enforcer
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["prepare_load"]
+__all__ = ["prepare_load", "save", "saved_configs"]
 
 
 class Loadable(Protocol):
@@ -26,6 +31,26 @@ class Loadable(Protocol):
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> object: ...
 
 
+def save(sparsifier: Loadable) -> dict[str, Any]:
+    """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
+    dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
+    saved = {**dense.state_dict(), "data_groups": {name: copy.deepcopy(configs[name]) for name in dense.names}}
+    return {**saved, "sharded": packed.state_dict(configs)} if packed else saved
+
+
+def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the configuration of every name in a state.
+
+    Raises:
+        ValueError: it is not the state of a sparsifier.
+    """
+    if missing := [key for key in ("state", "data_groups", "_container") if key not in saved]:
+        raise ValueError(f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}.")
+    tables = tables_of(saved["sharded"]) if saved.get("sharded") else {}
+    given = {name: entry["config"] for name, entry in tables.items() if isinstance(entry.get("config"), dict)}
+    return copy.deepcopy({**saved["data_groups"], **given})
+
+
 def prepare_load(
     sparsifier: Loadable, saved: Mapping[str, Any], strict: bool
 ) -> Callable[[], dict[str, dict[str, Any]]]:
@@ -36,8 +61,7 @@ def prepare_load(
     """
     dense, packed = sparsifier.dense_store, sparsifier.packed_store
     with packed.agreeing("load_state_dict()") as noted:
-        if missing := [key for key in ("state", "data_groups", "_container") if key not in saved]:
-            raise ValueError(f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}.")
+        configs = saved_configs(saved)
         if saved["state"] and sparsifier.enforcer is not None:
             raise ValueError(
                 f"The state holds copies of the plain data {sorted(saved['state'])}, which would take the place of the "
@@ -45,16 +69,15 @@ def prepare_load(
             )
         if both := [name for name in saved["state"] if name in packed]:
             raise ValueError(f"The state has plain data of the names {both}, which belong to sharded tables here.")
-        configs = copy.deepcopy(dict(saved["data_groups"]))
         commit_dense = dense.prepare(saved, configs, strict=strict)
-        sharded = saved.get("sharded", {}) if strict else {}  # otherwise tables that are registered stay as they are
+        # If not strict, tables that are registered stay as they are.
+        blocks = {name: packed.block(name) for name in packed.names}
+        sharded = entries_of(saved["sharded"], blocks) if strict and saved.get("sharded") else {}
         located = packed.locate() if strict else {}
         masks = packed.prepare(sharded, located) if strict else {}
         for name in masks:
             if name not in configs:
-                raise RuntimeError(
-                    f"Error loading {name!r}: the state has masks of the table but no config in data_groups."
-                )
+                raise RuntimeError(f"Error loading {name!r}: the state has masks of the table but no config.")
             sparsifier.check_config(located[name], configs[name])
         packed.note_loaded(noted, located, masks, sharded, configs)
     removed = count_removed(located, masks)

@@ -17,7 +17,8 @@ from dist_sparse.groups import Group, Parcels, group_over
 from dist_sparse.masking.masks import BlockMask, count_bits, pack, unpack
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
 from dist_sparse.sparsifiers.digest import element_counts, mask_hash, shape_hash, shared_bits
-from dist_sparse.sparsifiers.packed_store import PackedStore, mask_bytes
+from dist_sparse.sparsifiers.moving import mask_bytes
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.text import block_shape_text, block_text, shape_text, table_lines
 

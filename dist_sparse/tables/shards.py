@@ -316,6 +316,10 @@ class Grid(NamedTuple):
     cols: int
 
     @property
+    def col_end(self) -> int:
+        return self.col + self.cols
+
+    @property
     def blocks(self) -> int:
         """Number of blocks."""
         return self.rows * self.cols

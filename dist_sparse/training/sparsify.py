@@ -17,11 +17,13 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.facts import from_json, to_json
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
+from dist_sparse.sparsifiers.saving import saved_configs
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
@@ -142,10 +144,11 @@ class SparseTraining:
         return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks (this rank's bits, and counts of lookups), configurations, the score and the schedule's step."""
-        parts = {"sparsifier": self.sparsifier.state_dict(), "scheduler": self.scheduler.state_dict()}
+        """Return masks, counts of lookups, configurations, the score and the schedule, for torch.save and
+        torch.distributed.checkpoint: see :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
         chosen = {"score": self.sparsifier.scored_by, "scope": self.sparsifier.scope}
-        return {**parts, **chosen, "floors": dict(self.sparsifier.floors)}
+        parts = {"scheduler": self.scheduler.state_dict(), **chosen, "floors": self.sparsifier.floors}
+        return {"sparsifier": self.sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which replace the arguments
@@ -162,28 +165,28 @@ class SparseTraining:
         """
         together = group_over(world_ranks())
         with together.agreeing("load_state_dict()"):
-            scheduler = set(self.scheduler.state_dict())
-            for part, keys in (("scheduler", scheduler), ("sparsifier", {"state", "data_groups", "_container"})):
-                found = state_dict.get(part)
-                missing = sorted(keys - set(found if isinstance(found, Mapping) else ()))
-                if missing:
-                    raise ValueError(f"The state lacks {missing} of the {part}; it has {sorted(map(str, state_dict))}.")
-            score = checks.choice("score", state_dict.get("score", "norm"), SCORES)  # older states are of the norm
-            scope: Any = checks.choice("scope", state_dict.get("scope", "table"), SCOPES)
+            if missing := sorted({"sparsifier", "schedule"} - set(state_dict)):
+                raise ValueError(f"The state lacks {missing}; it has {sorted(map(str, state_dict))}.")
+            masks, saved = state_dict["sparsifier"], from_json("the schedule", state_dict["schedule"])
+            schedule = saved.get("scheduler") or {}
+            if missing := sorted(set(self.scheduler.state_dict()) - set(schedule)):
+                raise ValueError(f"The state lacks {missing} of the scheduler; it has {sorted(schedule)}.")
+            configs = saved_configs(masks)
+            score: Any = checks.choice("score", saved.get("score"), SCORES)
+            scope: Any = checks.choice("scope", saved.get("scope"), SCOPES)
             if (score == "frequency") != self.sparsifier.counts_lookups:
                 raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
-            param = state_dict["scheduler"]["schedule_param"]
-            if param != self.scheduler.schedule_param:
+            if (param := schedule["schedule_param"]) != self.scheduler.schedule_param:
                 raise ValueError(f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.")
-        levels, commit = self.scheduler.prepare_load(state_dict["scheduler"])
+        levels, commit = self.scheduler.prepare_load(schedule)
         with together.agreeing("load_state_dict()"):
             # The functions of a LambdaDataScheduler are not part of the state: they may be others now.
             if not isinstance(self.scheduler, LambdaDataScheduler):
-                _check_levels(levels, state_dict)
-        self.sparsifier.load_state_dict(state_dict["sparsifier"])
+                _check_levels(levels, configs, schedule["last_epoch"])
+        self.sparsifier.load_state_dict(masks)
         commit()
         self.sparsifier.scored_by, self.sparsifier.scope = score, scope
-        self.sparsifier.floors = dict(state_dict.get("floors", {}))
+        self.sparsifier.floors = dict(saved.get("floors", {}))
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
@@ -416,13 +419,12 @@ def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool
     return not together.all_reduce(torch.tensor(unknown))
 
 
-def _check_levels(levels: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+def _check_levels(levels: Mapping[str, Any], configs: Mapping[str, Any], step: int) -> None:
     """Refuse masks and a schedule of different steps: the schedule's level is in the configuration of the masks."""
-    groups = state_dict["sparsifier"]["data_groups"]
     for name, level in levels.items():
-        found = groups.get(name, {}).get("sparsity_level", level)
+        found = configs.get(name, {}).get("sparsity_level", level)
         if not isinstance(found, (int, float)) or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
             raise ValueError(
                 f"Masks and schedule of the state are of different steps: the level of {name!r} is {found} with the "
-                f"masks and {level} at step {state_dict['scheduler']['last_epoch']} of the schedule."
+                f"masks and {level} at step {step} of the schedule."
             )

@@ -14,6 +14,7 @@ from dist_sparse.groups import reset_traffic, traffic
 from tests.dist.cells import build, cells, set_weights, weights
 from tests.dist.pieces import by_rows, move, sharded
 from tests.dist.plugin import on_ranks
+from tests.states import edited
 
 
 def updated(cell: str, level: float = 0.5, **options: Any) -> tuple[DataNormSparsifier, torch.nn.Module]:
@@ -30,7 +31,7 @@ def test_replicas_of_a_state_must_be_equal(checked: bool) -> None:
     """Bits of one rank inverted: its own hash tells, and where there is none the comparison over ranks."""
     sparsifier, _ = updated("data_parallel")
     state = copy.deepcopy(sparsifier.state_dict())
-    [piece] = state["sharded"]["item"]["pieces"]
+    [piece] = state["sharded"]["masks"]["item"].kept
     if not checked:
         piece["hash"] = None
     if dist.get_rank() == 1:
@@ -53,9 +54,10 @@ def test_states_of_different_steps_are_refused() -> None:
         sparsifier.load_state_dict(late if dist.get_rank() else early)
     assert sparsifier.fingerprint() == before
     for state in (early, late):  # of two runs, with as many updates: the blocks that are removed do not add up
-        for table in state["sharded"].values():
-            table["updates"] = 1
-        state["sharded"]["item"]["removed"] = 3
+        with edited(state["sharded"], "tables") as tables:
+            for table in tables.values():
+                table["updates"] = 1
+            tables["item"]["removed"] = 3
     with pytest.raises(ValueError, match="blocks over all ranks, but 3 when they were saved"):
         sparsifier.load_state_dict(late if dist.get_rank() else early)
     assert sparsifier.fingerprint() == before

@@ -271,7 +271,7 @@ def test_a_state_that_lacks_the_schedule_changes_nothing() -> None:
     for _ in range(5):
         training.step()
     before = training.sparsifier.fingerprint()
-    for bad in ({**state, "scheduler": {"bad": 1}}, {"scheduler": state["scheduler"]}):
+    for bad in ({**state, "schedule": '{"scheduler": {"bad": 1}}'}, {"schedule": state["schedule"]}):
         with pytest.raises(ValueError, match="The state lacks"):
             training.load_state_dict(bad)
         assert training.sparsifier.fingerprint() == before

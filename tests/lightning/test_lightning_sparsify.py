@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ class TestCheckpoints:
         saved = checkpoint(done, tmp_path / "last.ckpt")
         state = saved["callbacks"]["SparsifyCallback"]
         assert zero_rows(saved["state_dict"]["bag.weight"]) == LEFT
-        assert state["optimizer_steps"] == [12] and state["scheduler"]["last_epoch"] == 12
+        assert state["optimizer_steps"] == [12] and json.loads(state["schedule"])["scheduler"]["last_epoch"] == 12
         other = SparsifyCallback(**PLAN)
         trainer(tmp_path, other)
         other.load_state_dict(state)
@@ -227,7 +228,7 @@ class TestCheckpoints:
         state = spoilt["callbacks"]["SparsifyCallback"]
         for part, value, message in (
             ("optimizer_steps", [1, 2], "the steps of 2 optimizers; the model has 1 here"),
-            ("sparsifier", {}, "The state lacks"),
+            ("sparsifier", {}, "not the state of a sparsifier: it lacks"),
         ):
             torch.save({**spoilt, "callbacks": {"SparsifyCallback": {**state, part: value}}}, tmp_path / "spoilt.ckpt")
             with pytest.raises(ValueError, match=message):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dist_sparse import BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
 from dist_sparse.tables.modules import ModelTables
+from tests.states import table
 
 
 def tables(**rows: int) -> nn.ModuleDict:
@@ -108,7 +109,8 @@ def test_an_interrupted_update_leaves_the_masks_of_plain_data() -> None:
 )
 def test_masks_that_do_not_fit_are_refused(spoil: Callable[[Any], Any], message: str) -> None:
     state = saved(updated(tables(a=10)))
-    spoil(state["sharded"]["a"])
+    with table(state, "a") as entry:
+        spoil(entry)
     sparsifier = updated(tables(a=10), level=0.2)
     before = sparsifier.fingerprint()
     with pytest.raises(ValueError, match=message):
@@ -128,7 +130,8 @@ def test_masks_that_do_not_fit_are_refused(spoil: Callable[[Any], Any], message:
 )
 def test_configs_that_no_update_can_follow_are_not_loaded(config: dict[str, Any]) -> None:
     state = saved(updated(tables(a=10)))
-    state["data_groups"]["a"].update(config)
+    with table(state, "a") as entry:
+        entry["config"].update(config)
     sparsifier = updated(tables(a=10), level=0.2)
     before = copy.deepcopy(sparsifier.data_groups)
     with pytest.raises(ValueError, match="Invalid"):
