@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from dist_sparse import checks
-from dist_sparse.sparsifiers.packed_store import mask_bytes
+from dist_sparse.sparsifiers.moving import mask_bytes
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, grid_of, resolve_block
 from dist_sparse.text import number_of, size, table_lines
