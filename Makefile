@@ -11,10 +11,10 @@ DOCS := .venv-docs
 SITE ?= site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench sweep docs
+.PHONY: help setup train frontier test lint bench sweep docs
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Variables:'
 	@echo '  PYTHON    Python 3.11 or later that makes .venv (default: python3)'
@@ -24,6 +24,7 @@ help:  ## this list
 	@echo '  WORKERS   test files of make test that run at a time (default: 2); many start up to 4 processes of their own'
 	@echo '  ARGS      options of make train, e.g. ARGS="--sharding row_wise"; `python examples/dlrm/main.py --help` lists them'
 	@echo '            or of make sweep, e.g. ARGS="--resume"; `python -m benchmarks.sweep --help` lists them'
+	@echo '            or of make frontier, e.g. ARGS="--budget 3%"; `dist-sparse frontier --help` lists them'
 
 setup: $(READY)  ## makes .venv with all that training, development and tests need, pinned
 
@@ -42,6 +43,9 @@ $(READY): requirements/cpu.txt pyproject.toml
 
 train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, sparsified, small and dense
 	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
+
+frontier: $(READY)  ## what the DLRM of make train is worth at 50, 20, 10 and 5% of its tables' bytes: table, plot; a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m dist_sparse frontier examples/dlrm/planned.py:measured --out runs/frontier $(ARGS)
 
 test: lint  ## lint, then every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

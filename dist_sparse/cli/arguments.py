@@ -6,6 +6,7 @@ Each ``parse_*`` is a type for argparse: its error message states the rule. Need
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
 import runpy
@@ -17,7 +18,16 @@ from typing import Any, Final
 
 from dist_sparse import checks
 
-__all__ = ["EntryError", "model_and_batches", "parse_block", "parse_bytes", "parse_count", "parse_level"]
+__all__ = [
+    "EntryError",
+    "model_and_batches",
+    "model_and_evaluate",
+    "parse_block",
+    "parse_bytes",
+    "parse_count",
+    "parse_level",
+    "parse_share",
+]
 
 _UNITS: Final = {
     "": 1,
@@ -46,6 +56,31 @@ def model_and_batches(entry: str) -> tuple[Any, Any]:
         kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
         raise EntryError(f"Invalid {entry=}: returned {kind}; must return (model, batches).")
     return returned
+
+
+def model_and_evaluate(entry: str) -> tuple[Any, Any, dict[Any, Callable[[float], tuple[Any, Any]]]]:
+    """Call the function that ``entry`` names, and return its ``(model, evaluate)``, and what calls it with one of its
+    parameters ``columns`` and ``rows``, by name, if it has them.
+
+    Args:
+        entry: as for :func:`model_and_batches`.
+
+    Raises:
+        EntryError: likewise.
+    """
+    function = _function(entry)
+    known = [part for part in ("columns", "rows") if part in inspect.signature(function).parameters]
+
+    def called(**part: float) -> tuple[Any, Any]:
+        returned = function(**part)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
+            raise EntryError(f"Invalid {entry=}: must return (model, evaluate), where evaluate is a function.")
+        return returned
+
+    def calling(part: str) -> Callable[[float], tuple[Any, Any]]:
+        return lambda share: called(**{part: share})
+
+    return *called(), {part: calling(part) for part in known}
 
 
 def parse_bytes(text: str) -> int:
@@ -103,7 +138,22 @@ def parse_level(text: str) -> float:
     return level
 
 
-def _function(entry: str) -> Callable[[], Any]:
+def parse_share(text: str) -> float:
+    """Return ``10%`` as 0.1.
+
+    Raises:
+        ArgumentTypeError: not a percentage above 0% and up to 100%.
+    """
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not text.strip().endswith("%") or not 0 < share <= 1:
+        raise ArgumentTypeError(f"Invalid share {text!r}: must be a percentage such as 10%, above 0% and up to 100%.")
+    return share
+
+
+def _function(entry: str) -> Callable[..., Any]:
     """Import what ``entry`` names. The file's folder, or the current one, comes first on ``sys.path``, as for a script.
 
     Raises:
@@ -129,5 +179,5 @@ def _function(entry: str) -> Callable[[], Any]:
         found = getattr(module, name, None)
     if not callable(found):
         raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
-    function: Callable[[], Any] = found
+    function: Callable[..., Any] = found
     return function

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from dist_sparse.cli.arguments import (
     EntryError,
     model_and_batches,
+    model_and_evaluate,
     parse_block,
     parse_bytes,
     parse_count,
     parse_level,
+    parse_share,
 )
 from dist_sparse.text import printable
 
@@ -42,6 +44,7 @@ _EXAMPLES = f"""examples:
   dist-sparse inspect runs/latest                     the tables and the config of a run
   dist-sparse report runs/latest                      charts of a run, as one HTML file
   dist-sparse plan model.py:trained --keep 512MiB     what does a budget prune from this model?
+  dist-sparse frontier model.py:measured              what is this model worth at a few sizes?
   dist-sparse serve-check served/                     is this artifact whole, and what does it take?
 
 {_STATUS}
@@ -72,6 +75,18 @@ _PLAN = f"""examples:
 FUNCTION takes no arguments and returns (model, batches); batches may be None. The model is not changed. --keep
 finds the lowest common level at which the kept weights of all tables take no more than SIZE; masks, and tables that are
 left out, are not counted.
+
+{_STATUS}
+"""
+
+_FRONTIER = f"""examples:
+  dist-sparse frontier examples/dlrm/planned.py:measured --out runs/frontier
+  dist-sparse frontier my.package:measured --rotate user,item --budget 10% --budget 5%
+
+FUNCTION takes no arguments and returns (model, evaluate); evaluate(model) returns metrics by name, on data that the
+model was not trained on. If it has the parameters columns and rows, it is called again with fractions of them, and
+returns a model trained with smaller tables, and one with hashed ids, to compare with. A run that is interrupted goes on
+where it was if --out is the same. Bytes are those that would be served, indexes, scales and masks counted.
 
 {_STATUS}
 """
@@ -120,7 +135,7 @@ def _main(words: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version of the package and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    for add in (_add_launch, _add_inspect, _add_report, _add_plan, _add_serve_check, _add_doctor):
+    for add in (_add_launch, _add_inspect, _add_report, _add_plan, _add_frontier, _add_serve_check, _add_doctor):
         add(commands)
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
@@ -235,6 +250,57 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
+    _add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_frontier(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        from dist_sparse.planning.frontier import BUDGETS, frontier
+
+        try:
+            found = frontier(
+                *model_and_evaluate(options.function),
+                budgets=options.budget or BUDGETS,
+                methods=options.method,
+                rotate=options.rotate or "table",
+                protect=options.protect,
+                metric=options.metric,
+                tolerance=options.tolerance,
+                out=options.out,
+                **({} if options.less is None else {"lower_is_better": options.less}),
+            )
+        except (ValueError, OSError) as error:
+            return _failed("frontier", error)
+        return _print(json.dumps(found.to_json(), indent=2) if options.json else str(found))
+
+    parser = _subcommand(commands, "frontier", "measures what a trained model is worth at a few sizes", _FRONTIER)
+    add = parser.add_argument
+    add("function", metavar="FUNCTION", help="package.module:function or file.py:function")
+    add(
+        "--budget",
+        type=parse_share,
+        action="append",
+        metavar="SHARE",
+        help="of the bytes; default: 50%%, 20%%, 10%%, 5%%",
+    )
+    add(
+        "--method",
+        action="append",
+        help="bits, small, columns, rotated, rows, blocks, elements, mix or hashed; default: all",
+    )
+    add(
+        "--rotate",
+        type=lambda names: names.split(","),
+        action="append",
+        metavar="A,B",
+        help="tables that only dot products between them read; default: each by itself, turned back",
+    )
+    add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
+    add("--metric", help="by which methods are compared; default: the first that evaluate returns")
+    add("--less", action="append", metavar="METRIC", help="a metric of which less is better; default: ne, loss")
+    add("--tolerance", type=float, default=0.002, metavar="X", help="smaller differences do not count; default: 0.002")
+    add("--out", metavar="DIR", help="writes the table, a plot and trials.jsonl there, and goes on from the latter")
     _add_json(parser)
     parser.set_defaults(run=run)
 

@@ -140,6 +140,11 @@ class Candidate:
         columns = self._width(table)
         return (rows if width < columns else min(rows, kept * height)), columns
 
+    def level(self, table: SizedTable) -> float:
+        """Return the fraction of its blocks that a table loses; below level 1 one of them stays."""
+        blocks = self._blocks(table)
+        return 1 - self._kept_blocks(table) / max(blocks, 1)
+
     def served_bytes(self, tables: Iterable[SizedTable]) -> ServedBytes:
         """Return what tables take in the memory of a server, exactly.
 
@@ -174,8 +179,11 @@ class Candidate:
     def _block(self, table: SizedTable) -> tuple[int, int]:
         return resolve_block(table.name, self.block, (table.shape[0], self._width(table)))
 
+    def _blocks(self, table: SizedTable) -> int:
+        return grid_of(Rect(0, 0, table.shape[0], self._width(table)), self._block(table)).blocks
+
     def _kept_blocks(self, table: SizedTable) -> int:
-        blocks = grid_of(Rect(0, 0, table.shape[0], self._width(table)), self._block(table)).blocks
+        blocks = self._blocks(table)
         level = self.levels.get(table.name, 0.0)
         return blocks - (round(level * blocks) if level == 1 else min(round(level * blocks), max(blocks - 1, 0)))
 

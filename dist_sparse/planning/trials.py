@@ -26,7 +26,7 @@ from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.score import BlockShape
 from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.shards import COL, ROW, ShardedData, check_writable
+from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
 __all__ = ["serving"]
 
@@ -37,9 +37,8 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     world must enter and leave it; of the weights only rows that column borders cut travel.
 
     Blocks are removed first: whole rows by norm and Adagrad's sums where a fused Adagrad trains all tables that lose
-    some, otherwise by the L2 norm. Then columns: of rotated tables the last ones, otherwise those with the smallest L2
-    norm in each table. Then the rest is rounded, and tables that were rotated alone are turned back, so that they may
-    differ from what is served in the last bit.
+    some, otherwise by the L2 norm. Then tables are rotated and lose their last columns. Then the rest is rounded, and
+    tables that were rotated alone are turned back, so that they may differ from what is served in the last bit.
 
     Afterwards, also after an error, the weights are what they were, bit for bit. Takes a copy of this rank's shards. No
     optimizer state is written.
@@ -88,6 +87,8 @@ def _check(candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
     for name in (*candidate.levels, *candidate.narrowed):
         if name not in located:
             raise ValueError(f"{name!r} of the candidate is none of the model's tables {sorted(located)}.")
+    if candidate.columns < 1 and not candidate.groups:
+        raise ValueError(f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained.")
     for group in candidate.groups:
         held = [(located[name].shape[1], located[name].ranks) for name in group]
         if len(set(held)) > 1:
@@ -105,11 +106,7 @@ def _check(candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
 
 def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group) -> None:
     """Write what is served into the tables. Collective."""
-    _remove(model, candidate.block, candidate.levels, world)
-    kept = {name: candidate.shape(data)[1] for name, data in located.items()}
-    if not candidate.groups:
-        removed = {name: 1 - kept[name] / data.shape[1] for name, data in located.items()}
-        _remove(model, (COL, 1), removed, world)
+    _remove(model, candidate.block, {name: candidate.level(located[name]) for name in candidate.levels}, world)
     bases: dict[str, Tensor] = {}
     for group in candidate.groups:
         over = group_over(located[group[0]].ranks)
@@ -118,7 +115,7 @@ def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, Sharded
         for name, basis in zip(group, found, strict=True):
             turn_(located[name], basis, over)
             for rect, weight in located[name].shards:
-                weight.data[:, max(kept[name] - rect.col, 0) :] = 0
+                weight.data[:, max(candidate.shape(located[name])[1] - rect.col, 0) :] = 0
         if len(group) == 1:
             bases[group[0]] = found[0]
     with world.agreeing("a trial"):

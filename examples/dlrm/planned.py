@@ -1,12 +1,15 @@
-"""A trained model for `dist-sparse plan`, in one process:
+"""A trained model for `dist-sparse plan` and `dist-sparse frontier`, in one process:
 
 dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8 --exclude gender
+dist-sparse frontier examples/dlrm/planned.py:measured
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 # So that this file can be named by its path, from anywhere.
@@ -17,12 +20,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm import interactions, movielens
-from dlrm.batches import Batch, batches
-from dlrm.model import build, sharding_of
+from dlrm.batches import Batch, Dataset, batches
+from dlrm.model import DIM, build, sharding_of
+from dlrm.predictions import Predictions
 
-__all__ = ["trained_model"]
+__all__ = ["measured", "trained_model"]
 
 _BATCH_SIZE = 128
+
+Evaluate = Callable[[nn.Module], dict[str, float]]
 
 
 def trained_model(data: Path | None = None) -> tuple[nn.Module, Iterator[Batch]]:
@@ -34,15 +40,56 @@ def trained_model(data: Path | None = None) -> tuple[nn.Module, Iterator[Batch]]
     Raises:
         DataError: the data can't be downloaded or read.
     """
-    # TorchRec wants a process group even for one process; an in-memory store needs no port.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dataset = movielens.load(movielens.fetch()) if data is None else interactions.load(data, seed=0)
+    dataset = _dataset(data)
+    return _trained(dataset), batches(dataset, dataset.test, batch_size=_BATCH_SIZE, rank=0, world=1)
+
+
+def measured(columns: float = 1.0, rows: float = 1.0, data: Path | None = None) -> tuple[nn.Module, Evaluate]:
+    """Return the DLRM of :func:`trained_model`, and what measures it on the test part.
+
+    Args:
+        columns: fraction of the tables' columns.
+        rows: fraction of their rows into which ids are hashed.
+        data: as above.
+    """
+    dataset = _hashed(_dataset(data), rows)
+    test = [dataset.batch(index) for index in dataset.test.split(4096)]
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        model.eval()
+        logits, labels = zip(*(model(batch)[1][1:] for batch in test), strict=True)
+        found = Predictions(torch.cat(logits), torch.cat(labels))
+        return {"auc": found.auc, "ne": found.ne}
+
+    return _trained(dataset, round(columns * DIM)), evaluate
+
+
+def _dataset(data: Path | None) -> Dataset:
+    if not dist.is_initialized():
+        # TorchRec wants a process group even for one process; an in-memory store needs no port.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return movielens.load(movielens.fetch()) if data is None else interactions.load(data, seed=0)
+
+
+def _trained(dataset: Dataset, dim: int = DIM) -> nn.Module:
     sharding = sharding_of({feature.name: feature.rows for feature in dataset.sparse}, "mixed", world=1)
-    sharded = build(dataset, sharding=sharding, seed=0, world=1)
+    sharded = build(dataset, sharding=sharding, seed=0, world=1, dim=dim)
     sharded.model.train()
     for batch in batches(dataset, dataset.train, batch_size=_BATCH_SIZE, rank=0, world=1, shuffle_seed=0):
         loss, _ = sharded.model(batch)
         sharded.optimizer.zero_grad()
         torch.mean(loss).backward()
         sharded.optimizer.step()
-    return sharded.model, batches(dataset, dataset.test, batch_size=_BATCH_SIZE, rank=0, world=1)
+    return sharded.model
+
+
+def _hashed(dataset: Dataset, share: float) -> Dataset:
+    """The data set with the ids of each feature hashed into a share of its rows."""
+    sparse = []
+    for feature in dataset.sparse:
+        rows = math.ceil(share * feature.rows)
+        ids = feature.ids.numpy()
+        hashed = ids if rows == feature.rows else movielens.hashed_cross(ids, 0 * ids, rows)
+        sparse.append(replace(feature, rows=rows, ids=torch.from_numpy(hashed)))
+    return replace(dataset, sparse=tuple(sparse))

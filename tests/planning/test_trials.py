@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, export, rotate
-from dist_sparse.planning.candidates import Candidate, TableShape
+from dist_sparse.planning.candidates import Candidate
 from dist_sparse.planning.trials import serving
 from dist_sparse.serving.codes import decode, encode
 from dist_sparse.tables.modules import model_source
@@ -25,20 +25,15 @@ from tests.serving.stored import dense
 ROWS = Candidate(dtype="int8", levels={"user": 0.7, "word": 0.5})
 ELEMENTS = Candidate(dtype="int4", levels={"user": 0.8, "item": 0.9}, block=(1, 1))
 BLOCKS = Candidate(dtype="fp16", levels={"word": 0.6}, block=(1, 4))
-COLUMNS = Candidate(dtype="int8", columns=0.5)
+COLUMNS = Candidate(dtype="int8", levels={"user": 0.5, "item": 0.75, "tiny": 0.25}, block=("COL", 1))
 NAMES = ("column_wise_uneven", "two_shards", "mixed", "row_wise_fp16")
 FEATURES = ["user_id", "item_id", "last_item_id", "genre", "query"]
 
 
 def artifact(model: nn.Module, candidate: Candidate, path: Path) -> dict[str, Tensor]:
     """What is served of a model that is sparsified as the candidate says, in one process."""
-    levels: Mapping[str, float] = candidate.levels
-    block: Any = candidate.block
-    if candidate.columns < 1:
-        tables = [TableShape(name, (weight.shape[0], weight.shape[1])) for name, weight in gathered(model).items()]
-        levels, block = {each.name: 1 - candidate.shape(each)[1] / each.shape[1] for each in tables}, "col"
-    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm="L2")
-    sparsifier.add_model(model, config={name: {"sparsity_level": level} for name, level in levels.items()})
+    sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=candidate.block, norm="L2")
+    sparsifier.add_model(model, config={name: {"sparsity_level": level} for name, level in candidate.levels.items()})
     sparsifier.step()
     export(model, sparsifier, path, candidate.dtype)
     return dense(path)
@@ -129,6 +124,7 @@ def test_errors() -> None:
     for candidate, message in (
         (Candidate(dtype="int4" if rank else "int8"), r"candidate: dtype is int4 on rank 1 and int8 on rank 0"),
         (Candidate(levels={"users": 0.5}), r"'users' of the candidate is none of the model's tables \['item'"),
+        (Candidate(columns=0.5), "A smaller dense table, fp32, 50.0% of the columns, dense from the start, can't be"),
         (Candidate(columns=0.5, groups=(("user", "item"),)), r"can't be rotated together: their widths.*8.*16"),
     ):
         with pytest.raises(ValueError, match=message), serving(model, candidate):

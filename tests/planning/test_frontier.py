@@ -1,0 +1,175 @@
+"""A frontier: what fits is measured, once, and the recommendation follows from it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dist_sparse.cli.main import main
+from dist_sparse.planning.frontier import frontier
+from dist_sparse.planning.trials import serving
+from tests.dist.cells import build, cells, gathered
+from tests.dist.plugin import on_ranks
+
+IDS = torch.arange(400).view(80, 5)
+
+
+def table(rank: int, columns: int = 16) -> nn.EmbeddingBag:
+    """Rows that need ``rank`` columns, in a basis of their own."""
+    torch.manual_seed(0)
+    return nn.EmbeddingBag.from_pretrained(torch.randn(400, rank) @ torch.randn(rank, columns))
+
+
+def error_of(model: nn.Module) -> Callable[[nn.Module], dict[str, float]]:
+    expected = model(IDS)
+    return lambda model: {"error": float((model(IDS) - expected).abs().mean()), "fit": 1.0}
+
+
+def found(model: nn.Module, **options: object) -> dict[tuple[float, str], float]:
+    result = frontier(model, error_of(model), lower_is_better=["error"], **options)  # type: ignore[arg-type]
+    return {(point.budget, point.method): point.measured.bytes for point in result.points}
+
+
+def test_each_method_uses_what_a_budget_holds() -> None:
+    model = table(4)
+    before = model.weight.clone()
+    evaluated: list[Tensor] = []
+    error = error_of(model)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        evaluated.append(model.weight.clone())  # type: ignore[operator]
+        return error(model)
+
+    result = frontier(model, evaluate, budgets=[0.5, 0.1], lower_is_better=["error"], tolerance=0.01)
+    assert torch.equal(model.weight, before) and torch.equal(evaluated[0], before)
+    assert result.table_bytes == 400 * 16 * 4 and result.full == {"error": 0.0, "fit": 1.0}
+    assert {point.method for point in result.points if point.budget == 0.5} == {
+        "bits", "rotated", "columns", "rows", "blocks", "elements", "mix"
+    }  # fmt: skip
+    for point in result.points:
+        bytes_ = point.measured.bytes
+        candidate = point.measured.attempt.candidate
+        assert bytes_ <= point.budget * result.table_bytes
+        [served] = [rows for rows, each in zip(evaluated[1:], result.trials, strict=True) if each is point.measured]
+        with serving(model, candidate):
+            assert torch.equal(model.weight, served)
+        if point.method in ("rows", "elements"):
+            assert bytes_ > 0.99 * point.budget * result.table_bytes
+    assert [result.loss(point.measured) for point in result.points[:7]] == sorted(
+        result.loss(point.measured) for point in result.points[:7]
+    )
+
+
+def test_the_recommendation() -> None:
+    """int4 where that is enough; columns in a rotated basis where few hold everything; and a word if nothing is."""
+    for rank, tolerance, expected in (
+        (16, 0.5, "Use int4: 18.8% of the bytes"),
+        (4, 0.2, "Remove 75.0% of the rotated columns while it trains, served as int4: 10.4% of the bytes"),
+        (16, 1e-9, "Nothing comes within 1e-09 of the error 0.0000 of the whole model; nearest is this: Use fp16"),
+    ):
+        model = table(rank)
+        result = frontier(
+            model,
+            error_of(model),
+            budgets=[0.5, 0.2, 0.11],
+            methods=["rotated", "columns", "bits"],
+            lower_is_better=["error"],
+            tolerance=tolerance,
+        )
+        assert result.recommendation.startswith(expected), str(result)
+        assert str(result).endswith(result.recommendation)
+
+
+def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
+    model = table(2)
+    trained: list[tuple[str, float]] = []
+
+    def columns(share: float) -> tuple[nn.Module, Callable[[nn.Module], dict[str, float]]]:
+        trained.append(("columns", share))
+        small = table(2, round(16 * share))
+        return small, error_of(small)
+
+    def rows(share: float) -> tuple[nn.Module, Callable[[nn.Module], dict[str, float]]]:
+        trained.append(("rows", share))
+        return nn.EmbeddingBag(int(400 * share), 16), lambda model: {"error": 9.0, "fit": 0.0}
+
+    options = {"train": {"columns": columns, "rows": rows}, "methods": ["small", "hashed", "elements"], "out": tmp_path}
+    points = found(model, budgets=[0.2, 0.1], **options)
+    assert points[0.2, "small"] == 400 * (8 + 4) and points[0.1, "small"] == 400 * (2 + 4)
+    assert 0.99 * 2560 < points[0.1, "hashed"] <= 2560
+    assert sorted(trained) == [("columns", 0.25), ("columns", 0.5), ("rows", 0.1 / 0.1875)]
+    trained.clear()
+    assert found(model, budgets=[0.2, 0.1], **options) == points and trained == []  # read from trials.jsonl
+    written = (tmp_path / "trials.jsonl").read_text()
+    (tmp_path / "trials.jsonl").write_text(written[:-40])  # interrupted in the last line
+    assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
+    assert (
+        json.loads((tmp_path / "frontier.json").read_text())["recommendation"] in (tmp_path / "frontier.md").read_text()
+    )
+    assert (tmp_path / "frontier.png").stat().st_size > 1000
+    trained.clear()
+    model.weight.data[0, 0] += 1
+    assert found(model, budgets=[0.1], **options) and trained  # of another model
+
+
+@on_ranks(2)
+def test_on_ranks(tmp_path: Path) -> None:
+    """The same on every rank; rank 0 writes; ranks that measure otherwise are an error."""
+    cell = cells(2)["mixed"]
+    model, rank = build(cell), dist.get_rank()
+    before = gathered(model)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"error": sum(float((full - before[name]).abs().sum()) for name, full in gathered(model).items())}
+
+    options = {
+        **{"budgets": [0.3], "methods": ["bits", "rows", "rotated"], "rotate": [["user", "tiny"]], "min_rows": 20},
+        "lower_is_better": ["error"],
+    }
+    result = frontier(model, evaluate, out=tmp_path, **options)  # type: ignore[arg-type]
+    everyone: list[object] = [None, None]
+    dist.all_gather_object(everyone, str(result))
+    assert everyone[0] == everyone[1] and {point.method for point in result.points} == {"bits", "rows", "rotated"}
+    assert {"user", "word"} == {name for each in result.trials for name in each.attempt.candidate.levels}
+    lines = (tmp_path / "trials.jsonl").read_text().splitlines()
+    assert len(lines) == len(result.trials)
+    with pytest.raises(ValueError, match=r"metrics.*on rank 1 and .* on rank 0"):
+        frontier(model, lambda model: {"error": float(rank)}, **options)  # type: ignore[arg-type]
+    assert all(torch.equal(full, before[name]) for name, full in gathered(model).items())
+
+
+def test_errors(tmp_path: Path) -> None:
+    model = table(2)
+    for options, message in (
+        ({"methods": ["small"]}, "'small' needs train={'columns': ...}"),
+        ({"methods": ["colums"]}, "Invalid methods='colums'"),
+        ({"metric": "auc"}, "Invalid metric='auc'"),
+        ({"train": {"dim": table}}, "Invalid train of ['dim']"),
+        ({"budgets": [20]}, "Invalid budgets=20"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            frontier(model, error_of(model), **options)  # type: ignore[arg-type]
+    for metrics, message in (({}, r"returned {}"), ({"auc": float("nan")}, "returned auc=nan; must be finite")):
+        with pytest.raises(ValueError, match=message):
+            frontier(model, lambda model, metrics=metrics: metrics)  # type: ignore[misc]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = tmp_path / "entry.py"
+    entry.write_text(
+        "from tests.planning.test_frontier import error_of, table\n\n\n"
+        "def measured(columns=1.0):\n    model = table(2, round(16 * columns))\n    return model, error_of(model)\n"
+    )
+    words = ["frontier", f"{entry}:measured", "--budget", "20%", "--method", "small", "--method", "bits"]
+    assert main([*words, "--less", "error", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [point["measured"]["attempt"]["method"] for point in told["points"]] == ["small", "bits"]
+    assert main([*words, "--metric", "auc"]) == 1
+    assert "Invalid metric='auc'" in capsys.readouterr().err
