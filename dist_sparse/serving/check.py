@@ -46,7 +46,7 @@ class MappedTable:
                 raise ValueError(f"Table {name!r}: its bitmasks have {stored} values, and there are others.")
 
     def rows(self, first: int, last: int) -> Rows:
-        """Return the kept rows ``[first, last)`` as they are stored, packed ones unpacked."""
+        """Return the stored rows ``[first, last)`` as they are stored, packed ones unpacked."""
         tail = self._tensors["scale_bias"][first:last] if "scale_bias" in self._tensors else None
         if self._first is None:
             return Rows(self._tensors["rows"][first:last], tail)
@@ -74,6 +74,7 @@ class TableCheck:
         self._at = 0
         self._error = self._step = 0.0
         self._kept = int(kept.count_nonzero())
+        self._stored = self._table.entry.stored
         self._removed = len(kept) - self._kept
         stored = self._table.rotation
         if (stored is None) != (rotation is None) or not (
@@ -126,8 +127,8 @@ class TableCheck:
         Raises:
             ValueError: not all kept rows came.
         """
-        if self._at != self._kept:
-            raise ValueError(f"Table {self._name!r}: {self._at} rows were compared, and {self._kept} are kept.")
+        if self._at != self._stored:
+            raise ValueError(f"Table {self._name!r}: {self._at} rows were compared, and {self._stored} are stored.")
         return {"kept": self._kept, "removed": self._removed, "largest_error": self._error, "largest_step": self._step}
 
 
@@ -147,7 +148,7 @@ def check_artifact(path: str | os.PathLike[str]) -> Artifact:
         table = MappedTable(artifact, name)
         if table.rotation is not None and not bool(table.rotation.isfinite().all()):
             raise ValueError(f"{artifact.path}: the rotation of table {name!r} is not finite.")
-        for some in chunks(entry.kept, entry.dim):
+        for some in chunks(entry.stored, entry.dim):
             stored = table.rows(some.start, some.stop)
             wrong = ~decode(stored, entry.dim).isfinite().all(1)
             if stored.scale_bias is not None:

@@ -28,7 +28,7 @@ __all__ = ["CompactEmbeddingBagCollection", "CompactEmbeddingCollection", "Compa
 
 
 class CompactIds(nn.Module):
-    """Translate a KeyedJaggedTensor of ids into one of rows among the kept ones, without those that were removed.
+    """Translate a KeyedJaggedTensor of ids into one of rows among the stored ones, without those that have none.
 
     A module of its own from KeyedJaggedTensor to KeyedJaggedTensor, so that
     ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it ahead, with the input distribution.
@@ -51,6 +51,7 @@ class CompactIds(nn.Module):
         self._tables = [table.name for table in tables]
         self._rows = [table.num_embeddings for table in tables]
         self._indexed = [table.name in indexes for table in tables]
+        self._defaults = {name for name, index in indexes.items() if index.default_row}
         of_features = [number for number, table in enumerate(tables) for _ in table.feature_names]
         self.index = RowIndexes([indexes.get(name) for name in self._tables], self._rows, of_features)
 
@@ -86,8 +87,8 @@ class CompactIds(nn.Module):
         return features.permute([places[feature] for feature in self._features])
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
-        """Return the row of each id among the kept ones, -1 where removed: int32 ``(n,)``. Ids out of range are read as
-        id 0, as FBGEMM does."""
+        """Return the row of each id among the stored ones, -1 where it has none: int32 ``(n,)``. Ids out of range
+        are read as id 0, as FBGEMM does."""
         per_feature = ordered.lengths().view(len(self.names), -1).sum(1)
         found: Tensor = self.index(ordered.values(), per_feature)
         return found
@@ -98,7 +99,7 @@ class CompactIds(nn.Module):
         for name, rows, indexed in zip(self._tables, self._rows, self._indexed, strict=True):
             if indexed:
                 stop = start + max(1, -(-rows // 32))
-                found[name] = RowIndex(self.index.words[start:stop].clone(), rows)
+                found[name] = RowIndex(self.index.words[start:stop].clone(), rows, name in self._defaults)
                 start = stop
         return found
 
@@ -107,7 +108,7 @@ def _stored(table: Any, indexes: Mapping[str, RowIndex], names: list[str], rows:
     """The configuration of what is stored of a table. A table with nothing left stores a row that is never read:
     neither TorchRec's planners nor FBGEMM's kernels expect tables without rows."""
     index = indexes.get(table.name)
-    kept = table.num_embeddings if index is None else index.num_kept
+    kept = table.num_embeddings if index is None else index.stored
     return replace(table, num_embeddings=max(kept, 1, rows.get(table.name, 0)), feature_names=names)
 
 
@@ -157,7 +158,9 @@ class CompactEmbeddingBagCollection(nn.Module):
         self._weighted = is_weighted
         self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
         self._translation = [self.ids]  # pipelines put another module in its place
-        averaged = [table.pooling is PoolingType.MEAN and table.name in indexes for table in tables]
+        # Nothing is dropped from the bags of a table with a default row.
+        dropped = {name for name, index in indexes.items() if not index.default_row}
+        averaged = [table.pooling is PoolingType.MEAN and table.name in dropped for table in tables]
         if is_weighted and any(averaged):
             names = [table.name for table, mean in zip(tables, averaged, strict=True) if mean]
             raise ValueError(

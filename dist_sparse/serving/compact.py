@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_sparse.checks import choice
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.outputs import is_turned, move_bases
@@ -36,7 +37,10 @@ from dist_sparse.tables.shards import Source
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
 
-__all__ = ["compact"]
+__all__ = ["Removed", "compact"]
+
+Removed: TypeAlias = Literal["zero", "default_row"]
+"""What removed ids give."""
 
 
 def compact(
@@ -45,6 +49,7 @@ def compact(
     *,
     optimizer: Any = None,
     plan: Callable[[nn.Module], Any] | None = None,
+    removed: Removed = "zero",
 ) -> nn.Module:
     """Return ``model`` with tables that store only what is kept. Collective: every rank of the world must call it.
 
@@ -68,6 +73,10 @@ def compact(
         plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept rows are called
             ``inner``. None keeps sharding types, ranks and columns, and cuts the kept rows evenly.
 
+        removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table share one row, which
+            is 0 at first, is trained as any other, and is served. Measure it on validation data: it helps where ids
+            are those of training, and can harm where they are new.
+
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a kind that can't be
             compacted. Nothing was changed.
@@ -86,7 +95,9 @@ def compact(
         (torch.Size([20, 8]), True)
     """
     together = group_over(world_ranks())
-    with together.agreeing("compact()"):
+    with together.agreeing("compact()") as facts:
+        default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
+        facts["removed"] = removed
         sparsifier, optimizers = _parts(sparse, optimizer)
     stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
     flags = kept_rows(sparsifier)
@@ -98,13 +109,14 @@ def compact(
         kept = _kept(model, sparsifier, set(stats), widths, flags)
         for site in kept:
             _check(model, site, optimizers is not None, widths)
+            _check_default(site, default_row)
         names = {sparsifier.packed_store.find(name).fqn: name for name in widths}
         narrow = {site: _narrowed(site, {fqn: widths[name] for fqn, name in names.items()}) for site in kept}
     torchrec = torchrec_part()
     in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
     root: nn.Module = torchrec.unwrapped(model) if in_dmp else model
     sharded = [site for site in kept if torchrec is not None and torchrec.is_sharded(site.module)]
-    made = {site: _compacted(site, kept[site], model, narrow[site]) for site in kept}
+    made = {site: _compacted(site, kept[site], model, narrow[site], default_row) for site in kept}
     result = replace_modules(root, {site.replaced: made[site] for site in kept})
     try:
         if in_dmp:
@@ -194,7 +206,7 @@ def _kept(
             for table, rows in _rows(site).items()
         }
         for table, index in (torchrec_part().table_indexes(site.outer) if site.outer is not None else {}).items():
-            found[site][table][index.num_kept :] = False  # rows that no id has
+            found[site][table][index.stored :] = False  # rows that no id has
     if missing := removed - {names.get(fqn) for site in found for fqn in site.tables.values()}:
         raise ValueError(f"{sorted(missing)} are no embedding tables of this model: they can't be compacted.")
     return found
@@ -252,11 +264,29 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping
             )
 
 
-def _compacted(site: Site, kept: Kept, model: nn.Module, widths: Mapping[str, int]) -> Any:
+def _check_default(site: Site, default_row: bool) -> None:
+    """Refuse a default row where there is one, or where ids would have it that are padding."""
+    name, module = ", ".join(site.tables.values()), site.module
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        indexes = [module.index] if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)) else []
+        if default_row and getattr(module, "padding_id", module.padding_idx) is not None:
+            raise ValueError(f"{name} has a padding_idx, whose id would get the default row if its row was removed.")
+    else:
+        indexes = [] if site.outer is None else list(torchrec_part().table_indexes(site.outer).values())
+    if any(index.default_row for index in indexes):
+        raise ValueError(f"{name} has default rows, and tables with a default row can't lose rows again.")
+    if default_row and indexes:
+        raise ValueError(f"{name} has lost rows already, without a default row: they have none.")
+
+
+def _compacted(site: Site, kept: Kept, model: nn.Module, widths: Mapping[str, int], default_row: bool) -> Any:
     """The compact module that takes the place of another; ``widths`` by the table's name in the module."""
     if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
-        return narrow_embedding(site.module, widths[""]) if widths else compact_embedding(site.module, kept[""])
-    return torchrec_part().compacted(site.module, site.outer, kept, getattr(model, "device", None), widths)
+        if widths:
+            return narrow_embedding(site.module, widths[""])
+        return compact_embedding(site.module, kept[""], default_row)
+    device = getattr(model, "device", None)
+    return torchrec_part().compacted(site.module, site.outer, kept, device, widths, default_row)
 
 
 def _narrowed(site: Site, by_fqn: Mapping[str | None, int]) -> dict[str, int]:

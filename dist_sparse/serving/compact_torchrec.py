@@ -169,6 +169,7 @@ def compacted(
     kept: Mapping[str, Tensor],
     device: torch.device,
     widths: Mapping[str, int],
+    default_row: bool,
 ) -> Collection:
     """Return a compact collection in place of another: of a sharded one its rows are on the meta device, to be sharded
     and filled.
@@ -179,6 +180,7 @@ def compacted(
         kept: by table, which of the rows in ``module`` are kept.
         device: of the ids.
         widths: by table, how many of its first columns are kept, where that is not all.
+        default_row: whether the removed ids of a table share a row.
     """
     indexes = outer.table_indexes() if outer is not None else {}
     stored, shards = {}, _row_shards(module)
@@ -186,10 +188,10 @@ def compacted(
         if name in indexes:
             indexes[name] = indexes[name].compose(RowIndex.of(flags[: indexes[name].num_kept]))
         elif not bool(flags.all()):
-            indexes[name] = RowIndex.of(flags)
+            indexes[name] = RowIndex.of(flags, default_row)
         # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty table beside others
         # of another width, FBGEMM's CPU backward writes other rows than it was given.
-        rows = max(1, int(flags.count_nonzero()))
+        rows = max(1, indexes[name].stored if name in indexes else len(flags))
         stored[name] = max(rows, (shards[name] - 1) * -(-rows // shards[name]) + 1)
     configs = [
         replace(config, embedding_dim=widths.get(config.name, config.embedding_dim))

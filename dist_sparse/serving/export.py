@@ -197,6 +197,7 @@ def _planned(source: Source, dtype: Dtype, world: Group) -> Table:
         pooling=source.pooling,
         dtype=dtype,
         block=source.block,
+        default_row=source.default_row,
         turned=None if source.rotation is None else source.rotation.shape[1],
         bytes=TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0),
     )
@@ -228,7 +229,7 @@ def _write(manifest: Manifest, sources: Mapping[str, Source], path: Path, world:
     first = world.rank == 0
     checks: dict[str, Mapping[str, int | float]] = {}
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress(2 * sum(table.kept for table in manifest.tables.values()), shown=first))
+        bar = stack.enter_context(_progress(2 * sum(table.stored for table in manifest.tables.values()), shown=first))
         with world.agreeing("export()"):
             writer = stack.enter_context(ArtifactWriter(path, manifest.tables)) if first else None
         for name, source in sources.items():

@@ -64,7 +64,7 @@ class FbgemmLookup(nn.Module):
         starts, end = {}, 0
         for name, table in tables.items():
             starts[name] = end
-            end += -(-table.entry.kept * _row_bytes(table.entry) // _ALIGNMENT) * _ALIGNMENT
+            end += -(-table.entry.stored * _row_bytes(table.entry) // _ALIGNMENT) * _ALIGNMENT
         weights = torch.zeros(end, dtype=torch.uint8)
         for name, table in tables.items():
             _store(weights[starts[name] :], table)
@@ -143,7 +143,7 @@ def _row_bytes(entry: Table) -> int:
 def _store(weights: Tensor, table: StoredTable) -> None:
     """Write the rows of a table to the front of FBGEMM's buffer."""
     entry = table.entry
-    rows = weights[: entry.kept * _row_bytes(entry)].view(entry.kept, _row_bytes(entry))
+    rows = weights[: entry.stored * _row_bytes(entry)].view(entry.stored, _row_bytes(entry))
     codes = table.tensors["rows"].view(torch.uint8)
     if "scale_bias" in table.tensors:
         rows[:, :4] = table.tensors["scale_bias"].view(torch.uint8)

@@ -125,6 +125,7 @@ class Table:
         pooling: of the collection that looks it up; ``"none"`` in sequences.
         dtype: of the stored rows.
         block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
+        default_row: whether removed ids share a row, stored behind the kept ones.
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise None.
         values: bytes of the packed values, of tables stored as bitmask and values; None of those stored as rows.
         bytes: what it takes.
@@ -138,6 +139,7 @@ class Table:
     pooling: Pooling
     dtype: Dtype
     block: tuple[int, int] | None
+    default_row: bool = False
     turned: int | None = None
     values: int | None = None
     bytes: TableBytes
@@ -149,10 +151,15 @@ class Table:
         """Columns that share a bit of the bitmask, in tables stored as bitmask and values."""
         return 1 if self.block is None else self.block[1]
 
+    @property
+    def stored(self) -> int:
+        """Rows that are stored."""
+        return self.kept + self.default_row
+
     def layout(self) -> Layout:
         """Return dtype and shape of each of its tensors, by their names without the table's.
 
-        ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the kept rows: weights, 8-bit codes, or
+        ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows: weights, 8-bit codes, or
         two 4-bit codes a byte, the lower half first. ``scale_bias`` is what codes are multiplied by and what is added.
         ``mask`` and ``values`` stand in for ``rows`` in packed tables. ``rotation`` is what outputs of rotated tables
         are multiplied by.
@@ -162,12 +169,12 @@ class Table:
         if self.kept < self.rows:
             found["kept"] = torch.int32, (-(-self.rows // 32),)
         if self.dtype in ("int8", "int4"):
-            found["scale_bias"] = torch.float16, (self.kept, 2)
+            found["scale_bias"] = torch.float16, (self.stored, 2)
         if self.values is None:
-            found["rows"] = code, (self.kept, -(-self.dim // 2) if self.dtype == "int4" else self.dim)
+            found["rows"] = code, (self.stored, -(-self.dim // 2) if self.dtype == "int4" else self.dim)
         else:
             blocks = -(-self.dim // self.width)
-            found["mask"] = torch.uint8, (self.kept, -(-blocks // 8))
+            found["mask"] = torch.uint8, (self.stored, -(-blocks // 8))
             found["values"] = code, (self.values // code.itemsize,)
         if self.turned is not None:
             found["rotation"] = torch.float32, (self.dim, self.turned)
@@ -265,6 +272,8 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}")
     rows = integer("rows", entry["rows"], least=1, of=name)
     block, values, turned = entry["block"], entry["values"], entry["turned"]
+    if not isinstance(entry["default_row"], bool):
+        raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
     return Table(
         rows=rows,
@@ -273,6 +282,7 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         pooling=entry["pooling"],
         dtype=entry["dtype"],
         block=None if block is None else (integer("block", block[0], least=1), integer("block", block[1], least=1)),
+        default_row=entry["default_row"],
         turned=None if turned is None else integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name),
         values=None if values is None else integer("values", values, least=0, of=name),
         bytes=TableBytes(**entry["bytes"]),

@@ -2,6 +2,7 @@
 
 A bitmap of one bit a row, and for each word of 32 rows the number of kept rows before it: 0.25 byte per row of the
 original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit first; bits behind the last row are 0.
+Removed ids have no row, or all of them the same one, behind the kept rows: a default row.
 A row is found from one word and one count, in int32 arithmetic and pure torch: it runs in eager mode, under
 ``torch.jit.script`` and ``torch.export``, on any device. (No ``from __future__ import annotations`` here: TorchScript
 reads annotations of classes as they are.)
@@ -50,11 +51,13 @@ class RowIndex(nn.Module):
     Args:
         words: int32 ``(max(1, ceil(rows / 32)),)``, the bitmap.
         rows: of the original table.
+        default_row: whether removed ids share a row, number ``num_kept``.
 
     Attributes:
         words: the bitmap.
         counts: int32, same shape: kept rows before each word.
         rows, num_kept: of the original table; how many of them are kept.
+        stored: kept rows, and the default row.
         nbytes: of ``words`` and ``counts``.
 
     Example::
@@ -72,7 +75,7 @@ class RowIndex(nn.Module):
     counts: Tensor
     constants: Tensor
 
-    def __init__(self, words: Tensor, rows: int) -> None:
+    def __init__(self, words: Tensor, rows: int, default_row: bool = False) -> None:
         super().__init__()
         if not 0 <= rows <= _MOST_ROWS:
             raise ValueError(f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in int32.")
@@ -91,25 +94,28 @@ class RowIndex(nn.Module):
         self.register_buffer("counts", until - in_word)
         self.register_buffer("constants", _constants(), persistent=False)
         self.rows = rows
-        self.num_kept = int(until[-1])
+        self.num_kept, self.default_row = int(until[-1]), default_row
+        self.stored = self.num_kept + default_row
         self.nbytes = self.words.nbytes + self.counts.nbytes
 
     @classmethod
-    def of(cls, kept: Tensor) -> "RowIndex":
+    def of(cls, kept: Tensor, default_row: bool = False) -> "RowIndex":
         """Return the index of a table from what is kept: bool ``(rows,)``."""
         if kept.dtype != torch.bool or kept.dim() != 1:
             raise ValueError(f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each row.")
         padded = torch.cat([kept, kept.new_zeros(32 if len(kept) == 0 else -len(kept) % 32)])
-        return cls(pack(padded).view(torch.int32), len(kept))
+        return cls(pack(padded).view(torch.int32), len(kept), default_row)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return where the rows of ids are among the kept ones, -1 for removed rows: int64, in the shape of ``ids``.
+        """Return where the rows of ids are among the stored ones: int64, in the shape of ``ids``. Of removed rows it is
+        the default row, or -1.
 
         Ids (int32 or int64, any shape) out of ``[0, rows)`` are read as id 0, as FBGEMM does. ``ids`` is not changed.
         """
         inside = ids.clamp(0, max(self.rows - 1, 0))
         row = inside.int().mul_(inside == ids).reshape(-1)  # mul_: out of range is 0
-        return _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
+        found = _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
+        return torch.where(found < 0, self.num_kept, found) if self.default_row else found
 
     def kept(self) -> Tensor:
         """Return which rows are kept: bool ``(rows,)``."""
@@ -119,8 +125,10 @@ class RowIndex(nn.Module):
         """Return the index of a table that was compacted twice: ``inner`` indexes the kept rows of this one.
 
         Raises:
-            ValueError: ``inner`` is not of :attr:`num_kept` rows.
+            ValueError: ``inner`` is not of :attr:`num_kept` rows, or there is a default row.
         """
+        if self.default_row or inner.default_row:
+            raise ValueError("A table with a default row can't lose rows: those would have no row, or another one.")
         if inner.rows != self.num_kept:
             raise ValueError(f"Invalid inner index of {inner.rows} rows: must be of the {self.num_kept} kept ones.")
         kept = self.kept()
@@ -159,6 +167,7 @@ class RowIndexes(nn.Module):
     of_features: Tensor
     any_removed: bool
     any_dense: bool
+    any_default: bool
 
     def __init__(self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]) -> None:
         super().__init__()
@@ -169,6 +178,7 @@ class RowIndexes(nn.Module):
                 raise ValueError(f"Invalid rows={count}: must be from 0 to {_MOST_ROWS}.")
         indexes = [table for table in tables if table is not None]
         self.any_removed, self.any_dense = bool(indexes), len(indexes) < len(tables)
+        self.any_default = any(table.default_row for table in indexes)
         nothing = torch.zeros(1, dtype=torch.int32)
         self.register_buffer("words", torch.cat([index.words for index in indexes] or [nothing]))
         self.register_buffer("counts", torch.cat([index.counts for index in indexes] or [nothing]))
@@ -178,15 +188,20 @@ class RowIndexes(nn.Module):
             starts.append(-1 if table is None else start)
             start += 0 if table is None else len(table.words)
         self.only_last = max(rows[features[0]] - 1, 0) if len(features) == 1 and len(tables) == 1 else -1
-        # For each feature: the last row of its table, and its table's first word, -1 for one that keeps all rows.
+        removed = [table.num_kept if table is not None and table.default_row else -1 for table in tables]
+        # For each feature: the last row of its table, its table's first word, -1 for one that keeps all rows, and the
+        # row of removed ids.
         self.register_buffer(
             "of_features",
-            torch.tensor([[max(rows[at] - 1, 0) for at in features], [starts[at] for at in features]]).view(2, -1),
+            torch.tensor([[max(rows[at] - 1, 0), starts[at], removed[at]] for at in features])
+            .view(-1, 3)
+            .T.contiguous(),
         )
         self.nbytes = sum(buffer.nbytes for buffer in (self.words, self.counts, self.of_features))
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return where the rows of ids are among the kept ones of their table, -1 for removed rows: int32 ``(n,)``.
+        """Return where the rows of ids are among the stored ones of their table: int32 ``(n,)``. Of removed rows it is
+        the table's default row, or -1.
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature; not changed. Out of range of their table: read as id 0.
@@ -195,7 +210,10 @@ class RowIndexes(nn.Module):
         if self.only_last >= 0:  # one feature needs nothing of the others
             inside = ids.clamp(0, self.only_last)
             row = inside.int().mul_(inside == ids)
-            return _rank(self.words, self.counts, row, None, self.constants) if self.any_removed else row
+            if not self.any_removed:
+                return row
+            found = _rank(self.words, self.counts, row, None, self.constants)
+            return torch.where(found < 0, self.of_features[2].int(), found) if self.any_default else found
         feature = torch.repeat_interleave(lengths, output_size=ids.size(0))
         inside = torch.minimum(ids.clamp(min=0), self.of_features[0].index_select(0, feature))
         row = inside.int().mul_(inside == ids)
@@ -203,7 +221,11 @@ class RowIndexes(nn.Module):
             return row
         start = self.of_features[1].int().index_select(0, feature)
         if not self.any_dense:
-            return _rank(self.words, self.counts, row, start, self.constants)
-        dense = start < 0  # read anything of the bitmap
-        found = _rank(self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants)
-        return torch.where(dense, row, found)
+            found = _rank(self.words, self.counts, row, start, self.constants)
+        else:
+            dense = start < 0  # read anything of the bitmap
+            found = _rank(self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants)
+            found = torch.where(dense, row, found)
+        if self.any_default:
+            found = torch.where(found < 0, self.of_features[2].int().index_select(0, feature), found)
+        return found

@@ -126,7 +126,7 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
 
 def _index(table: StoredTable) -> RowIndex | None:
     words = table.tensors.get("kept")
-    return None if words is None else RowIndex(words.clone(), table.entry.rows)
+    return None if words is None else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
 
 
 def _decoded(table: StoredTable) -> StoredTable:
@@ -138,7 +138,7 @@ def _decoded(table: StoredTable) -> StoredTable:
     scale_bias = tensors.get("scale_bias")
     dtype, shape = replace(entry, values=None).layout()["rows"]
     rows = torch.empty(shape, dtype=dtype)
-    for some in chunks(entry.kept, entry.dim):
+    for some in chunks(entry.stored, entry.dim):
         tail = None if scale_bias is None else scale_bias[some]
         part = unpack_rows(
             tensors["mask"][some], first[:-1][some], tensors["values"], tail, entry.width, entry.dim, entry.dtype

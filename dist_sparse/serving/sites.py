@@ -75,13 +75,13 @@ def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) ->
     return replaced.get(root, root)
 
 
-def compact_embedding(module: nn.Embedding | nn.EmbeddingBag, kept: Tensor) -> nn.Module:
+def compact_embedding(module: nn.Embedding | nn.EmbeddingBag, kept: Tensor, default_row: bool) -> nn.Module:
     """Return the compact module of an embedding, compact already or not."""
     weight = module.weight
-    index = RowIndex.of(kept.to(weight.device))
+    index = RowIndex.of(kept.to(weight.device), default_row)
     if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
         index = module.index.compose(index)
-    rows = cut(weight.data, kept, int(kept.count_nonzero()))
+    rows = cut(weight.data, kept, index.stored)
     made = (
         CompactEmbedding(module, rows, index)
         if isinstance(module, nn.Embedding)

@@ -32,6 +32,7 @@ class Source:
         block: of its masks; None without any.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a compact table.
+        default_row: whether the last of the served rows is that of removed ids.
         rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``; None as they are.
     """
 
@@ -40,6 +41,7 @@ class Source:
     block: tuple[int, int] | None
     stored: Tensor
     kept: Tensor
+    default_row: bool
     rotation: Tensor | None
 
     @property
@@ -87,7 +89,7 @@ def sources_of(
     masked = {} if sparsifier is None else kept_rows(sparsifier)
     found = {}
     for data in located:
-        stored, block = masked.get(data.name), None
+        stored, block, default_row = masked.get(data.name), None, False
         if stored is None or sparsifier is None:
             stored = torch.ones(data.shape[0], dtype=torch.bool)
         else:
@@ -96,13 +98,24 @@ def sources_of(
         kept = stored
         if (index := lookups.indexes.get(data.name)) is not None:
             block = block or (1, data.shape[1])
-            stored = stored & (torch.arange(len(stored)) < index.num_kept)  # no id has the rows behind
+            default_row = index.default_row
+            if default_row and not bool(stored[: index.stored].all()):
+                raise ValueError(f"Table {data.name!r} has lost rows since it got its default row: it can't be served.")
+            stored = stored & (torch.arange(len(stored)) < index.stored)  # no id has the rows behind
             kept = index.kept().cpu()
             kept[kept.clone()] = stored[: index.num_kept]
         if block is not None and block[1] >= data.shape[1] and bool(kept.all()):
             block = None  # of whole rows, none of which is removed
         pooling, rotation = lookups.pooling[data.name], lookups.rotations.get(data.name)
-        found[data.name] = Source(data=data, pooling=pooling, block=block, stored=stored, kept=kept, rotation=rotation)
+        found[data.name] = Source(
+            data=data,
+            pooling=pooling,
+            block=block,
+            stored=stored,
+            kept=kept,
+            default_row=default_row,
+            rotation=rotation,
+        )
     return found
 
 

@@ -16,16 +16,17 @@ __all__ = ["CompactEmbedding", "CompactEmbeddingBag"]
 
 
 def _rows(index: RowIndex, ids: Tensor) -> Tensor:
-    """The rows of ids, -1 where removed; behind the last one for ids out of range, at which torch's lookup raises."""
-    return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.num_kept)
+    """The rows of ids, -1 where there is none; behind the last one for ids out of range, at which torch's lookup
+    raises."""
+    return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
 
 
 class CompactEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` of the kept rows of another one; removed ids give zero vectors.
+    """An ``nn.Embedding`` of the kept rows of another one; removed ids give zero vectors, or the default row.
 
     Args:
         table: the whole table, or a compact one; its options are kept.
-        weight: its kept rows, ``(index.num_kept, embedding_dim)``.
+        weight: its stored rows, ``(index.stored, embedding_dim)``.
         index: of the original rows.
 
     Example::
@@ -74,13 +75,14 @@ class CompactEmbedding(nn.Embedding):
 
 
 class CompactEmbeddingBag(nn.EmbeddingBag):
-    """An ``nn.EmbeddingBag`` (sum or mean) of the kept rows of another one; removed ids add nothing to a bag.
+    """An ``nn.EmbeddingBag`` (sum or mean) of the kept rows of another one; removed ids add nothing to a bag, or the
+    default row.
 
     A mean divides by all ids of a bag, removed ones too, except for those equal to ``padding_idx``, as torch does.
 
     Args:
         table: the whole table, or a compact one; its options are kept.
-        weight: its kept rows, ``(index.num_kept, embedding_dim)``.
+        weight: its stored rows, ``(index.stored, embedding_dim)``.
         index: of the original rows.
 
     Example::

@@ -80,7 +80,7 @@ class _Group(nn.Module):
         firsts, self.count = dict.fromkeys(tables, -1), 0
         for name in mine:
             firsts[name] = self.count
-            self.count += tables[name].entry.kept
+            self.count += tables[name].entry.stored
         self.dtype, self.width = tables[mine[0]].entry.dtype, tables[mine[0]].entry.dim
         if self.count > _MOST_ROWS:
             raise ValueError(
