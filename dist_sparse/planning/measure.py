@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.planning.candidates import dense_bytes
+from dist_sparse.planning.candidates import TableShape, dense_bytes
 from dist_sparse.planning.methods import Attempt, Part
 from dist_sparse.planning.trials import serving
 from dist_sparse.sparsifiers.digest import hash_tensor
@@ -54,8 +54,8 @@ class Measurements:
             the weights, and the metrics of the model as it is, were the same.
 
     Attributes:
-        tables: of the model.
-        table_bytes: of its tables as they are.
+        tables: of the model, their shapes.
+        table_bytes: of them as they are.
         full: its metrics as it is.
 
     Raises:
@@ -69,8 +69,8 @@ class Measurements:
         self._whole, self._train = (model, evaluate), train
         self._file = file if self._world.rank == 0 else None
         with self._world.agreeing("measuring a model") as facts:
-            self.tables = model_source(model).locate()
-            facts["tables"] = [[data.name, data.shape, str(data.dtype)] for data in self.tables]
+            self.tables = _shapes(model)
+            facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
         self.table_bytes = dense_bytes(self.tables)
         self.full = self._metrics(model, evaluate)
         self._fingerprint = self._hash()
@@ -88,7 +88,7 @@ class Measurements:
 
     def _measure(self, attempt: Attempt) -> None:
         model, evaluate = self._whole if attempt.trained is None else self._trained(*attempt.trained)
-        tables = self.tables if attempt.trained is None else model_source(model).locate()
+        tables = self.tables if attempt.trained is None else _shapes(model)
         with serving(model, attempt.candidate):
             metrics = self._metrics(model, evaluate)
         found = {"bytes": attempt.candidate.served_bytes(tables).total, "metrics": metrics}
@@ -121,7 +121,7 @@ class Measurements:
         """A hash of the tables' weights and of the metrics."""
         mine = [
             f"{data.name} {shard.rect} {hash_tensor(shard.tensor)}"
-            for data in self.tables
+            for data in model_source(self._whole[0]).locate()
             for shard in data.shards
             if shard.rect in data.owned(rank_in(data.ranks))
         ]
@@ -142,6 +142,10 @@ class Measurements:
                     found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}
         told: Any = self._world.all_gather_json(found)[0]
         return dict(told)
+
+
+def _shapes(model: nn.Module) -> list[TableShape]:
+    return [TableShape(data.name, data.shape, data.dtype) for data in model_source(model).locate()]
 
 
 def _key(attempt: Attempt | Mapping[str, Any]) -> str:

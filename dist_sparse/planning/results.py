@@ -150,13 +150,13 @@ def _left(attempt: Attempt) -> str:
 def _advice(attempt: Attempt) -> str:
     """What to do, as the beginning of a sentence."""
     candidate = attempt.candidate
-    served = "" if candidate.dtype == "fp32" else f", served as {candidate.dtype}"
+    served = "" if candidate.dtype == "fp32" else f", and serve it as {candidate.dtype}"
     if attempt.method == "bits":
         return f"Use {candidate.dtype}"
     if attempt.trained is not None:
         part, share = attempt.trained
         how = "a smaller table" if part == "columns" else "hashed ids"
-        return f"Use {how}, trained with {percent(share)} of the {part}{served}"
+        return f"Use {how}: train with {percent(share)} of the {part}{served}"
     parts = []
     if candidate.columns < 1:
         rotated = "rotated " if candidate.groups else ""
@@ -164,4 +164,4 @@ def _advice(attempt: Attempt) -> str:
     if candidate.levels:
         what = METHODS["rows" if attempt.method == "mix" else attempt.method]
         parts.append(f"{percent(max(candidate.levels.values()))} of the {what}")
-    return f"Remove {' and '.join(parts)} while it trains{served}"
+    return f"Remove {' and '.join(parts)} during training{served}"

@@ -36,9 +36,9 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     """Have the tables of ``model`` hold, within the block, what would be served of them. Collective: every rank of the
     world must enter and leave it; of the weights only rows that column borders cut travel.
 
-    Blocks are removed first: whole rows by norm and Adagrad's sums where a fused Adagrad trains all tables that lose
-    some, otherwise by the L2 norm. Then tables are rotated and lose their last columns. Then the rest is rounded, and
-    tables that were rotated alone are turned back, so that they may differ from what is served in the last bit.
+    Blocks are removed first: whole rows by norm and Adagrad's sums where a fused Adagrad trains the tables, otherwise
+    by the L2 norm. Then tables are rotated and lose their last columns. Then the rest is rounded, and tables that were
+    rotated alone are turned back, so that they may differ from what is served in the last bit.
 
     Afterwards, also after an error, the weights are what they were, bit for bit. Takes a copy of this rank's shards. No
     optimizer state is written.
@@ -106,7 +106,10 @@ def _check(candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
 
 def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group) -> None:
     """Write what is served into the tables. Collective."""
-    _remove(model, candidate.block, {name: candidate.level(located[name]) for name in candidate.levels}, world)
+    levels = {name: candidate.level(located[name]) for name in candidate.levels}
+    for kernel in sorted({str(located[name].kernel) for name in levels}):  # those with a fused optimizer know its sums
+        some = {name: level for name, level in levels.items() if str(located[name].kernel) == kernel}
+        _remove(model, candidate.block, some, world)
     bases: dict[str, Tensor] = {}
     for group in candidate.groups:
         over = group_over(located[group[0]].ranks)
@@ -129,8 +132,6 @@ def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, Sharded
 
 def _remove(model: nn.Module, block: BlockShape, levels: Mapping[str, float], world: Group) -> None:
     """Zero the blocks with the smallest scores. Collective."""
-    if not any(levels.values()):
-        return
     sparsifier = ImportanceSparsifier(sparsity_level=0.0, sparse_block_shape=block, score="norm")
     sparsifier.add_model(model, include=[glob.escape(name) for name in levels])
     enforcer = MaskEnforcer(sparsifier)

@@ -23,6 +23,7 @@ from dlrm import interactions, movielens
 from dlrm.batches import Batch, Dataset, batches
 from dlrm.model import DIM, build, sharding_of
 from dlrm.predictions import Predictions
+from dlrm.process import quiet
 
 __all__ = ["measured", "trained_model"]
 
@@ -67,6 +68,7 @@ def measured(columns: float = 1.0, rows: float = 1.0, data: Path | None = None) 
 
 def _dataset(data: Path | None) -> Dataset:
     if not dist.is_initialized():
+        quiet()
         # TorchRec wants a process group even for one process; an in-memory store needs no port.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return movielens.load(movielens.fetch()) if data is None else interactions.load(data, seed=0)

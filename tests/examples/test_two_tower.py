@@ -88,3 +88,13 @@ def test_wrong_options_are_refused(npz: Path, tmp_path: Path) -> None:
         assert done.returncode == 2 and says in done.stderr
     done = run_script(MAIN, ["--data", tmp_path / "none.npz", "--out", tmp_path / "out"], cwd=tmp_path)
     assert done.returncode == 1 and "no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_frontier(npz: Path, tmp_path: Path) -> None:
+    """In one process: small dense tables are trained, and compared with what is removed after training."""
+    options = ("--data", npz, "--dim", 8, "--epochs", 1, "--batch-size", 256, "--out", tmp_path / "out")
+    done = run_script(MAIN.with_name("frontier.py"), options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for text in ("small dense", "rotated columns", "elements", "recall@20", "of the whole model"):
+        assert text in done.stdout
+    assert {file.name for file in (tmp_path / "out").iterdir()} >= {"trials.jsonl", "frontier.json", "frontier.md"}

@@ -14,6 +14,7 @@ from torchrec import KeyedJaggedTensor
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, export, rotate
 from dist_sparse.planning.candidates import Candidate
+from dist_sparse.planning.frontier import frontier
 from dist_sparse.planning.trials import serving
 from dist_sparse.serving.codes import decode, encode
 from dist_sparse.tables.modules import model_source
@@ -141,6 +142,32 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=message), serving(model, candidate):
         raise AssertionError("entered")
     same(gathered(model), broken)
+
+
+@on_ranks(2)
+def test_a_frontier(tmp_path: Path) -> None:
+    """The same on every rank; rank 0 writes; ranks that measure otherwise are an error."""
+    cell = cells(2)["mixed"]
+    model, rank = build(cell), dist.get_rank()
+    before = gathered(model)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"error": sum(float((full - before[name]).abs().sum()) for name, full in gathered(model).items())}
+
+    options = {
+        **{"budgets": [0.3], "methods": ["bits", "rows", "rotated"], "rotate": [["user", "tiny"]], "min_rows": 20},
+        "lower_is_better": ["error"],
+    }
+    result = frontier(model, evaluate, out=tmp_path, **options)  # type: ignore[arg-type]
+    everyone: list[object] = [None, None]
+    dist.all_gather_object(everyone, str(result))
+    assert everyone[0] == everyone[1] and {point.method for point in result.points} == {"bits", "rows", "rotated"}
+    assert {"user", "word"} == {name for each in result.trials for name in each.attempt.candidate.levels}
+    lines = (tmp_path / "trials.jsonl").read_text().splitlines()
+    assert len(lines) == len(result.trials)
+    with pytest.raises(ValueError, match=r"metrics.*on rank 1 and .* on rank 0"):
+        frontier(model, lambda model: {"error": float(rank)}, **options)  # type: ignore[arg-type]
+    assert all(torch.equal(full, before[name]) for name, full in gathered(model).items())
 
 
 @on_ranks(4)
