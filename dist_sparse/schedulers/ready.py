@@ -203,6 +203,18 @@ class _CurveDataScheduler(ReadyDataScheduler):
         finals = by_name(self.final, self.data_sparsifier.data_groups)
         return {name: self._value(step, final) for name, final in finals.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return every attribute but the sparsifier, and a mapping ``final`` as pairs: of a mapping
+        torch.distributed.checkpoint loads the keys alone that are here already."""
+        pairs = {"final": list(self.final.items())} if isinstance(self.final, dict) else {}
+        return {**super().state_dict(), **pairs}
+
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        final = state_dict.get("final")
+        return super()._checked_state(
+            {**state_dict, "final": dict(final)} if isinstance(final, (list, tuple)) else state_dict
+        )
+
     def _value(self, step: int | None, final: float) -> float:
         """The value of the latest mask update ``step``; None is before ``begin``."""
         curve = type(self)._curve

@@ -337,7 +337,8 @@ class PackedStore:
                 rank = group_over(table.ranks).rank
                 rects, owned = table.tiling[rank], owners(table.tiling)[rank]
                 counts[name] = saved_counts(table.shape[0], rects, owned, table.counts)
-        return {"tables": to_json("the configuration of sharded tables", tables), "masks": masks, "counts": counts}
+        saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
+        return {**saved, "counts": counts} if counts else saved
 
     def prepare(self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]) -> dict[str, list[BlockMask]]:
         """Return the masks of this rank's shards from saved pieces. Checks everything, changes nothing, local.

@@ -1,7 +1,9 @@
 """Saving and loading a sparsifier. A load is checked whole on all ranks, then put in place whole.
 
 Plain data is saved in the ancestor's format: ``state``, ``_container`` and ``data_groups``. What belongs to sharded
-tables is in ``sharded``, their configurations too, as tensors that torch.distributed.checkpoint cuts anew and JSON.
+tables is in ``sharded``, their configurations too, as JSON and tensors that torch.distributed.checkpoint reshards.
+Beside it the others are left out where they are empty: on a rank without a shard of some table of the model, DCP 2.13
+looks for an entry of each empty mapping, and finds none.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ def save(sparsifier: Loadable) -> dict[str, Any]:
     """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
     dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
     saved = {**dense.state_dict(), "data_groups": {name: copy.deepcopy(configs[name]) for name in dense.names}}
-    return {**saved, "sharded": packed.state_dict(configs)} if packed else saved
+    return (
+        {**{key: part for key, part in saved.items() if part}, "sharded": packed.state_dict(configs)}
+        if packed
+        else saved
+    )
 
 
 def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -44,9 +50,8 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: it is not the state of a sparsifier.
     """
-    if missing := [key for key in ("state", "data_groups", "_container") if key not in saved]:
-        raise ValueError(f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}.")
-    tables = tables_of(saved["sharded"]) if saved.get("sharded") else {}
+    saved = _whole(saved)
+    tables = tables_of(saved["sharded"]) if saved["sharded"] else {}
     given = {name: entry["config"] for name, entry in tables.items() if isinstance(entry.get("config"), dict)}
     return copy.deepcopy({**saved["data_groups"], **given})
 
@@ -61,7 +66,7 @@ def prepare_load(
     """
     dense, packed = sparsifier.dense_store, sparsifier.packed_store
     with packed.agreeing("load_state_dict()") as noted:
-        configs = saved_configs(saved)
+        configs, saved = saved_configs(saved), _whole(saved)
         if saved["state"] and sparsifier.enforcer is not None:
             raise ValueError(
                 f"The state holds copies of the plain data {sorted(saved['state'])}, which would take the place of the "
@@ -72,7 +77,7 @@ def prepare_load(
         commit_dense = dense.prepare(saved, configs, strict=strict)
         # If not strict, tables that are registered stay as they are.
         blocks = {name: packed.block(name) for name in packed.names}
-        sharded = entries_of(saved["sharded"], blocks) if strict and saved.get("sharded") else {}
+        sharded = entries_of(saved["sharded"], blocks) if strict and saved["sharded"] else {}
         located = packed.locate() if strict else {}
         masks = packed.prepare(sharded, located) if strict else {}
         for name in masks:
@@ -95,3 +100,12 @@ def prepare_load(
         return {**{name: config for name, config in configs.items() if name in loaded}, **kept}
 
     return commit
+
+
+def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with the parts that it has left out."""
+    parts = ("state", "data_groups", "_container")
+    missing = [] if "sharded" in saved else [key for key in parts if key not in saved]
+    if missing:
+        raise ValueError(f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}.")
+    return {**{key: {} for key in (*parts, "sharded")}, **saved}
