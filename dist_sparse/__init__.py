@@ -15,6 +15,7 @@ Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataSche
 Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
 Whole rows, columns: ROW and COL, as in sparse_block_shape=(1, ROW) or (COL, 1)
 One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
+Checkpoints:         Checkpoints (saved whole, verified, resumed on any number of ranks)
 Serving:             export, load_served
 Smaller tables:      compact (store kept rows only, train on)
 After training:      post_training_sparse_quantize (8-bit tables)
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "ROW": "tables.shards",
     "BaseDataScheduler": "schedulers.base",
     "BaseDataSparsifier": "sparsifiers.base",
+    "Checkpoints": "checkpoint.checkpoints",
     "ConstantDataScheduler": "schedulers.ready",
     "CosineDataScheduler": "schedulers.ready",
     "CubicDataScheduler": "schedulers.ready",
@@ -62,6 +64,7 @@ _MODULE_OF = {
 }
 
 _PACKAGES = (
+    "checkpoint",
     "enforcer",
     "groups",
     "lightning",

@@ -1,5 +1,6 @@
 """Types of the public names, which ``__init__.py`` loads when they are first used."""
 
+from dist_sparse import checkpoint as checkpoint
 from dist_sparse import enforcer as enforcer
 from dist_sparse import groups as groups
 from dist_sparse import lightning as lightning
@@ -13,6 +14,7 @@ from dist_sparse import serving as serving
 from dist_sparse import sparsifiers as sparsifiers
 from dist_sparse import tables as tables
 from dist_sparse import training as training
+from dist_sparse.checkpoint.checkpoints import Checkpoints as Checkpoints
 from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer
 from dist_sparse.optim.scheduler import OptimScheduler as OptimScheduler
 from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr

@@ -117,7 +117,7 @@ class Rider:
 
 _sent = [0, 0]
 _timeout = timedelta(seconds=600)
-_groups: dict[tuple[int, ...], tuple[Any, Group]] = {}
+_groups: dict[tuple[tuple[int, ...], str | None], tuple[Any, Group]] = {}
 
 
 def traffic() -> Traffic:
@@ -190,7 +190,7 @@ class Group:
         self.ranks = ranks if ranks is not None else (0,)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if process_group is not None else 0
-        self._group = process_group
+        self.process_group = self._group = process_group
         backend = dist.get_backend(process_group) if process_group is not None else "gloo"
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
         self._timeout = _timeout
@@ -440,17 +440,23 @@ class Parcels:
         self._received = self._group.all_to_all(self._pieces, self._sizes, device)
 
 
-def group_over(ranks: tuple[int, ...] | None) -> Group:
+def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group:
     """Return the library's own group over these global ranks, made at the first call. Collective over ``ranks`` (that
-    first time)."""
+    first time).
+
+    Args:
+        ranks: None is a world of one.
+        apart: names a group of its own, over gloo, which another thread may use than the one that trains.
+    """
     if ranks is None or len(ranks) == 1:
         return Group(None, None)
     parent = dist.group.WORLD
-    known = _groups.get(ranks)
+    known = _groups.get((ranks, apart))
     if known is None or known[0] is not parent:  # a destroyed and re-initialised world needs new groups
         everyone = ranks == world_ranks()
-        made = dist.new_group(list(ranks), timeout=_timeout, use_local_synchronization=not everyone)
-        known = _groups[ranks] = (parent, Group(ranks, made))
+        backend = None if apart is None else "gloo"
+        made = dist.new_group(list(ranks), _timeout, backend, use_local_synchronization=not everyone)
+        known = _groups[ranks, apart] = (parent, Group(ranks, made))
     return known[1]
 
 

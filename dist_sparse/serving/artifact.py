@@ -25,8 +25,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
-from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, hex_of, layout_of, size_of
+from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout_of, size_of
 
 __all__ = ["Artifact", "ArtifactWriter", "check_new", "file_bytes", "open_artifact"]
 
@@ -153,9 +154,9 @@ class ArtifactWriter:
             file.write(manifest.to_text().encode())
             file.flush()
             os.fsync(file.fileno())
-        _sync(self.folder)
+        sync_folder(self.folder)
         os.rename(self.folder, check_new(self._path))
-        _sync(self._path.parent)
+        sync_folder(self._path.parent)
 
     def __enter__(self) -> ArtifactWriter:
         return self
@@ -243,12 +244,3 @@ def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, which must outlive them. (``Tensor.numpy()`` would need NumPy.)"""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else b"").cast("B")
-
-
-def _sync(folder: Path) -> None:
-    """Bring the entries of a folder to disk."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

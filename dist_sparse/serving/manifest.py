@@ -6,9 +6,7 @@ canonical and holds its own CRC32, so that it is read as it was written or refus
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +15,7 @@ from typing import Any, Final, Literal
 import torch
 
 from dist_sparse.checks import integer
+from dist_sparse.files import sealed, unsealed
 
 __all__ = [
     "TABLES",
@@ -29,7 +28,6 @@ __all__ = [
     "Pooling",
     "Table",
     "TableBytes",
-    "hex_of",
     "layout_of",
     "size_of",
 ]
@@ -203,9 +201,7 @@ class Manifest:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without it."""
         fields = asdict(self)
         files = {TABLES: {"bytes": fields.pop("bytes")}}
-        entries = {"format": FORMAT, "version": VERSION, **fields, "files": files}
-        text = json.dumps(entries, indent=1, allow_nan=False)
-        return f"{text.removesuffix(_END)}{_CRC}{hex_of(zlib.crc32(text.encode()))}{_CLOSED}"
+        return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
 
     @staticmethod
     def from_text(text: str) -> Manifest:
@@ -214,17 +210,7 @@ class Manifest:
         Raises:
             ValueError: the text is not exactly that, or of another version.
         """
-        body, _, crc = text.rpartition(_CRC)
-        if crc != f"{hex_of(zlib.crc32((body + _END).encode()))}{_CLOSED}":
-            raise ValueError("its CRC32 does not fit: it is damaged, was edited, or is no manifest")
-        try:
-            entries = json.loads(body + _END)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is not JSON: {error}") from None
-        if not isinstance(entries, dict) or entries.get("format") != FORMAT:
-            raise ValueError(f"it does not say that its format is {FORMAT!r}")
-        if entries.get("version") != VERSION:
-            raise ValueError(f"version {entries.get('version')!r} is not {VERSION}, the one that this release reads")
+        entries = unsealed(text, FORMAT, VERSION)
         try:
             return _manifest(entries)
         except (LookupError, TypeError, AttributeError) as error:
@@ -242,11 +228,6 @@ def layout_of(tables: Mapping[str, Table]) -> Layout:
 def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize
-
-
-def hex_of(crc: int) -> str:
-    """Return a CRC32 as manifests hold it: 8 hexadecimal digits."""
-    return f"{crc:08x}"
 
 
 def _manifest(entries: Mapping[str, Any]) -> Manifest:
@@ -312,9 +293,3 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     if strange := sorted({*made.tables, *(feature.table for feature in made.features)} - set(tables)):
         raise ValueError(f"collection {made.path!r} looks up {strange}, which are no tables of the artifact")
     return made
-
-
-_END: Final = "\n}"
-_CRC: Final = ',\n "crc32": "'
-_CLOSED: Final = f'"{_END}\n'
-"""Around the last entry of a manifest: the CRC32 of its text without that entry."""

@@ -3,6 +3,7 @@
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
 The same:        python -m launch --nproc 2 examples/dlrm/main.py
+With restarts:   python -m launch --nproc 2 --max-restarts 3 examples/dlrm/main.py -- --checkpoint runs/saved
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 
+from dist_sparse import Checkpoints
 from dist_sparse.report.page import write_report
 from dist_sparse.text import block_shape_text
 from dlrm import interactions, movielens
@@ -68,13 +70,19 @@ def main(options: argparse.Namespace) -> None:
         say(f"{result.name}: done after {time.perf_counter() - started:.0f} s")
         return result
 
+    def saved(name: str) -> Checkpoints | None:
+        if options.checkpoint is None:
+            return None
+        return Checkpoints(options.checkpoint / name.replace(" ", "_"), every=options.checkpoint_every)
+
     # The report compares a run with those in folders inside its own.
-    dense = finished(run("dense", dataset, settings, options.run_dir / "dense"))
-    sparse = finished(run("sparsified", dataset, settings, options.run_dir, sparsity))
+    dense = finished(run("dense", dataset, settings, options.run_dir / "dense", checkpoints=saved("dense")))
+    sparse = finished(run("sparsified", dataset, settings, options.run_dir, sparsity, saved("sparsified")))
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
         folder = options.run_dir / f"dense_dim_{dim}"
-        results.append(finished(run(f"dense dim {dim}", dataset, narrowed(settings, dim), folder)))
+        name = f"dense dim {dim}"
+        results.append(finished(run(name, dataset, narrowed(settings, dim), folder, checkpoints=saved(name))))
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")

@@ -31,10 +31,13 @@ class Notes:
         config: Mapping[str, Any],
         sparsifier: DataNormSparsifier | None = None,
         enforcer: MaskEnforcer | None = None,
+        *,
+        start: int | None = None,
     ) -> None:
-        self._log = RunLog(folder, sparsifier, enforcer=enforcer, config=config)
+        """``start``: steps that were done before, in a log that goes on; None is a log of its own."""
+        self._log = RunLog(folder, sparsifier, enforcer=enforcer, config=config, resume=start is not None)
         self._quality = Quality(_QUALITY_EVERY)
-        self._steps = 0
+        self._steps = start or 0
 
     def step(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Log one training step, after the mask update."""

@@ -110,9 +110,22 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     add(
         "--run-dir",  # torchrun would take --run for an abbreviation of an option of its own
         type=Path,
-        default=Path("runs", time.strftime("dlrm-%Y%m%d-%H%M%S")),
         metavar="DIR",
-        help="folder for logs, artifacts and the report; must hold no run yet (default: runs/dlrm-<time>)",
+        help="folder for logs, artifacts and the report; must hold no run yet (default: runs/dlrm-<time>, or "
+        "run in the folder of --checkpoint)",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="folder for checkpoints; if it holds some, of the same options, training goes on from the newest",
+    )
+    add(
+        "--checkpoint-every",
+        type=as_positive,
+        default=200,
+        metavar="STEPS",
+        help="steps between checkpoints (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     if options.score != "norm" and options.norm != "L2":
@@ -142,7 +155,12 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         )
     if options.data is not None and not options.data.is_file():
         parser.error(f"argument --data: no such file: {options.data}")
-    for held in (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}"))):
+    if options.run_dir is None:
+        started_at = time.strftime("dlrm-%Y%m%d-%H%M%S")
+        options.run_dir = Path("runs", started_at) if options.checkpoint is None else options.checkpoint / "run"
+    for held in (
+        () if options.checkpoint is not None else (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}")))
+    ):
         if held.exists():
             parser.error(f"argument --run-dir: {held.parent} holds the log of a run: choose another folder")
     return options

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.metrics.auc import compute_auc
 from tqdm import tqdm
 
-from dist_sparse import CubicDataScheduler, ImportanceSparsifier, MaskEnforcer
+from dist_sparse import Checkpoints, CubicDataScheduler, ImportanceSparsifier, MaskEnforcer
 from dist_sparse.sparsifiers.importance import Score
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import DIM, ShardedModel, build
@@ -29,6 +32,7 @@ from dlrm.served import Artifacts, export
 
 __all__ = [
     "Result",
+    "Saving",
     "Settings",
     "Sparsification",
     "Sparsity",
@@ -196,22 +200,55 @@ class Sparsification:
         return rows
 
 
-def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity: Sparsity | None = None) -> Result:
-    """Train a model from the seed, evaluate it and log both in ``folder``. Collective; all ranks get the same result
-    except for the times.
+class Saving:
+    """The checkpoints of a run. Collective."""
+
+    def __init__(self, checkpoints: Checkpoints, sharded: ShardedModel, sparsification: Sparsification | None) -> None:
+        self._checkpoints = checkpoints
+        self._parts: dict[str, Any] = {"model": sharded.model, "optimizer": sharded.optimizer}
+        if sparsification is not None:
+            masks = {"sparsifier": sparsification.sparsifier, "scheduler": sparsification.scheduler}
+            self._parts["sparse"] = masks
+
+    def resume(self) -> int:
+        """Load the newest checkpoint; return the number of steps that it has behind it, 0 if there is none."""
+        resumed = self._checkpoints.resume_latest(**self._parts)
+        return 0 if resumed is None else resumed.step
+
+    def save(self, step: int, last: bool) -> None:
+        """Save every so many steps and after the last one."""
+        self._checkpoints.save(step, **self._parts, force=last)
+
+
+def run(
+    name: str,
+    dataset: Dataset,
+    settings: Settings,
+    folder: Path,
+    sparsity: Sparsity | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> Result:
+    """Train a model from the seed, or from its newest checkpoint, evaluate it and log both in ``folder``. Collective;
+    all ranks get the same result except for the times.
 
     The trained model's artifacts are in ``folder/served``.
     """
     sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world, dim=settings.dim)
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
     sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
+    saving = None if checkpoints is None else Saving(checkpoints, sharded, sparsification)
+    start = 0 if saving is None else saving.resume()
     pipeline: Pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
 
     config = {"run": name, "data": dataset.name, **asdict(settings), "sparsity": sparsity and asdict(sparsity)}
     sparsified = () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
-    notes = Notes(folder, config, *sparsified)
+    notes = Notes(folder, config, *sparsified, start=None if saving is None else start)
     sharded.model.train()
-    ms_per_step = train_steps(name, pipeline, epochs(dataset, settings), steps, settings.rank, sparsification, notes)
+    # The position in the data is what the pipeline has given back: it has drawn batches ahead of that.
+    examples = islice(epochs(dataset, settings), start, None)
+    ms_per_step = train_steps(
+        name, pipeline, examples, steps, settings.rank, sparsification, notes, saving=saving, start=start
+    )
     spent = (0.0, 0.0)
     if sparsification is not None:
         spent = (sparsification.enforcer.seconds, sparsification.masks_seconds)
@@ -222,6 +259,8 @@ def run(name: str, dataset: Dataset, settings: Settings, folder: Path, sparsity:
     tables = [] if sparsification is None else sparsification.tables(sharded)
     removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
     pipeline.detach()
+    if saving is not None and settings.rank == 0:
+        shutil.rmtree(folder / "served", ignore_errors=True)  # of a run that ended after it had exported
     sparsifier = None if sparsification is None else sparsification.sparsifier
     export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
@@ -274,14 +313,21 @@ def train_steps(
     rank: int,
     sparsification: Sparsification | None,
     notes: Notes | None = None,
+    *,
+    saving: Saving | None = None,
+    start: int = 0,
 ) -> float:
-    """Train; return the mean milliseconds per step, mask updates included, without the first few steps."""
+    """Train; return the mean milliseconds per step, mask updates and checkpoints included, without the first few steps.
+
+    Args:
+        start: steps that were done before.
+    """
     # disable=None: tqdm itself stays quiet when its output is not a terminal.
-    bar = tqdm(total=steps, desc=name, disable=None if rank == 0 else True)
+    bar = tqdm(total=steps, initial=start, desc=name, disable=None if rank == 0 else True)
     recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=_BAR_BATCHES)
     started = time.perf_counter()
-    warm = min(_WARM_UP_STEPS, steps - 1)
-    for step in range(steps):
+    warm = min(start + _WARM_UP_STEPS, steps - 1)
+    for step in range(start, steps):
         if step == warm:
             started = time.perf_counter()
         loss, logits, labels = pipeline.progress(examples)
@@ -289,6 +335,8 @@ def train_steps(
             sparsification.step()
         if notes is not None:
             notes.step(loss, logits, labels)
+        if saving is not None:
+            saving.save(step + 1, last=step + 1 == steps)
         if not bar.disable:
             recent.append((logits, labels))
             if step % _BAR_EVERY == 0:

@@ -1,0 +1,356 @@
+"""Checkpoints of a training in one call: saved whole or not at all, verified before they are read, on any ranks.
+
+Order of a save: collect on all ranks, write tensors through DCP, gather CRC32s, write the marker, sweep old folders.
+Order of a resume: verify every byte, check that each entry has one owner, read masks, then weights and optimizer state.
+Whatever one rank can't do is raised on all of them before the marker is written, or before anything is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_sparse import checks
+from dist_sparse.checkpoint.folders import VALUES, Folders, Marker
+from dist_sparse.checkpoint.optimizers import OptimizerState, RowWiseState, gathered
+from dist_sparse.checkpoint.trees import as_json, filled, split
+from dist_sparse.groups import Group, group_over, world_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["Checkpoints", "Resumed", "Stateful"]
+
+Json = Any
+Tensors = dict[str, Tensor]
+
+_CHOICES: Final = ("refuse", "merge")
+
+
+class Stateful(Protocol):
+    """What DCP calls so: an object with a state that can be saved and loaded."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What :meth:`Checkpoints.resume_latest` has loaded.
+
+    Args:
+        step: of the checkpoint.
+        extra: what was passed to ``save``.
+        path: of its folder.
+        rng: whether the states of torch's random number generators were restored: on as many ranks as saved them.
+        merged: optimizer state that was merged because its table is cut into other columns.
+    """
+
+    step: int
+    extra: Json
+    path: str
+    rng: bool
+    merged: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """Checkpoints of one training, in one folder.
+
+    Args:
+        root: the folder: a path that all ranks share, or an address that fsspec knows (``"s3://..."``).
+        keep: how many to keep. Older ones are deleted once a new one is whole.
+        every: steps between checkpoints: :meth:`save` does nothing at others.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Example::
+
+        >>> import tempfile, torch
+        >>> from dist_sparse import Checkpoints, sparsify
+        >>> def train(root, steps):
+        ...     model = torch.nn.EmbeddingBag(100, 8)
+        ...     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        ...     parts = {"model": model, "optimizer": optimizer}
+        ...     checkpoints = Checkpoints(root, every=2)
+        ...     resumed = checkpoints.resume_latest(**parts)
+        ...     for step in range(resumed.step if resumed else 0, steps):
+        ...         optimizer.zero_grad()
+        ...         model(torch.arange(10).view(2, 5) * step % 100).sum().backward()
+        ...         optimizer.step()
+        ...         checkpoints.save(step + 1, **parts, extra={"epoch": 0})
+        ...     return resumed.step if resumed else None
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     train(root, steps=5), train(root, steps=9)
+        (None, 4)
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, keep: int = 3, every: int = 1) -> None:
+        self.keep = checks.integer("keep", keep, least=1)
+        self.every = checks.integer("every", every, least=1)
+        self._folders = Folders(root)
+        self._writing: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def root(self) -> str:
+        """The folder, as an absolute path or an address."""
+        return self._folders.root
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, in ascending order. Local."""
+        return self._folders.steps()
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Any = None,
+        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        extra: Json = None,
+        force: bool = False,
+    ) -> bool:
+        """Save a checkpoint. Collective; local at steps where nothing is saved.
+
+        Args:
+            step: number of steps done: of ``pipeline.progress()``, which is the position in the data, while the
+                pipeline's reader is ahead of it.
+            model: plain, under DDP, or a DistributedModelParallel.
+            optimizer: one of torch or TorchRec, or a list of them.
+            sparse: a :class:`~dist_sparse.SparseTraining`, a sparsifier, or several objects by name.
+            extra: values that :meth:`resume_latest` returns, such as the state of a learning rate scheduler: what JSON
+                gives back, the same on every rank.
+            force: also at a step that is no multiple of ``every``.
+
+        Returns:
+            Whether it was saved.
+
+        Raises:
+            ValueError, OSError: on every rank, with the ranks at fault. There is no new checkpoint; the others are
+                unchanged.
+        """
+        if not self._due(step, force):
+            return False
+        state = self._collected(step, model, optimizer, sparse, extra, staged=False)
+        self._write(step, *state)
+        return True
+
+    def save_async(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Any = None,
+        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        extra: Json = None,
+        force: bool = False,
+    ) -> bool:
+        """As :meth:`save`, but return once everything is copied to memory, and write it in a thread. Collective.
+
+        The next save waits for it, and raises what it has raised, as :meth:`wait` does: call that at the end.
+        """
+        if not self._due(step, force):
+            return False
+        state = self._collected(step, model, optimizer, sparse, extra, staged=True)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = self._thread.submit(self._write, step, *state)
+        return True
+
+    def wait(self) -> None:
+        """Wait until what :meth:`save_async` writes is a checkpoint; raise what it has raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def resume_latest(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Any = None,
+        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        row_wise_state: RowWiseState = "refuse",
+    ) -> Resumed | None:
+        """Load the newest checkpoint, if there is one. Collective.
+
+        Args:
+            model, optimizer, sparse: as in :meth:`save`, sharded as they like.
+            row_wise_state: what happens to row-wise optimizer state of a table that is cut into other columns now:
+                ``"merge"`` takes means (:mod:`dist_sparse.checkpoint.row_wise`), and reports it.
+
+        Returns:
+            What was loaded; None if there is no checkpoint.
+
+        Raises:
+            ValueError, OSError: on every rank: a file is damaged or missing, an entry has no owner here, an owner no
+                entry, or shapes differ. Nothing has changed, unless the disk fails while tensors are read.
+        """
+        self.wait()
+        group = self._group()
+        with group.agreeing("resume_latest()") as facts:
+            checks.choice("row_wise_state", row_wise_state, _CHOICES)
+            facts["root"] = self.root
+            steps = self.steps() if group.rank == 0 else []
+        step = group.all_gather_json(steps[-1] if steps else None)[0]
+        return None if step is None else self._load(step, model, optimizer, sparse, row_wise_state)
+
+    def _due(self, step: int, force: bool) -> bool:
+        checks.integer("step", step, least=0)
+        due = force or step % self.every == 0
+        if due:
+            self.wait()
+        return due
+
+    def _group(self) -> Group:
+        """Of all ranks, apart from other messages: DCP sends through it, in a thread if need be."""
+        return group_over(world_ranks(), apart="checkpoints")
+
+    def _collected(
+        self, step: int, model: nn.Module, optimizer: Any, sparse: Any, extra: Json, staged: bool
+    ) -> tuple[Tensors, dict[str, Json], Json]:
+        """The tensors, values and optimizer of this rank."""
+        from dist_sparse.checkpoint.storage import copied  # loads DCP, which torch itself does not
+
+        group = self._group()
+        with group.agreeing("save()") as facts:
+            facts.update(step=step, root=self.root, extra=as_json("extra", extra))
+            tensors, values = split(_inner(model).state_dict(), "model")
+            optimizers = OptimizerState(optimizer, _inner(model))
+            described = optimizers.described()
+            tensors = {**tensors, **optimizers.tensors, **_rng()}
+        states = {key: part.state_dict() for key, part in _parts(sparse)}  # of some shardings collective
+        with group.agreeing("save()") as facts:
+            for key, state in states.items():
+                more, others = split(state, key)
+                tensors, values = {**tensors, **more}, {**values, **others}
+            facts["values"] = values
+            if staged:
+                tensors = copied(tensors)
+        return tensors, {"state": values, "extra": extra}, described
+
+    def _write(self, step: int, tensors: Tensors, values: dict[str, Json], described: Json) -> None:
+        from dist_sparse.checkpoint.storage import save_tensors
+
+        group, folders = self._group(), self._folders
+        with group.agreeing("save()"):
+            if group.rank == 0:
+                folders.prepare(step)
+        values["optimizer"] = gathered(group.all_gather_json(described))
+        try:
+            written = save_tensors(folders.files, folders.path(step), tensors, group.process_group)
+            files = {name: (size, crc) for each in group.all_gather_json(written) for name, (size, crc) in each.items()}
+            with group.agreeing("save()"):
+                if group.rank == 0:
+                    folders.commit(Marker(step=step, world=group.size, files=files), values)
+        except (OSError, ValueError):  # of all ranks: none writes any longer
+            if group.rank == 0:
+                with contextlib.suppress(OSError):
+                    folders.delete(step)
+            raise
+        if group.rank == 0:
+            try:
+                folders.sweep(self.keep)
+            except OSError as error:  # the new one is whole; the next save sweeps again
+                warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
+
+    def _load(self, step: int, model: nn.Module, optimizer: Any, sparse: Any, row_wise_state: RowWiseState) -> Resumed:
+        from dist_sparse.checkpoint import storage
+
+        group, folders = self._group(), self._folders
+        with group.agreeing("resume_latest()"):
+            marker = folders.read(step)
+            shared = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
+            folders.verify(marker, {storage.METADATA, VALUES, *shared[group.rank :: group.size]})
+            metadata = storage.read_metadata(
+                folders.files, folders.path(step), {n: size for n, (size, _) in marker.files.items()}
+            )
+            values = folders.values(step)
+            tree = _inner(model).state_dict()
+        trees = {key: part.state_dict() for key, part in _parts(sparse)}  # of some shardings collective
+        with group.agreeing("resume_latest()"):
+            weights, held = split(tree, "model")
+            masks: Tensors = {}
+            for key, state in trees.items():
+                more, others = split(state, key)
+                masks, held = {**masks, **more}, {**held, **others}
+            _check_owners(values["state"], held)
+            optimizers = OptimizerState(optimizer, _inner(model))
+            states, commit = optimizers.prepare_load(metadata, values["optimizer"], row_wise_state)
+            random = {key: state for key, state in _rng().items() if key in metadata.state_dict_metadata}
+            random = random if marker.world == group.size else {}
+            rest = {**weights, **states, **random}
+            storage.check_saved(metadata, {**masks, **rest})
+        _check_claimed(group, metadata, {**masks, **rest})
+        path = folders.path(step)
+        # Masks first: what does not fit them is refused before a weight is read.
+        storage.load_tensors(folders.files, path, metadata, masks, group.process_group)
+        for key, part in _parts(sparse):
+            part.load_state_dict(filled(trees[key], key, values["state"]))
+        storage.load_tensors(folders.files, path, metadata, rest, group.process_group)
+        tree.update(filled(tree, "model", values["state"]))
+        _inner(model).load_state_dict(tree)
+        merged = sorted({each for keys in group.all_gather_json(commit()) for each in keys})
+        _set_rng(random)
+        return Resumed(step=step, extra=values["extra"], path=path, rng=bool(random), merged=tuple(merged))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model without DDP, which puts ``module.`` before every name."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _parts(sparse: Any) -> list[tuple[str, Stateful]]:
+    if sparse is None:
+        return []
+    if isinstance(sparse, Mapping):
+        return [(f"sparse.{name}", part) for name, part in sparse.items()]
+    return [("sparse", sparse)]
+
+
+def _rng() -> Tensors:
+    """States of torch's generators of this rank, by key."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng(states: Tensors) -> None:
+    for key, state in states.items():
+        (torch.cuda.set_rng_state if key.startswith("rng.cuda") else torch.set_rng_state)(state)
+
+
+def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
+    if missing := sorted(held.keys() - saved.keys()):
+        raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
+    if strange := sorted(saved.keys() - held.keys()):
+        raise ValueError(_unclaimed(strange))
+
+
+def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
+    """Refuse saved tensors that no rank asks for. Collective."""
+    keys = sorted(metadata.state_dict_metadata)
+    claims = group.all_reduce(torch.tensor([key in tensors for key in keys], dtype=torch.int64)).tolist()
+    if strange := [key for key, claim in zip(keys, claims, strict=True) if not claim and not key.startswith("rng.")]:
+        raise ValueError(_unclaimed(strange))
+
+
+def _unclaimed(keys: list[str]) -> str:
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return (
+        f"{keys[0]!r}{more} of the checkpoint would be dropped: nothing that was passed has it. Pass what was saved, "
+        "with the same tables, layers and optimizers."
+    )

@@ -1,0 +1,213 @@
+"""Folders of checkpoints: one a step, written once, whole from the moment it holds its marker.
+
+``step-<step>/`` holds what DCP has written, ``values.json`` and, written last and by a rename, ``COMMITTED``: bytes and
+CRC32 of every other file, and of itself. A folder without it is what a save has left that was killed or failed. No
+folder is renamed and none is written twice: object stores know no rename of folders, and a mix of two saves would load.
+
+Nothing here communicates: one rank prepares, commits and sweeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dist_sparse.checkpoint.streams import Counted, Entry, filesystem_of, read_crc
+from dist_sparse.checks import integer
+from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
+
+__all__ = ["MARKER", "VALUES", "Folders", "Marker", "is_checkpoint"]
+
+FORMAT: Final = "dist_sparse.checkpoint"
+VERSION: Final = 1
+MARKER: Final = "COMMITTED"
+VALUES: Final = "values.json"
+
+_STEP: Final = re.compile(r"step-(\d{8,})")
+_FILE: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_LONGEST: Final = 1 << 26  # bytes of JSON that are read: 64 MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """What ``COMMITTED`` says.
+
+    Args:
+        step: of the checkpoint.
+        world: number of ranks that wrote it.
+        files: bytes and CRC32 of each, by name.
+    """
+
+    step: int
+    world: int
+    files: Mapping[str, Entry]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(size for size, _ in self.files.values())
+
+
+class Folders:
+    """The checkpoints in one folder.
+
+    Args:
+        root: the folder; a path, or an address that fsspec knows.
+
+    Raises:
+        ValueError: fsspec does not know the address.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        given = os.fspath(root)
+        self.local = "://" not in given
+        self.root = os.path.abspath(given) if self.local else given.rstrip("/")
+        self.files = filesystem_of(self.root)
+
+    def path(self, step: int) -> str:
+        """Return the folder of a step."""
+        return f"{self.root}/step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the committed steps in ascending order."""
+        return [step for step in self._found() if self.files.exists(f"{self.path(step)}/{MARKER}")]
+
+    def prepare(self, step: int) -> None:
+        """Make way for a checkpoint: delete what an unfinished save of the same step has left.
+
+        Raises:
+            ValueError: the step or a later one is committed.
+        """
+        self.files.mkdir(self.root)
+        if (last := max(self.steps(), default=-1)) >= step:
+            raise ValueError(
+                f"Invalid {step=}: {self.root} holds the checkpoint of step {last}, and steps must grow: resume from "
+                "it, save to another folder, or delete it."
+            )
+        self.delete(step)
+
+    def commit(self, marker: Marker, values: Mapping[str, Any]) -> None:
+        """Write the values and then the marker, which lists them too, of a folder whose other files are on disk."""
+        folder = self.path(marker.step)
+        files = {**marker.files, VALUES: self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False))}
+        self._sync(folder)
+        entries = {name: {"bytes": size, "crc32": hex_of(crc)} for name, (size, crc) in sorted(files.items())}
+        head = {"format": FORMAT, "version": VERSION, "step": marker.step, "world": marker.world}
+        self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
+        self._sync(folder)
+        self._sync(self.root)
+
+    def read(self, step: int) -> Marker:
+        """Return what the marker of a step says.
+
+        Raises:
+            ValueError: it is damaged, of another version, or of another step; names the file.
+        """
+        path = f"{self.path(step)}/{MARKER}"
+        try:
+            entries = unsealed(self._read(path).decode(), FORMAT, VERSION)
+            marker = _marker(entries)
+            if marker.step != step:
+                raise ValueError(f"it is of step {marker.step}")
+        except ValueError as error:
+            raise ValueError(f"{path} is refused: {error}.") from None
+        return marker
+
+    def verify(self, marker: Marker, names: Iterable[str]) -> None:
+        """Compare bytes and CRC32 of files with the marker.
+
+        Raises:
+            ValueError: one is missing or damaged; names it.
+        """
+        for name in names:
+            path, (size, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
+            try:
+                found = read_crc(self.files, path)
+            except FileNotFoundError:
+                raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
+            if found[0] != size:
+                raise ValueError(f"{path} is damaged: it has {found[0]} bytes, and {MARKER} says {size}.")
+            if found[1] != crc:
+                raise ValueError(f"{path} is damaged: its CRC32 is not the one in {MARKER}.")
+
+    def values(self, step: int) -> dict[str, Any]:
+        """Return the Python values of a checkpoint that has been verified."""
+        found: dict[str, Any] = json.loads(self._read(f"{self.path(step)}/{VALUES}"))
+        return found
+
+    def sweep(self, keep: int) -> None:
+        """Delete all but the last ``keep`` checkpoints, and what unfinished saves have left."""
+        kept = self.steps()[-keep:]
+        for step in self._found():
+            if step not in kept:
+                self.delete(step)
+
+    def delete(self, step: int) -> None:
+        """Delete the folder of a step, its marker first, so that half of it is no checkpoint. None is no error."""
+        folder = self.path(step)
+        if not self.files.exists(folder):
+            return
+        paths = [f"{folder}/{_name(found)}" for found in self.files.ls(folder)]
+        for path in sorted(paths, key=lambda path: not path.endswith(f"/{MARKER}")):
+            self.files.rm_file(path)
+        if self.local:
+            os.rmdir(folder)
+
+    def _found(self) -> list[int]:
+        if not self.files.exists(self.root):
+            return []
+        names = [_STEP.fullmatch(_name(path)) for path in self.files.ls(self.root)]
+        return sorted(int(name[1]) for name in names if name)
+
+    def _read(self, path: str) -> bytes:
+        with self.files.create_stream(path, "rb") as stream:
+            found: bytes = stream.read(_LONGEST + 1)
+        if len(found) > _LONGEST:
+            raise ValueError(f"{path} is refused: it has more than {_LONGEST} bytes.")
+        return found
+
+    def _write(self, path: str, text: str) -> Entry:
+        written: dict[str, Entry] = {}
+        files = Counted(self.files, written)
+        with files.create_stream(f"{path}.tmp", "wb") as stream:
+            stream.write(text.encode())
+            stream.flush()
+            with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no file of this machine
+                os.fsync(stream.fileno())
+        files.rename(f"{path}.tmp", path)
+        return written[_name(path)]
+
+    def _sync(self, folder: str) -> None:
+        if self.local:
+            sync_folder(folder)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a local path is named as the folder of a step, or holds such folders."""
+    folder = os.path.abspath(path)
+    return bool(
+        _STEP.fullmatch(_name(folder)) or (os.path.isdir(folder) and any(map(_STEP.fullmatch, os.listdir(folder))))
+    )
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _marker(entries: Mapping[str, Any]) -> Marker:
+    try:
+        files = {
+            name: (integer("bytes", f["bytes"], least=0), int(f["crc32"], 16)) for name, f in entries["files"].items()
+        }
+        step, world = integer("step", entries["step"], least=0), integer("world", entries["world"], least=1)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+    if strange := [name for name in files if not _FILE.fullmatch(name) or name.startswith("..")]:
+        raise ValueError(f"{strange[0]!r} is no name of a file")
+    return Marker(step=step, world=world, files=files)

@@ -1,0 +1,227 @@
+"""DCP's writer and reader with a CRC32 of every file, without pickled objects, and with errors that name rank and file.
+
+- Tensors alone are written through DCP: Python values are JSON in a file beside them, so that no object is unpickled.
+- ``.metadata`` is a pickle: it is read by an unpickler that knows DCP's eight classes of it, and dtypes, sizes and
+  layouts of torch. What it says of files is checked against the marker.
+- DCP compares neither dtypes nor whether what was saved covers a tensor: :func:`check_saved` does, before DCP reads.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dist_sparse.checkpoint.streams import Counted, Entry
+from dist_sparse.facts import cut
+
+__all__ = [
+    "METADATA",
+    "check_saved",
+    "copied",
+    "load_tensors",
+    "read_metadata",
+    "save_tensors",
+]
+
+METADATA: Final = ".metadata"
+
+_CLASSES: Final = {
+    **dict.fromkeys(
+        (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.metadata",
+    ),
+    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
+    "Size": "torch",
+    "_get_layout": "torch.serialization",
+}
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU."""
+    return BlockingAsyncStager().stage(dict(tensors))  # the one of DCP's that knows ShardedTensors
+
+
+def save_tensors(
+    files: Any, folder: str, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Entry]:
+    """Write tensors through DCP. Collective over ``group``; without one by this process alone.
+
+    Args:
+        files: the file system.
+        folder: that does not exist yet, or is empty.
+        tensors: by key: plain ones, which the ranks hold in common, ShardedTensors, DTensors, or any that DCP knows to
+            write in pieces.
+
+    Returns:
+        Bytes and CRC32 of what this rank has written, by the name of the file.
+
+    Raises:
+        ValueError, OSError: on every rank, with the ranks at fault.
+    """
+    writer = _Writer(folder, files)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    with _errors_of_ranks(f"Saving to {folder}"), _no_crc_of_torch():
+        alone = group is None
+        save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    return writer.written
+
+
+def load_tensors(
+    files: Any, folder: str, metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Read saved tensors into ``tensors``, in place. Collective over ``group``.
+
+    Args:
+        metadata: from :func:`read_metadata`; the tensors have passed :func:`check_saved`.
+
+    Raises:
+        ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been read.
+    """
+    reader, planner = _Reader(folder, files, metadata), DefaultLoadPlanner(flatten_state_dict=False)
+    with _errors_of_ranks(f"Loading {folder}"):
+        alone = group is None
+        load(dict(tensors), storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
+
+
+def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> Metadata:
+    """Return what DCP has written to ``.metadata``, without running anything in it.
+
+    Args:
+        sizes: bytes of the files of the checkpoint, by name.
+
+    Raises:
+        ValueError: it holds anything else than tensors in those files; names the file.
+    """
+    path = files.concat_path(folder, METADATA)
+    try:
+        with files.create_stream(path, "rb") as stream:
+            found = _Unpickler(stream).load()
+        if type(found) is not Metadata or not isinstance(found.storage_data, dict):
+            raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
+        for key, saved in found.state_dict_metadata.items():
+            if not isinstance(key, str) or type(saved) is not TensorStorageMetadata:
+                raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
+            for chunk in saved.chunks:
+                _check_place(key, found, MetadataIndex(key, chunk.offsets), sizes)
+    except OSError:
+        raise
+    except Exception as error:  # a pickle of another shape fails in any way
+        raise ValueError(f"{path} is refused: {cut(str(error) or type(error).__name__, 300)}.") from None
+    return found
+
+
+def check_saved(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Check that every one of ``tensors`` was saved, with its size and dtype, and without holes.
+
+    Raises:
+        ValueError: names the key and the rule.
+    """
+    for key, tensor in tensors.items():
+        saved = metadata.state_dict_metadata.get(key)
+        if saved is None:
+            raise ValueError(f"{key!r} is not in the checkpoint.")
+        assert isinstance(saved, TensorStorageMetadata)
+        if saved.size != tensor.size() or saved.properties.dtype != tensor.dtype:
+            raise ValueError(
+                f"{key!r} was saved with shape {tuple(saved.size)} and {saved.properties.dtype}, and is of shape "
+                f"{tuple(tensor.size())} and {tensor.dtype} now."
+            )
+        inside = all(
+            start >= 0 and size >= 0 and start + size <= whole
+            for chunk in saved.chunks
+            for start, size, whole in zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
+        )
+        if not inside or sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
+            raise ValueError(f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)} once.")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of ``.metadata``: knows the classes of DCP's metadata and torch's dtypes, sizes and layouts."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, (torch.dtype, torch.layout)):
+            return found
+        if _CLASSES.get(name) != module:
+            raise ValueError(f"it asks for {module}.{name}, which is no part of DCP's metadata")
+        return super().find_class(module, name)
+
+
+def _check_place(key: str, metadata: Metadata, index: MetadataIndex, sizes: Mapping[str, int]) -> None:
+    place = metadata.storage_data[index]
+    size = sizes.get(place.relative_path)
+    if size is None or not 0 <= place.offset <= place.offset + place.length <= size or place.transform_descriptors:
+        raise ValueError(f"{key!r} is not at a place in a file of the checkpoint")
+
+
+class _Reader(FileSystemReader):
+    """Of a checkpoint whose metadata has been read and checked."""
+
+    def __init__(self, folder: str, files: Any, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.fs, self.path, self._checked = files, files.init_path(folder), metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._checked
+
+
+class _Writer(FileSystemWriter):
+    """Keeps bytes and CRC32 of each file. A path in the metadata would be that of another machine, so none is."""
+
+    def __init__(self, folder: str, files: Any) -> None:
+        super().__init__(folder)
+        self.written: dict[str, Entry] = {}
+        counted: Any = Counted(files, self.written)
+        self.fs, self.path = counted, files.init_path(folder)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+@contextmanager
+def _errors_of_ranks(action: str) -> Iterator[None]:
+    """Raise what DCP reports of ranks as an OSError or a ValueError: its own exception passes ``except Exception``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            yield
+    except CheckpointException as fault:
+        faults = {rank: error for rank, (error, _) in sorted(fault.failures.items())}
+        text = " | ".join(f"rank {rank}: {type(error).__name__}: {cut(str(error))}" for rank, error in faults.items())
+        first = next(iter(faults.values()))
+        kind: Callable[[str], Exception] = OSError if isinstance(first, OSError) else ValueError
+        raise kind(f"{action} failed. {text}") from None
+
+
+@contextmanager
+def _no_crc_of_torch() -> Iterator[None]:
+    """Leave out the CRC32 of each tensor, which torch never compares: ours of the file takes its time."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

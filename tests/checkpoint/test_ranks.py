@@ -1,0 +1,145 @@
+"""Checkpoints of sharded models: on other ranks, under other shardings, with masks, and what one rank can't do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_sparse import Checkpoints
+from tests.checkpoint.faults import full_disk, inject, io_error, read_only
+from tests.checkpoint.ranks import SAVED, SHARDINGS, Job, compared, save
+from tests.dist.plugin import on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_save(sharding: str, saved: Path) -> None:
+    save(sharding, saved)
+
+
+LOADS = [
+    *[(2, sharding, sharding) for sharding in SHARDINGS],
+    *[(1, "row_wise", sharding) for sharding in SHARDINGS],
+    *[(2, "mixed", "row_wise"), (2, "column_wise", "mixed"), (2, "data_parallel", "table_wise")],
+    *[(4, "mixed", "mixed"), (4, "column_wise", "column_wise"), (4, "table_wise", "data_parallel")],
+]
+"""Ranks, the sharding on them, and the one that was saved. ``python -m tests.checkpoint.ranks`` has all pairs."""
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "sharding", "before"), LOADS)
+def test_load(world: int, sharding: str, before: str, saved: Path) -> None:
+    """Weights and masks are equal, optimizer state too, unless column cuts differ. Training goes on alike."""
+    found = compared(sharding, saved / f"2-{before}")
+    if (world, sharding) == (2, before):
+        assert found == {"merged": 0, "masks": True, "far": 0.0}
+    elif not found["merged"]:
+        assert found["masks"] and found["far"] < 1e-5
+    else:
+        assert "column_wise" in (sharding, before) or "mixed" in (sharding, before)
+
+
+@on_ranks(2)
+def test_merged_row_wise_state_follows_the_rule(world: int, saved: Path, tmp_path: Path) -> None:
+    """Refused unless the user wants it; then the mean of the cuts, weighted by their columns."""
+    whole, cut = Job("row_wise", saved / "2-column_wise"), Job("column_wise", tmp_path)
+    with pytest.raises(ValueError, match=r"saved with cuts at columns \[0, 4\], and they are at \[0\] now.*'merge'"):
+        whole.checkpoints.resume_latest(**whole.parts)
+    resumed = whole.checkpoints.resume_latest(**whole.parts, row_wise_state="merge")
+    assert resumed is not None and len(resumed.merged) == 4
+    then, found = torch.load(saved / "2-column_wise" / "states.pt")[0], whole.state()
+    for table in whole.cell.tables:
+        name = next(name for name in found if name.endswith(f"{table.name}.sums"))
+        sums = then[name].view(-1, found[name].numel()).double()  # cuts of equal width
+        assert torch.equal(found[name], sums.mean(0).float())
+    whole.checkpoints = Checkpoints(tmp_path)
+    whole.checkpoints.save(1, **whole.parts)
+    resumed = cut.checkpoints.resume_latest(**cut.parts, row_wise_state="merge")
+    assert resumed is not None and len(resumed.merged) == 4
+    for name, sums in cut.state().items():
+        if name.endswith(".sums"):
+            assert torch.equal(sums, found[name].repeat(sums.numel() // found[name].numel()))
+
+
+FAULTS = {
+    "full disk": (r"rank 1: OSError: \[Errno 27\] File too large: '.*__1_0.distcp'",),
+    "disk of the metadata": (r"rank 0: OSError: \[Errno 5\] Input/output error",),
+    "disk of the values": (r"rank 0: OSError: \[Errno 5\] Input/output error",),
+    "disk before the marker": (r"rank 0: OSError: \[Errno 5\] Input/output error",),
+    "read-only": (r"rank 0: PermissionError: \[Errno 13\] Permission denied: '.*'",),
+    "another step": (r"The ranks disagree at 'save\(\)', nothing was changed. step is 4 on rank 1 and 3 on rank 0",),
+    "bad extra": (r"save\(\) was refused on every rank, nothing was changed. rank 1: ValueError: Invalid extra",),
+    "bad optimizer": (r"rank 1: ValueError: Invalid optimizer of type int",),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
+def test_a_rank_that_fails(fault: str, later: bool, tmp_path: Path) -> None:
+    """All ranks raise at once, the checkpoint before stands, and the next save succeeds."""
+    rank, job = dist.get_rank(), Job("row_wise", tmp_path)
+    job.train(0, 2, save=True)
+    before = job.state()
+    job.train(2, 3)
+
+    def saves(step: int = 3) -> None:
+        parts = job.parts | ({"optimizer": 3} if fault == "bad optimizer" and rank == 1 else {})
+        extra = (1,) if fault == "bad extra" and rank == 1 else None
+        (job.checkpoints.save_async if later else job.checkpoints.save)(step, **parts, extra=extra)
+        job.checkpoints.wait()
+
+    started = time.monotonic()
+    with pytest.raises((ValueError, OSError), match=FAULTS[fault][0]):
+        if fault == "full disk":
+            with full_disk(rank=1, after=1000):
+                saves()
+        elif fault == "read-only":
+            with read_only(tmp_path):
+                saves()
+        else:
+            of = {"metadata": ".metadata.tmp", "values": "values.json.tmp", "marker": "COMMITTED.tmp"}
+            inject(io_error, rank=0, when_it_opens=of.get(fault.rpartition(" ")[2], "nothing"))
+            saves(4 if fault == "another step" and rank == 1 else 3)
+    assert time.monotonic() - started < 30
+    assert job.checkpoints.steps() == [1, 2]
+    dist.barrier()
+    resumed = Job("row_wise", tmp_path)
+    found = resumed.checkpoints.resume_latest(**resumed.parts)
+    assert found is not None and found.step == 2
+    after = resumed.state()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    fault = "none"
+    saves()
+    assert job.checkpoints.steps() == [1, 2, 3]
+
+
+@on_ranks(2)
+def test_a_damaged_file_is_refused_on_all_ranks(saved: Path, tmp_path: Path) -> None:
+    job = Job("row_wise", tmp_path)
+    job.train(0, SAVED)
+    job.checkpoints.save(1, **job.parts)
+    for name in ("__0_0.distcp", "__1_0.distcp", "values.json"):
+        path = tmp_path / "step-00000001" / name
+        whole = path.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        dist.barrier()
+        with pytest.raises(ValueError, match=rf"refused on every rank, nothing was changed.*{name} is damaged"):
+            job.checkpoints.resume_latest(**job.parts)
+        dist.barrier()
+        path.write_bytes(whole)
+    dist.barrier()
+    assert job.checkpoints.resume_latest(**job.parts) is not None
