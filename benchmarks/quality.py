@@ -1,33 +1,50 @@
-"""Quality at equal bytes: tables narrowed while they train against tables that are narrow from the start.
+"""Quality at equal bytes: tables narrowed while they train, small dense tables, and other ways to a smaller table.
 
-The two-tower model of ``examples/two_tower`` is trained for each method and width, with each L2 factor of a grid and
-the first seed; the factor with the best validation AUC is trained with the other seeds too. All are served as float32,
-8 and 4 bits from artifacts, whose bytes are those of the files. Every method has the same grid. Trainings that are done
-are kept in ``benchmarks/results/``, so that an interrupted run goes on.
+Every method has the same trials for each number of bytes, with the first seed: each form that fits (columns and bits)
+with L2 on a grid, then the best with the learning rate on a grid. Narrowed, small dense and full tables have four more:
+factors of both for the later part of the run, and where that begins. The AUC on validation chooses; what is best is
+trained with all seeds. All are trained by a kernel in C, and with ``--package`` the methods of examples/two_tower by
+the package too. Trainings that are done are kept in a file, so that an interrupted run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import date
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from benchmarks.measure import fresh, keep
+from benchmarks import quality_case, quality_methods
+from benchmarks.measure import keep
+from benchmarks.quality_methods import DIM, FULL, METHODS, forms
+from benchmarks.quality_report import report
 
 __all__ = ["main"]
 
 Row = dict[str, Any]
 
-DIM = 64
-WIDTHS = (8, 16, 20, 40)
+BUDGETS = {"4.7%": 12.0, "9.4%": 24.0, "20%": 0.2 * FULL}
+"""Bytes of a row."""
+
+PACKAGE = ("full", "small dense", "narrowed")
+"""Methods that the package's example trains."""
+
 L2 = (0.03, 0.05, 0.08)
+LR = (0.4, 0.8)
+LATE = ((1.0, 0.6), (2.0, 1.0), (2.0, 0.6))
+"""Factors of the learning rate and of L2 after the cut."""
+
+CUTS = (1 / 2, 2 / 7)
+"""When tables are cut, and the factors begin: parts of the run."""
+
+_START = {"lr": 0.2, "late_lr": 1.0, "late_l2": 1.0}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,87 +57,103 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
     add("--epochs", type=int, default=14, metavar="N", help="default: 14")
     add("--batch-size", type=int, default=4096, metavar="N", help="default: 4096")
-    add("--widths", type=int, nargs="+", default=WIDTHS, metavar="D", help=f"default: {WIDTHS}")
-    add("--l2", type=float, nargs="+", default=L2, metavar="X", help=f"the grid (default: {L2})")
+    add("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=f"default: {', '.join(METHODS)}")
+    add(
+        "--budgets",
+        nargs="+",
+        default=list(BUDGETS),
+        choices=BUDGETS,
+        metavar="X",
+        help=f"default: {', '.join(BUDGETS)}",
+    )
+    add("--package", action="store_true", help="train what is chosen by the package too")
     add("--workers", type=int, default=2, metavar="N", help="trainings at a time, of one thread each (default: 2)")
+    add("--work", type=Path, default=Path("runs", "quality"), help="folder for trainings (default: runs/quality)")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     options = parser.parse_args(argv)
     if not options.data.is_file():
         parser.error(f"argument --data: no such file: {options.data}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    done = _Done(options.out / f"{date.today().isoformat()}-quality.jsonl")
-    common = {"data": str(options.data.resolve()), "epochs": options.epochs, "batch_size": options.batch_size}
-    methods = [("wide", DIM, DIM)]
-    for width in options.widths:
-        methods += [("narrowed", DIM, width), ("narrow from the start", width, width)]
-    cells = [{**common, "method": name, "dim": dim, "width": width} for name, dim, width in methods]
-    first = [{**cell, "l2": l2, "seed": options.seeds[0]} for cell in cells for l2 in options.l2]
-    done.train(first, options.workers)
-    best = [{**cell, "l2": _best(done.rows, cell)} for cell in cells]
-    done.train([{**cell, "seed": seed} for cell in best for seed in options.seeds[1:]], options.workers)
-    chosen = [row for row in done.rows if any(_is(row, cell) for cell in best)]
-    text = report(chosen, options.seeds)
+    states = options.work / "states"
+    states.mkdir(parents=True, exist_ok=True)
+    places = {"data": str(options.data.resolve()), "states": str(states.resolve())}
+    done = _Done(options.work / "trainings.jsonl", options.workers, places)
+    common = {"trainer": "kernel", "epochs": options.epochs, "batch_size": options.batch_size}
+    full = {"method": "full", "budget": "100%", "dim": DIM, "dtype": "fp32", "kept": DIM}
+    cells = [full] + [
+        {"method": method, "budget": budget, **form}
+        for budget in options.budgets
+        for method in options.methods
+        for form in forms(method, BUDGETS[budget])
+    ]
+    cells = [{**common, **cell} for cell in cells]
+    best = done.tuned(cells, options.seeds[0])
+    chosen = done.trained([{**case, "seed": seed, "recall": True} for case in best for seed in options.seeds])
+    again = [{**_case(row), "trainer": "package"} for row in chosen if row["method"] in PACKAGE and options.package]
+    fewer_bits = [
+        {**_case(row), "dtype": bits} for row in chosen if row["method"] == "full" for bits in ("int8", "int4")
+    ]
+    chosen += done.trained(fewer_bits + again)
+    text = report(chosen, options.data.name)
     print(text)
     keep(options.out, "quality", done.rows, text)
-    done.file.unlink()
     return 0
 
 
 class _Done:
     """The trainings that are done, a line of JSON each."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        lines = file.read_text().splitlines() if file.exists() else []
-        self.rows: list[Row] = [row for line in lines for row in json.loads(line)]
+    def __init__(self, file: Path, workers: int, places: dict[str, str]) -> None:
+        self.file, self.workers, self.places = file, workers, places
+        self.rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def train(self, cases: list[Row], workers: int) -> None:
-        """Train those that are not done, several at a time."""
+    def tuned(self, cells: Sequence[Row], seed: int) -> list[Row]:
+        """Return the best case of each method and budget, without a seed."""
+        trial = {"seed": seed, "recall": False}
+        middle, early = (round(part * cells[0]["epochs"]) for part in CUTS)
+        tried = self.trained([{**cell, **trial, **_START, "cut": middle, "l2": l2} for cell in cells for l2 in L2])
+        late = [dict(zip(("late_lr", "late_l2"), factors, strict=True)) for factors in LATE]
+        pairs = dict.fromkeys((cell["method"], cell["budget"]) for cell in cells)
+        kinds = [{"method": method, "budget": budget} for method, budget in pairs]
+        further = [kind for kind in kinds if kind["method"] in PACKAGE]
+        for some, changes in ((kinds, [{"lr": lr} for lr in LR]), (further, late), (further, [{"cut": early}])):
+            best = [_best(row for row in tried if _is(row, kind)) for kind in some]
+            tried += self.trained([{**_case(row), **change} for row in best for change in changes])
+        best = [_best(row for row in tried if _is(row, kind)) for kind in kinds]
+        return [{name: value for name, value in _case(row).items() if name not in trial} for row in best]
+
+    def trained(self, cases: Sequence[Row]) -> list[Row]:
+        """Return the rows of these cases; train those that are not done, several at a time."""
         missing = [case for case in cases if not any(_is(row, case) for row in self.rows)]
-        with ThreadPoolExecutor(workers) as pool, tqdm(total=len(missing), disable=None) as bar:
-            for found in pool.map(lambda case: fresh("benchmarks.quality_case", case, 1, 1), missing):
+        context = multiprocessing.get_context("spawn")
+        with (
+            ProcessPoolExecutor(self.workers, mp_context=context) as pool,
+            tqdm(total=len(missing), disable=None) as bar,
+        ):
+            for case, found in zip(
+                missing, pool.map(_train, [{**case, **self.places} for case in missing]), strict=True
+            ):
+                self.rows.append({**case, **found})
                 with self.file.open("a") as stream:
-                    stream.write(json.dumps(found) + "\n")
-                self.rows += found  # type: ignore[arg-type]  # this case returns a list
+                    stream.write(json.dumps(self.rows[-1]) + "\n")
                 bar.update()
+        return [next(row for row in self.rows if _is(row, case)) for case in cases]
 
 
-def report(rows: Sequence[Row], seeds: Sequence[int]) -> str:
-    """Return the figures as markdown, with what they mean."""
-    wide = next(row for row in rows if (row["method"], row["dtype"]) == ("wide", "fp32"))
-    notes = (
-        f"examples/two_tower on {wide['data']}, {wide['epochs']} epochs, seeds {', '.join(map(str, seeds))}: mean and "
-        "half the range. Narrowed: trained with 64 columns, rotated and cut to the width at half time. L2 chosen by "
-        "validation AUC for each method and width on the same grid. Bytes are those of tables.safetensors. AUC over 10 "
-        "drawn items for each of 60,000 held-out interactions: drawn uniformly, and by popularity. recall@20 over all "
-        "items, 3,000 users."
-    )
-    lines = [
-        "| method | columns | served as | bytes of wide float32 | L2 | AUC | AUC, popular | recall@20 |",
-        "|---" * 8 + "|",
-    ]
-    cells: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        cells.setdefault((row["bytes"] // 4096, row["method"], row["width"], row["dtype"], row["l2"]), []).append(row)
-    for (_, method, width, dtype, l2), some in sorted(cells.items(), key=lambda cell: -cell[0][0]):
-        share = f"{some[0]['bytes'] / wide['bytes']:.1%}"
-        figures = [_spread([row["test"][name] for row in some]) for name in ("auc", "auc_popular", "recall")]
-        lines.append("| " + " | ".join([method, str(width), dtype, share, f"{l2:g}", *figures]) + " |")
-    return notes + "\n\n" + "\n".join(lines)
+def _train(case: Row) -> Row:
+    torch.set_num_threads(1)
+    return (quality_case if case["trainer"] == "package" else quality_methods).run(case)
 
 
-def _best(rows: Sequence[Row], cell: Row) -> float:
-    """The L2 factor with the best validation AUC in float32."""
-    tried = [row for row in rows if _is(row, cell) and row["dtype"] == "fp32"]
-    return float(max(tried, key=lambda row: row["validation"]["auc"])["l2"])
+def _best(rows: Iterable[Row]) -> Row:
+    return max(rows, key=lambda row: row["validation"]["auc"])
+
+
+def _case(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("validation", "test", "bytes")}
 
 
 def _is(row: Row, case: Row) -> bool:
-    return all(row[name] == (Path(value).name if name == "data" else value) for name, value in case.items())
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.4f} ± {(max(values) - min(values)) / 2:.4f}"
+    return all(row[name] == value for name, value in case.items())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ NEGATIVES = 3
 """Items drawn for each interaction to train with."""
 
 _TESTED, _TEST_NEGATIVES = 60_000, 10
-_RECALL_USERS, _VALIDATION = 3_000, 0.05
+_RECALL_USERS = 3_000
 
 Ints = npt.NDArray[np.int64]
 
@@ -104,26 +104,28 @@ class Interactions:
 
 
 def load(path: Path) -> Interactions:
-    """Read an interactions ``.npz``; a part of the training interactions is held out for validation.
+    """Read an interactions ``.npz``. Of its test part, the interactions of half of the users, drawn with a seed, are
+    for validation: both parts are alike, and what is chosen on one is judged on the other.
 
     Raises:
         DataError: the file is not such an .npz; says what is wrong with it.
     """
-    users, items, (user, item), test = interactions.read(path)
-    order = np.random.default_rng(0).permutation(len(user))
-    cut = int(len(user) * _VALIDATION)
-    train, validation = order[cut:], order[:cut]
+    users, items, (user, item), (test_user, test_item) = interactions.read(path)
+    validates = np.random.default_rng(0).permutation(users)[test_user] < users // 2
 
     def tensors(user: Ints, item: Ints) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(user), torch.from_numpy(item)
 
-    train_user, train_item = tensors(user[train], item[train])
-    pairs = np.concatenate([user * items + item, test[0] * items + test[1]])
+    train_user, train_item = tensors(user, item)
+    pairs = np.concatenate([user * items + item, test_user * items + test_item])
     return Interactions(
         users=users,
         items=items,
         user=train_user,
         item=train_item,
-        held_out={"validation": tensors(user[validation], item[validation]), "test": tensors(*test)},
+        held_out={
+            "validation": tensors(test_user[validates], test_item[validates]),
+            "test": tensors(test_user[~validates], test_item[~validates]),
+        },
         known=np.unique(pairs),
     )

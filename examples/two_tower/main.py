@@ -53,8 +53,10 @@ def main(options: argparse.Namespace) -> None:
     wide = Settings(
         dim=options.dim,
         width=options.dim,
+        lr=options.lr,
         l2=options.l2,
         epochs=options.epochs,
+        cut=options.cut or options.epochs // 2,
         batch_size=options.batch_size,
         seed=options.seed,
         rank=rank,
@@ -107,10 +109,12 @@ def parse() -> argparse.Namespace:
     )
     add("--dim", type=as_positive, default=64, metavar="D", help="columns of the wide tables (default: %(default)s)")
     add("--width", type=as_positive, default=16, metavar="D", help="columns that are left (default: %(default)s)")
+    add("--lr", type=float, default=0.2, metavar="X", help="learning rate of the first half (default: %(default)s)")
     add(
         "--l2", type=float, default=0.05, metavar="X", help="regularization of what is looked up (default: %(default)s)"
     )
     add("--epochs", type=as_positive, default=14, metavar="N", help="passes over the data (default: %(default)s)")
+    add("--cut", type=as_positive, metavar="N", help="passes before tables are narrowed (default: half of them)")
     add("--seed", type=as_seed, default=0, metavar="N", help="random seed (default: %(default)s)")
     add(
         "--batch-size",

@@ -20,10 +20,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from two_tower.data import NEGATIVES
 
-__all__ = ["LR", "Towers", "build", "keyed", "rows_of"]
+__all__ = ["INIT", "Towers", "build", "keyed", "rows_of"]
 
-LR = 0.2
-_INIT = 0.05
+INIT = 0.05
+"""Weights are drawn from [-INIT, INIT]."""
+
 _ITEMS = tuple(f"item_{place}" for place in range(1 + NEGATIVES))
 """Features of the table of items: the interaction, then the negatives."""
 
@@ -35,12 +36,12 @@ class Towers(nn.Module):
         super().__init__()
         self.collection = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=rows, feature_names=list(features))
+                EmbeddingBagConfig(
+                    name=name, embedding_dim=dim, num_embeddings=rows, feature_names=list(features), init_fn=_init
+                )
                 for name, rows, features in (("user", users, ["user"]), ("item", items, _ITEMS))
             ]
         )
-        for bag in self.collection.embedding_bags.values():
-            nn.init.uniform_(bag.weight, -_INIT, _INIT)
         self.bias = nn.Parameter(torch.zeros(items))
 
     def forward(self, ids: KeyedJaggedTensor, items: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,8 +52,12 @@ class Towers(nn.Module):
             items: (b, 1 + NEGATIVES), the items in them.
         """
         embedded = self.collection(ids).values().unflatten(1, (1 + len(_ITEMS), -1))
-        user, item = embedded[:, :1], embedded[:, 1:]
+        user, item = embedded.split([1, len(_ITEMS)], dim=1)
         return (user * item).sum(2) + self.bias[items], embedded.square().sum() / 2
+
+
+def _init(weight: Tensor) -> Tensor:
+    return nn.init.uniform_(weight, -INIT, INIT)
 
 
 def keyed(user: Tensor, items: Tensor) -> KeyedJaggedTensor:
@@ -61,17 +66,13 @@ def keyed(user: Tensor, items: Tensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor.from_lengths_sync(["user", *_ITEMS], values, torch.ones_like(values, dtype=torch.int32))
 
 
-def build(
-    users: int, items: int, dim: int, seed: int, world: int
-) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+def build(towers: Towers, world: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Return the model, its tables cut by rows over the default process group, and its optimizer. Collective.
 
-    Weights depend on ``seed`` alone.
+    Towers must have the same weights on every rank. The learning rate is set before each step.
     """
-    torch.manual_seed(seed)
-    towers = Towers(users, items, dim)
     for bag in towers.collection.embedding_bags.values():
-        apply_optimizer_in_backward(RowWiseAdagrad, bag.parameters(), {"lr": LR})
+        apply_optimizer_in_backward(RowWiseAdagrad, bag.parameters(), {"lr": 0.0})
     sharder = EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
         towers.collection,
@@ -85,7 +86,7 @@ def build(
         towers, device=torch.device("cpu"), plan=ShardingPlan({"collection": plan}), sharders=[sharder]
     )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    biases = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=LR))
+    biases = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.0))
     return model, CombinedOptimizer([model.fused_optimizer, biases])
 
 

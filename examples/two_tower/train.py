@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
 from dist_sparse import compact, sparsify
 from two_tower.data import Interactions
-from two_tower.model import LR, build, keyed
+from two_tower.model import Towers, build, keyed
 
-__all__ = ["Settings", "train"]
+__all__ = ["Settings", "loss", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +23,12 @@ class Settings:
 
     Args:
         dim: columns of the tables.
-        width: columns that are left from half time on.
+        width: columns that are left after the cut.
+        lr: the learning rate.
         l2: factor of half the squares of what an example looks up, in its loss.
         epochs: passes over the training part.
+        cut: epochs before the tables are cut to ``width``.
+        late_lr, late_l2: factors of ``lr`` and ``l2`` after them.
         batch_size: interactions in a step.
         seed: of weights, order and negatives.
         rank, world: of this process.
@@ -32,8 +36,12 @@ class Settings:
 
     dim: int
     width: int
+    lr: float
     l2: float
     epochs: int
+    cut: int
+    late_lr: float = 1.0
+    late_l2: float = 1.0
     batch_size: int
     seed: int
     rank: int
@@ -46,8 +54,10 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
     The learning rate is constant over the first half of the run, and falls linearly to 0 over the second. A narrowed
     model is returned with tables of ``width`` columns.
     """
-    model, optimizer = build(data.users, data.items, settings.dim, settings.seed, settings.world)
-    steps = settings.epochs * data.steps(settings.batch_size)
+    torch.manual_seed(settings.seed)
+    model, optimizer = build(Towers(data.users, data.items, settings.dim), settings.world)
+    each = data.steps(settings.batch_size)
+    steps, cut = settings.epochs * each, settings.cut * each
     sparse = None
     if settings.width < settings.dim:
         sparse = sparsify(
@@ -57,18 +67,20 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
             block="col",
             rotate=[["user", "item"]],
             schedule="one_shot",
-            begin=steps // 2,
-            end=steps // 2,
+            begin=cut,
+            end=cut,
         )
     # disable=None: tqdm itself stays quiet when its output is not a terminal.
     bar = tqdm(total=steps, desc=name, disable=None if settings.rank == 0 else True)
     for epoch in range(settings.epochs):
         seed = settings.seed * 1_000_003 + epoch
-        for user, items in data.epoch(seed, settings.batch_size, settings.rank, settings.world):
+        batches = data.epoch(seed, settings.batch_size, settings.rank, settings.world)
+        for step, (user, items) in enumerate(batches, epoch * each):
+            late_lr, late_l2 = (settings.late_lr, settings.late_l2) if step >= cut else (1.0, 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = LR * min(1.0, 2 * (1 - bar.n / steps))
+                group["lr"] = settings.lr * late_lr * min(1.0, 2 * (1 - step / steps))
             optimizer.zero_grad()
-            _loss(model, user, items, settings.l2).backward()
+            loss(model, keyed(user, items), items, settings.l2 * late_l2).backward()
             optimizer.step()
             if sparse is not None:
                 sparse.step()
@@ -77,9 +89,9 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
     return model if sparse is None else compact(model, sparse)
 
 
-def _loss(model: nn.Module, user: Tensor, items: Tensor, l2: float) -> Tensor:
-    """The logistic loss of the interactions against their negatives, summed over this rank's examples."""
-    scores, squares = model(keyed(user, items), items)
+def loss(model: nn.Module, ids: KeyedJaggedTensor, items: Tensor, l2: float) -> Tensor:
+    """Return the logistic loss of the interactions against their negatives, summed over this rank's examples."""
+    scores, squares = model(ids, items)
     labels = torch.zeros_like(scores)
     labels[:, 0] = 1
     return nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum") + l2 * squares

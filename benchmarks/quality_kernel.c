@@ -1,0 +1,92 @@
+/* A training step of the two-tower model: logistic loss, L2 of what is looked up, row-wise Adagrad. Lookups of one row are
+   summed over the batch before it is updated, as FBGEMM does. */
+
+#include <math.h>
+#include <string.h>
+
+typedef struct {
+  float *weight;             /* (rows, dim) */
+  float *state;              /* (rows,), Adagrad's */
+  const unsigned char *kept; /* (rows, dim), or NULL */
+  float *sums;               /* (lookups of a batch, dim), zero between steps */
+  int *slot;                 /* (rows,), where a row's sum is; -1 between steps */
+  long *touched;             /* (lookups of a batch,) */
+  long count;                /* 0 between steps */
+} Table;
+
+enum { AHEAD = 4 };
+
+static void prefetch(const Table *table, long row, long dim) {
+  for (long d = 0; d < dim; d += 16) __builtin_prefetch(table->weight + row * dim + d);
+  __builtin_prefetch(table->slot + row);
+  __builtin_prefetch(table->state + row);
+}
+
+static float *sum_of(Table *table, long row, long dim) {
+  int slot = table->slot[row];
+  if (slot < 0) {
+    slot = table->slot[row] = (int)table->count;
+    table->touched[table->count++] = row;
+  }
+  return table->sums + slot * dim;
+}
+
+static void update(Table *table, long dim, float mean_of, float lr, float eps) {
+  for (long i = 0; i < table->count; i++) {
+    long row = table->touched[i];
+    if (i + AHEAD < table->count) prefetch(table, table->touched[i + AHEAD], dim);
+    float *w = table->weight + row * dim, *g = table->sums + i * dim, squares = 0;
+    for (long d = 0; d < dim; d++) squares += g[d] * g[d];
+    table->state[row] += squares / mean_of;
+    float scale = lr / (sqrtf(table->state[row]) + eps);
+    for (long d = 0; d < dim; d++) w[d] -= scale * g[d];
+    if (table->kept)
+      for (long d = 0; d < dim; d++) w[d] *= table->kept[row * dim + d];
+    memset(g, 0, dim * sizeof(float));
+    table->slot[row] = -1;
+  }
+  table->count = 0;
+}
+
+/* tables: of users, items and biases. user_rows (batch, each) and item_rows (batch, items, each) are what is looked up and
+   added; items (batch, items) are the biases, the interaction first. mean_of: columns that the row-wise mean is over. */
+void step(Table tables[3], long batch, long items, long each, const long *user_rows, const long *item_rows,
+          const long *biases, long dim, float mean_of, float l2, float lr) {
+  float user[dim], item[dim], change[dim];
+  for (long b = 0; b < batch; b++) {
+    if (b + AHEAD < batch) {
+      for (long e = 0; e < each; e++) prefetch(&tables[0], user_rows[(b + AHEAD) * each + e], dim);
+      for (long i = 0; i < items * each; i++) prefetch(&tables[1], item_rows[(b + AHEAD) * items * each + i], dim);
+    }
+    for (long d = 0; d < dim; d++) user[d] = 0;
+    for (long e = 0; e < each; e++) {
+      const float *w = tables[0].weight + user_rows[b * each + e] * dim;
+      for (long d = 0; d < dim; d++) user[d] += w[d];
+    }
+    for (long d = 0; d < dim; d++) change[d] = l2 * user[d];
+    for (long i = 0; i < items; i++) {
+      const long *rows = item_rows + (b * items + i) * each, bias = biases[b * items + i];
+      float score = tables[2].weight[bias];
+      for (long d = 0; d < dim; d++) item[d] = 0;
+      for (long e = 0; e < each; e++) {
+        const float *w = tables[1].weight + rows[e] * dim;
+        for (long d = 0; d < dim; d++) item[d] += w[d];
+      }
+      for (long d = 0; d < dim; d++) score += user[d] * item[d];
+      float slope = 1.0f / (1.0f + expf(-score)) - (i == 0);
+      for (long d = 0; d < dim; d++) change[d] += slope * item[d];
+      for (long e = 0; e < each; e++) {
+        float *sum = sum_of(&tables[1], rows[e], dim);
+        for (long d = 0; d < dim; d++) sum[d] += slope * user[d] + l2 * item[d];
+      }
+      *sum_of(&tables[2], bias, 1) += slope;
+    }
+    for (long e = 0; e < each; e++) {
+      float *sum = sum_of(&tables[0], user_rows[b * each + e], dim);
+      for (long d = 0; d < dim; d++) sum[d] += change[d];
+    }
+  }
+  update(&tables[0], dim, mean_of, lr, 1e-8f);
+  update(&tables[1], dim, mean_of, lr, 1e-8f);
+  update(&tables[2], 1, 1, lr, 1e-10f);
+}

@@ -1,0 +1,182 @@
+"""Ways to a smaller table: what is tried of each within a number of bytes, and its training with the kernel.
+
+All train the two-tower model of ``examples/two_tower``. What is removed stays removed. Bytes are those of
+an artifact, bitmasks and index included.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from benchmarks.quality_kernel import Floats, Model, rotated
+from dist_sparse.serving.codes import decode, encode
+from two_tower.data import Interactions, Test, load
+from two_tower.quality import measure
+
+__all__ = ["DIM", "FULL", "METHODS", "forms", "read", "run"]
+
+Case = dict[str, Any]
+
+DIM = 64
+"""Columns of the full table."""
+
+FULL = 4 * DIM
+"""Bytes of a row of it."""
+
+_BITS = {"fp32": 32, "int8": 8, "int4": 4}
+_SHARED = ("mod hash", "double hash", "frequency cut-off")
+_FINE = {"elements": 1, "soft threshold": 1, "1x4 blocks": 4}
+METHODS = ("narrowed", "small dense", *_FINE, "rows", *_SHARED)
+
+
+def _row_bytes(dim: int, dtype: str) -> float:
+    """Bytes of a row of values; a scale and a bias of 2 bytes each are those of 8 and 4 bits."""
+    return dim * _BITS[dtype] / 8 + (0 if dtype == "fp32" else 4)
+
+
+def forms(method: str, budget: float) -> list[Case]:
+    """Return what is tried of a method within ``budget`` bytes a row: columns, dtype and what is kept.
+
+    ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8 and in 4 bits (in
+    float32, 4 columns are 6% of the bytes). The others have 8 bits, and less than twice the columns that would fit: the
+    more of a table must go, the worse they are.
+    """
+    if method in ("narrowed", "small dense"):
+        bits = {"int8": 8, "int4": 4}
+        widths = {dtype: int((budget - _row_bytes(0, dtype)) * 8 / bits[dtype]) // 4 * 4 for dtype in bits}
+        return [
+            {"dim": DIM if method == "narrowed" else width, "dtype": dtype, "kept": width}
+            for dtype, width in widths.items()
+            if width < DIM
+        ]
+    dim = next(dim for dim in (8, 16, 32, DIM) if _row_bytes(dim, "int8") > budget)
+    if method in _FINE:
+        kept = (budget - 4 - dim / _FINE[method] / 8) / dim  # a bit for each block
+    elif method in ("mod hash", "double hash"):
+        kept = budget / _row_bytes(dim, "int8")
+    else:
+        kept = (budget - 1 / 8) / _row_bytes(dim, "int8")  # a bit for each row
+    return [{"dim": dim, "dtype": "int8", "kept": round(kept, 4)}]
+
+
+def _bytes(case: Case) -> float:
+    """Bytes of a row of what is served, with its share of bitmasks and index."""
+    method, dim, dtype, kept = (case[name] for name in ("method", "dim", "dtype", "kept"))
+    if method in ("full", "narrowed", "small dense"):
+        return _row_bytes(kept, dtype)
+    if method in _FINE:
+        return _row_bytes(kept * dim, dtype) + dim / _FINE[method] / 8  # a bit for each block
+    return kept * _row_bytes(dim, dtype) + (0 if "hash" in method else 1 / 8)  # a bit for each row
+
+
+def run(case: Case) -> Case:
+    """Train, and return the quality on validation and test part, as it is served, and the bytes of a row.
+
+    Args:
+        case: data, epochs, batch_size, seed, lr, l2; cut, the epochs before the table is cut; late_lr and late_l2,
+            factors from then on; method and a form of it; recall, whether it is measured; states, a folder for the
+            tables before the cut, which methods share.
+    """
+    data, tests = read(case["data"])
+    mapped = _places(case, data) if case["method"] in _SHARED else None
+    model = _trained(case, data, mapped)
+    stored = [encode(torch.from_numpy(weight), case["dtype"]) for weight in model.weights]
+    served = [decode(rows, weight.shape[1]) for rows, weight in zip(stored, model.weights, strict=True)]
+    if mapped is not None:
+        served = [table[rows].sum(1) for table, rows in zip(served, mapped, strict=True)]
+    found: dict[str, Any] = {}
+    for part, test in tests.items():
+        asked = test if case["recall"] else replace(test, ranked_users=test.ranked_users[:0])
+        found[part] = asdict(measure(*served, torch.from_numpy(model.bias[:, 0]), data, asked))
+        if not case["recall"]:
+            del found[part]["recall"]
+    return {"bytes": _bytes(case), **found}
+
+
+@cache
+def read(path: str) -> tuple[Interactions, dict[str, Test]]:
+    data = load(Path(path))
+    return data, {part: data.test(part) for part in ("validation", "test")}
+
+
+def _trained(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Model:
+    method = case["method"]
+    model = _until_cut(case, data, mapped)
+    if method == "narrowed":
+        model.weights = [np.ascontiguousarray(weight[:, : case["kept"]]) for weight in rotated(model.weights)]
+    elif method in _FINE or method == "rows":
+        block = case["dim"] if method == "rows" else _FINE[method]
+        model.kept = [_largest(weight, block, case["kept"]) for weight in model.weights]
+        model.weights = [weight * kept for weight, kept in zip(model.weights, model.kept, strict=True)]
+    late = {name: case[name] * case[f"late_{name}"] for name in ("lr", "l2")}
+    model.train(data, range(case["cut"], case["epochs"]), mapped=mapped, **_settings(case), **late)
+    return model
+
+
+def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Model:
+    """What is cut makes no difference before it: that state is trained once."""
+    epochs, early = range(case["cut"]), {name: case[name] for name in ("lr", "l2")}
+    own = ("method", "kept") if mapped is not None or case["method"] == "soft threshold" else ()
+    name = "-".join(str(case[key]) for key in (*own, "dim", "lr", "l2", "seed", "cut", "epochs", "batch_size"))
+    file = Path(case["states"]) / f"{name.replace('/', '')}.pickle"
+    if not file.exists():
+        rows = [data.users, data.items] if mapped is None else [1 + int(places.max()) for places in mapped]
+        model = Model(rows, data.items, case["dim"], case["seed"])
+        for epoch in epochs:
+            model.train(data, range(epoch, epoch + 1), mapped=mapped, **_settings(case), **early)
+            if case["method"] == "soft threshold":
+                _soften(model.weights, (1 - case["kept"]) * (epoch + 1) / len(epochs))
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(model))
+        part.replace(file)
+    found: Model = pickle.loads(file.read_bytes())
+    return found
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    return {"of": case["epochs"], "seed": case["seed"], "batch_size": case["batch_size"]}
+
+
+def _largest(weight: Floats, block: int, kept: float) -> npt.NDArray[np.bool_]:
+    """A mask of the fraction ``kept`` of the blocks of 1 x ``block``, those with the largest norms."""
+    norms = np.square(weight).reshape(-1, block).sum(1)
+    left = np.zeros(len(norms), np.bool_)
+    left[norms.argsort()[len(norms) - round(kept * len(norms)) :]] = True
+    return left.repeat(block).reshape(weight.shape)
+
+
+def _soften(tables: list[Floats], level: float) -> None:
+    """Move all weights toward zero, in place, by the threshold at which a fraction ``level`` of them is zero.
+
+    After PEP (Liu et al., ICLR 2021, eq. 5: sign(w) max(|w| - s, 0)), whose threshold is trained and ends anywhere;
+    this one is what the bytes allow.
+    """
+    for table in tables:
+        threshold = np.quantile(np.abs(table), level)
+        table[:] = np.sign(table) * np.maximum(np.abs(table) - threshold, 0)
+
+
+def _places(case: Case, data: Interactions) -> list[Tensor]:
+    """The rows that each user and each item looks up and adds: (ids, 1), or (ids, 2) of the double hash."""
+    found = []
+    for ids, count in ((data.user, data.users), (data.item, data.items)):
+        rows, each = int(case["kept"] * count), torch.arange(count)
+        if case["method"] == "frequency cut-off":  # the most frequent have a row each, and all others the last
+            rank = torch.empty_like(each)
+            rank[ids.bincount(minlength=count).argsort(descending=True, stable=True)] = each
+            found.append(rank.clamp(max=rows - 1)[:, None])
+        elif case["method"] == "mod hash":
+            found.append((each % rows)[:, None])
+        else:  # and Knuth's multiplicative hash (The Art of Computer Programming, vol. 3, 6.4)
+            found.append(torch.stack([each % rows, each * 2_654_435_761 % 2**32 % rows], dim=1))
+    return found
