@@ -8,6 +8,7 @@ Start with these five:
     CubicDataScheduler   raises the sparsity level during training
     MaskEnforcer         keeps removed weights at zero in every forward
 
+Before training:     plan (what a budget of bytes can hold, and which of it to use)
 Look and log:        describe, TableStats, RunLog
 Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)
 Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataScheduler, CosineDataScheduler,
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "describe": "sparsifiers.stats",
     "export": "serving.export",
     "load_served": "serving.served",
+    "plan": "planning.plan",
     "post_training_sparse_quantize": "quantization.quantize",
     "rotate": "rotation.rotate",
     "simulate": "planning.simulate",

@@ -23,6 +23,7 @@ __all__ = [
     "model_and_batches",
     "model_and_evaluate",
     "parse_block",
+    "parse_budget",
     "parse_bytes",
     "parse_count",
     "parse_level",
@@ -110,6 +111,15 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
         return checks.parse_block(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
+
+
+def parse_budget(text: str) -> int | str:
+    """Return ``512MiB`` as bytes; ``10%`` as it is, to be checked where it is used.
+
+    Raises:
+        ArgumentTypeError: not a size.
+    """
+    return text.strip() if text.strip().endswith("%") else parse_bytes(text)
 
 
 def parse_count(text: str) -> int:

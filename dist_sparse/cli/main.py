@@ -22,7 +22,7 @@ from dist_sparse.cli.arguments import (
     model_and_batches,
     model_and_evaluate,
     parse_block,
-    parse_bytes,
+    parse_budget,
     parse_count,
     parse_level,
     parse_share,
@@ -30,6 +30,9 @@ from dist_sparse.cli.arguments import (
 from dist_sparse.text import printable
 
 if TYPE_CHECKING:
+    from dist_sparse.planning.dry_run import DryRun
+    from dist_sparse.planning.plan import Plan
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["main"]
@@ -43,7 +46,7 @@ _EXAMPLES = f"""examples:
   dist-sparse launch --help                           start a training script on several processes
   dist-sparse inspect runs/latest                     the tables and the config of a run
   dist-sparse report runs/latest                      charts of a run, as one HTML file
-  dist-sparse plan model.py:trained --keep 512MiB     what does a budget prune from this model?
+  dist-sparse plan model.py:trained --budget 10%      what can a budget of bytes hold of this model?
   dist-sparse frontier model.py:measured              what is this model worth at a few sizes?
   dist-sparse serve-check served/                     is this artifact whole, and what does it take?
 
@@ -69,12 +72,14 @@ crashed or still runs is shown as far as it went. PNGs need matplotlib.
 """
 
 _PLAN = f"""examples:
-  dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8
-  dist-sparse plan my.package:model --keep 512MiB --block 1x4 --exclude 'small_*'
+  dist-sparse plan my.package:model --budget 10% --rotate user,item
+  dist-sparse plan examples/dlrm/planned.py:trained_model --budget 512KiB --cold user_x_genre
+  dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8 --block 1x4 --exclude 'small_*'
 
-FUNCTION takes no arguments and returns (model, batches); batches may be None. The model is not changed. --keep
-finds the lowest common level at which the kept weights of all tables take no more than SIZE; masks, and tables that are
-left out, are not counted.
+FUNCTION takes no arguments and returns (model, batches); batches may be None. The model is not changed. --budget shows
+the dtypes, widths and rows that fit, what they take, and which to use; --rotate and --cold say what may be done to
+which tables. --level shows which weights a sparsity level would prune, and how many lookups in the batches would read
+them; --block, --norm and --batches belong to it.
 
 {_STATUS}
 """
@@ -216,8 +221,6 @@ def _add_report(commands: Commands) -> None:
 
 def _add_plan(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.report import plan
-
         try:
             model, batches = model_and_batches(options.function)
         except EntryError as error:
@@ -225,26 +228,36 @@ def _add_plan(commands: Commands) -> None:
         if batches is not None and not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
             rule = f"returned {type(batches).__name__} for batches; must be iterable, or None"
             return _failed("plan", f"Invalid entry={options.function!r}: {rule}.")
+        chosen = {"include": options.include, "exclude": options.exclude}
+        answer: Plan | DryRun
         try:
-            answer = plan(
-                model,
-                level=options.level,
-                byte_budget=options.keep,
-                batches=None if batches is None else islice(batches, options.batches),
-                block=options.block,
-                norm=options.norm,
-                include=options.include,
-                exclude=options.exclude,
-            )
+            if options.budget is not None:
+                from dist_sparse.planning.plan import plan
+
+                answer = plan(model, options.budget, rotate=options.rotate, cold=options.cold, **chosen)
+            else:
+                from dist_sparse.planning.dry_run import dry_run
+
+                some = None if batches is None else islice(batches, options.batches)
+                how = {"block": options.block, "norm": options.norm}
+                answer = dry_run(model, level=options.level, batches=some, **how, **chosen)
         except ValueError as error:
             return _failed("plan", error)
         return _print(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
-    parser = _subcommand(commands, "plan", "computes what a level or a byte budget would prune: a dry run", _PLAN)
+    parser = _subcommand(commands, "plan", "shows what a budget of bytes can hold, or what a level would prune", _PLAN)
     parser.add_argument("function", metavar="FUNCTION", help="package.module:function or file.py:function")
     target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--budget", type=parse_budget, metavar="SIZE", help="bytes to serve, such as 10%% or 512MiB")
     target.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
-    target.add_argument("--keep", type=parse_bytes, metavar="SIZE", help="bytes to keep, such as 512MiB")
+    parser.add_argument(
+        "--rotate",
+        type=lambda names: names.split(","),
+        action="append",
+        metavar="A,B",
+        help="tables that only dot products between them read; may be repeated",
+    )
+    parser.add_argument("--cold", action="append", metavar="GLOB", help="tables of cold crossed features")
     parser.add_argument("--block", type=parse_block, default=(1, "ROW"), help="such as 1x4, row or col; default: row")
     parser.add_argument("--norm", type=str.upper, choices=("L1", "L2"), default="L2", help="default: L2")
     parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")

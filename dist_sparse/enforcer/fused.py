@@ -36,6 +36,7 @@ __all__ = [
     "places_in",
     "places_of",
     "removed_rows",
+    "summed_in",
 ]
 
 _WHOLE_WRITERS = {"ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD", "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD"}
@@ -259,6 +260,14 @@ def places_in(kernel: Any, places: Places) -> list[Place | None]:
     """Return the place of the mask of each table of a kernel."""
     views = kernel.emb_module.split_embedding_weights()
     return [places.get((view.data_ptr(), tuple(view.shape))) for view in views]
+
+
+def summed_in(kernel: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the shards of a kernel's tables, each with what its Adagrad has summed; nothing for other optimizers."""
+    batch = kernel.emb_module
+    if "ADAGRAD" in batch.optimizer.name:
+        for weight, states in zip(batch.split_embedding_weights(), batch.split_optimizer_states(), strict=True):
+            yield weight, states[0]
 
 
 def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -17,7 +17,7 @@ from dist_sparse.serving.artifact import file_bytes
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype, Table, TableBytes, size_of
 from dist_sparse.tables.shards import ROW, Rect, grid_of, resolve_block
-from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
+from dist_sparse.tables.sizes import index_bytes, narrow_width
 from dist_sparse.text import block_shape_text, percent
 
 __all__ = ["Candidate", "ServedBytes", "SizedTable", "TableShape", "dense_bytes"]
@@ -190,6 +190,7 @@ class Candidate:
     def _stored(self, table: SizedTable) -> Table:
         """The table as a manifest describes it."""
         rows, (kept, columns), block = table.shape[0], self.shape(table), self._block(table)
+        turned = self.columns < 1 and (table.name,) in self.groups
 
         def stored(values: int | None) -> Table:
             return Table(
@@ -199,7 +200,7 @@ class Candidate:
                 pooling="sum",
                 dtype=self.dtype,
                 block=block,
-                turned=table.shape[1] if self._turns(table) else None,
+                turned=table.shape[1] if turned else None,
                 values=values,
                 bytes=TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0),
             )
@@ -211,10 +212,6 @@ class Candidate:
         values = -(-numbers * BITS[self.dtype] // 8) + (-(-rows // 2) if halves else 0)
         return min(stored(None), stored(values), key=lambda each: sum(size_of(*one) for one in each.layout().values()))
 
-    def _turns(self, table: SizedTable) -> bool:
-        """Whether the outputs of the table are turned back."""
-        return self.columns < 1 and (table.name,) in self.groups
-
     def _bytes(self, table: SizedTable) -> ServedBytes:
         stored = self._stored(table)
         sizes = {name: size_of(*each) for name, each in stored.layout().items()}
@@ -223,5 +220,5 @@ class Candidate:
             scales=sizes.get("scale_bias", 0),
             index=index_bytes(stored.rows) if "kept" in sizes else 0,
             masks=sizes.get("mask", 0),
-            bases=basis_bytes(table.shape[1], stored.dim, table.dtype) if self._turns(table) else 0,
+            bases=sizes.get("rotation", 0),
         )

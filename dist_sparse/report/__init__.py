@@ -1,4 +1,4 @@
-"""What happened in a training run: log it, read it, chart it, and plan the next one.
+"""What happened in a training run: log it, read it, chart it.
 
 Names are loaded when they are first used: ``dist-sparse inspect`` needs no charts, :class:`RunLog` no page, and none of
 them matplotlib, tensorboard or torchrec.
@@ -6,9 +6,6 @@ them matplotlib, tensorboard or torchrec.
 
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-# Not loaded lazily: the module of the same name, once it is imported, would hide the function.
-from dist_sparse.report.plan import Plan, TablePlan, plan
 
 if TYPE_CHECKING:
     from dist_sparse.report.page import write_report
@@ -19,16 +16,13 @@ if TYPE_CHECKING:
     from dist_sparse.report.summary import numbers
 
 __all__ = [
-    "Plan",
     "Quality",
     "Run",
     "RunLog",
     "Sink",
-    "TablePlan",
     "TensorBoardSink",
     "WandbSink",
     "numbers",
-    "plan",
     "read_run",
     "write_report",
 ]

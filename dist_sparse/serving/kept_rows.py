@@ -7,20 +7,21 @@ that wants it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dist_sparse.groups import Parcels, group_over
-from dist_sparse.masking.masks import pack, unpack
+from dist_sparse.masking.masks import BlockMask, pack, unpack
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.sparsifiers.stats import dead_flags
 from dist_sparse.tables.shards import Rect, ShardedData
 
-__all__ = ["kept_rows", "move_rows"]
+__all__ = ["gather_rows", "kept_rows", "move_rows"]
 
 _SPAN = 4096
 """Rows that are counted together to cut a table into chunks."""
@@ -46,22 +47,44 @@ def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
     located = packed.current("kept_rows()")
     kept: dict[str, Tensor] = {}
     for ranks, names in packed.groups.items():
-        group, tables = group_over(ranks), [located[name] for name in names]
-        held = {data.name: dict(zip(data.tiling[group.rank], packed.masks(data.name), strict=True)) for data in tables}
-        mine = [pack(~dead_flags(held[data.name][rect])) for data, rect in _owned(tables, group.rank)]
-        sizes = [sum(-(-rect.rows // 8) for _, rect in _owned(tables, rank)) for rank in range(group.size)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
-        gathered = group.all_gather(padded)
-        kept |= {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
-        for rank in range(group.size):
-            start = 0
-            for data, rect in _owned(tables, rank):
-                stop = start + -(-rect.rows // 8)
-                kept[data.name][rect.row : rect.row_end] |= unpack(gathered[rank, start:stop], rect.rows)
-                start = stop
+        tables, rank = [located[name] for name in names], group_over(ranks).rank
+        held = {data.name: dict(zip(data.tiling[rank], packed.masks(data.name), strict=True)) for data in tables}
+        kept |= gather_rows(tables, partial(_kept, held))
     kept |= {name: (as_matrix(dense.mask(name)) != 0).any(1).cpu() for name in dense.names}
     return {name: kept[name] for name in sparsifier.data_groups}
+
+
+def _kept(held: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
+    return ~dead_flags(held[data.name][rect])
+
+
+def gather_rows(
+    tables: Sequence[ShardedData],
+    flags: Callable[[ShardedData, Rect], Tensor],
+    held: Callable[[ShardedData, int], Sequence[Rect]] = ShardedData.owned,
+) -> dict[str, Tensor]:
+    """Return which rows of each table any shard flags: bool ``(rows,)`` on the CPU, the same on every rank. Collective
+    over the ranks of the tables, which must be the same: one all-gather of one bit a row and shard.
+
+    Args:
+        flags: of the rows of a shard of this rank, bool ``(rect.rows,)``.
+        held: the shards of a group rank that are asked; of several replicas the first by default.
+    """
+    group = group_over(tables[0].ranks)
+    of = [[(data, rect) for data in tables for rect in held(data, rank)] for rank in range(group.size)]
+    mine = [pack(flags(data, rect)) for data, rect in of[group.rank]]
+    sizes = [sum(-(-rect.rows // 8) for _, rect in each) for each in of]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
+    gathered = group.all_gather(padded)
+    found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
+    for rank, each in enumerate(of):
+        start = 0
+        for data, rect in each:
+            stop = start + -(-rect.rows // 8)
+            found[data.name][rect.row : rect.row_end] |= unpack(gathered[rank, start:stop], rect.rows)
+            start = stop
+    return found
 
 
 def move_rows(
@@ -196,10 +219,3 @@ def _check(source: ShardedData, kept: Tensor, wanted: Sequence[Sequence[Rect]], 
                 f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the table is cut into the "
                 f"columns {sorted(spans)} (first, count): the state of other columns can't be derived from theirs."
             )
-
-
-def _owned(tables: Sequence[ShardedData], rank: int) -> Iterator[tuple[ShardedData, Rect]]:
-    """Yield the shards that a rank owns, table by table."""
-    for data in tables:
-        for rect in data.owned(rank):
-            yield data, rect

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 __all__ = ["basis_bytes", "index_bytes", "mask_bytes", "narrow_width"]
 
 
@@ -31,6 +29,6 @@ def narrow_width(kept: int, columns: int) -> int:
     return min(columns, max(4, -(-kept // 4) * 4))
 
 
-def basis_bytes(columns: int, width: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the basis that turns the output of a table of ``width`` of its ``columns`` back."""
-    return columns * width * (8 if dtype == torch.float64 else 4)
+def basis_bytes(columns: int, width: int) -> int:
+    """Return the bytes of the float32 matrix that turns ``width`` rotated columns back into ``columns``."""
+    return 4 * columns * width

@@ -1,16 +1,19 @@
 """Bytes to levels: how much of each table is removed so that all tables together take no more than a budget.
 
-A budget counts what is served: the kept weights, what finds them (0.25 byte for each original row, or a bit for each
-other block), and the tables that stay dense.
+A budget counts what is served in the dtype of training, as :class:`~dist_sparse.planning.candidates.Candidate` does:
+the kept weights, what finds them, what turns rotated tables back, and the tables that stay dense.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from dist_sparse import checks
-from dist_sparse.tables.shards import ROW, Rect, ShardedData, grid_of, resolve_block
+from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, resolve_block
+from dist_sparse.tables.sizes import basis_bytes, index_bytes, mask_bytes, narrow_width
 
 __all__ = ["Budget", "budget_levels", "parse_budget"]
 
@@ -48,6 +51,7 @@ def budget_levels(
     block: tuple[int | str, int | str],
     floors: Mapping[str, float],
     together: bool,
+    rotate: Rotate | None = None,
 ) -> dict[str, float]:
     """Return the lowest common level of the tables that are pruned, by name, each a whole number of blocks.
 
@@ -57,6 +61,7 @@ def budget_levels(
         block: as in a configuration.
         floors: by name the least fraction that a table keeps.
         together: blocks are removed wherever scores are smallest, so that a table's level need not keep its floor.
+        rotate: as in :func:`~dist_sparse.rotate`: columns of rotated tables are removed for good.
 
     Raises:
         ValueError: the budget is less than can be reached, or holds all tables as they are; or blocks do not divide a
@@ -68,37 +73,45 @@ def budget_levels(
         if any(size % side for size, side in zip(data.shape, shapes[name], strict=True)):
             raise ValueError(f"Table {name!r}: a budget needs blocks that divide {data.shape}; {shapes[name]} do not.")
     blocks = {name: grid_of(Rect(0, 0, *data.shape), shapes[name]).blocks for name, data in pruned.items()}
-    prices = {name: math.prod(shapes[name]) * data.dtype.itemsize for name, data in pruned.items()}
     most = {name: n - max(math.ceil(floors.get(name, 0.0) * n - 1e-9), min(n, 1)) for name, n in blocks.items()}
     dense = sum(_bytes(data) for data in located if data.name in left_dense)
     total = sum(map(_bytes, located))
-    index = sum(_index(data, block, blocks[name]) for name, data in pruned.items())
     room = round(budget * total) if isinstance(budget, float) else budget
     if room >= total:
         raise ValueError(f"Invalid budget of {room} bytes: all tables take {total}, so that nothing would be removed.")
-    need = total + index - room
-    least = total + index - sum(most[name] * prices[name] for name in blocks)
-    if room < least:
+
+    def served(removed: Mapping[str, int]) -> int:
+        kept = ((pruned[name], shapes[name], blocks[name] - count) for name, count in removed.items())
+        return dense + sum(_served(*each, rotate) for each in kept)
+
+    def removed(step: int) -> dict[str, int]:
+        counts = {name: math.ceil(step / _STEPS * n) for name, n in blocks.items()}
+        return counts if together else {name: min(count, most[name]) for name, count in counts.items()}
+
+    if room < (least := served(most)):
         raise ValueError(
             f"Invalid budget of {room} bytes: {least} are the least. Tables that are left dense take {dense} of them, "
-            f"{index} find what is kept, and of each other table its floor or one block stays."
+            "and of each other table its floor or one block stays."
         )
-    fixed: dict[str, int] = {}
-    while True:
-        free = [name for name in blocks if name not in fixed]
-        rest = need - sum(count * prices[name] for name, count in fixed.items())
-        level = rest / sum(blocks[name] * prices[name] for name in free)
-        counts = {name: math.ceil(level * blocks[name] - 1e-9) for name in free}
-        full = {name: most[name] for name in free if counts[name] > most[name]}
-        if together or not full:
-            return {name: count / max(blocks[name], 1) for name, count in (counts | fixed).items()}
-        fixed |= full
+    lowest = bisect_left(range(_STEPS), True, key=lambda step: served(removed(step)) <= room)
+    return {name: count / max(blocks[name], 1) for name, count in removed(lowest).items()}
+
+
+_STEPS = 2**53
+"""Levels that are tried are multiples of one part in so many: float64 holds them exactly."""
 
 
 def _bytes(data: ShardedData) -> int:
-    return data.shape[0] * data.shape[1] * data.dtype.itemsize
+    return math.prod(data.shape) * data.dtype.itemsize
 
 
-def _index(data: ShardedData, block: tuple[int | str, int | str], blocks: int) -> int:
-    """Bytes that find what is kept of a table: of rows a bit each and a count for each 32."""
-    return 8 * -(-data.shape[0] // 32) if block == (1, ROW) else -(-blocks // 8)
+def _served(data: ShardedData, block: Block, kept: int, rotate: Rotate | None) -> int:
+    """Bytes of a table that keeps so many blocks."""
+    (rows, columns), itemsize = data.shape, data.dtype.itemsize
+    groups = () if rotate is None or isinstance(rotate, str) else rotate
+    if rotate == "table" or any(data.name in group for group in groups):
+        width = narrow_width(kept * block[1], columns)
+        alone = not any(len(group) > 1 for group in groups if data.name in group)
+        return rows * width * itemsize + (basis_bytes(columns, width) if alone else 0)
+    finding = index_bytes(rows) if block[1] >= columns else mask_bytes(rows, columns, block[1])
+    return kept * math.prod(block) * itemsize + finding

@@ -15,6 +15,7 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.optimizers import same_storage
+from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.schedulers.ready import (
     ConstantDataScheduler,
@@ -171,7 +172,9 @@ def left_dense(model: nn.Module, located: Sequence[ShardedData], plan: Plan) -> 
     return reasons
 
 
-def final_levels(plan: Plan, located: Sequence[ShardedData], left_dense: Mapping[str, str]) -> float | dict[str, float]:
+def final_levels(
+    plan: Plan, located: Sequence[ShardedData], left_dense: Mapping[str, str], rotate: Rotate | None = None
+) -> float | dict[str, float]:
     """Return the final level by escaped name, or one number where all tables have the same.
 
     Levels below 1 are capped so that one block of each table stays.
@@ -181,7 +184,7 @@ def final_levels(plan: Plan, located: Sequence[ShardedData], left_dense: Mapping
     """
     if plan.budget is not None:
         floors = table_floors(plan, located, left_dense)
-        finals = budget_levels(plan.budget, located, left_dense, plan.block, floors, plan.scope == "global")
+        finals = budget_levels(plan.budget, located, left_dense, plan.block, floors, plan.scope == "global", rotate)
         return {glob.escape(name): level for name, level in finals.items()}
     assert plan.level is not None
     blocks = {data.name: _blocks(data, plan.block) for data in located}

@@ -303,8 +303,8 @@ def sparsify(
         level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table names and fully
             qualified names; of several that match, the last counts. Tables that none matches stay at 0.
         budget: instead of ``level`` what the tables may take in the end: bytes, or a share of them as text, ``"20%"``.
-            Counted are kept weights, 0.25 byte for each original row (or a bit for each other block) that finds them,
-            and tables that are left dense. All tables have one level then, which rises as any level does.
+            Counted is what is served, as in :func:`~dist_sparse.plan`, in the dtype of training. All tables have one
+            level then, which rises as any level does.
         scope: ``"table"``, or ``"global"``: the bytes that the levels make together are removed wherever scores are
             smallest, see :class:`~dist_sparse.ScoreSparsifier`.
         floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
@@ -375,7 +375,7 @@ def sparsify(
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
         unpruned = left_dense(model, located, plan)
-        final = final_levels(plan, located, unpruned)
+        final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"
         )

@@ -53,9 +53,9 @@ WRONG = [
     ["inspect"],
     ["doctor", "more"],
     ["plan", "file.py:function"],
-    ["plan", "file.py:function", "--level", "0.5", "--keep", "5"],
+    ["plan", "file.py:function", "--level", "0.5", "--budget", "5"],
     ["plan", "file.py:function", "--level", "1.5"],
-    ["plan", "file.py:function", "--keep", "5 apples"],
+    ["plan", "file.py:function", "--budget", "5 apples"],
     ["plan", "file.py:function", "--level", "1", "--block", "4"],
     ["plan", "file.py:function", "--level", "1", "--block", "0x4"],
     ["plan", "file.py:function", "--level", "1", "--batches", "0"],
@@ -119,15 +119,25 @@ def test_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{model}:two", "--level", "0.8", "--batches", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("sparsity level 0.8, blocks row, L2; a dry run") and "lookups in 2 batches" in out
-    words = ["--keep", "3 KiB", "--block", "1x4", "--norm", "L1", "--exclude", "it*", "--json"]
+    words = ["--level", "0.25", "--block", "1x4", "--norm", "L1", "--exclude", "it*", "--json"]
     assert main(["plan", f"{model}:two", *words]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (
-        said["byte_budget"] == 3072 and said["kept_bytes"] <= 3072 and (said["norm"], said["block"]) == ("L1", [1, 4])
-    )
+    assert said["kept_bytes"] == 2400 and (said["norm"], said["block"]) == ("L1", [1, 4])
     assert [(table["name"], table["lookups"]) for table in said["tables"]] == [("user", 300)]
     assert main(["plan", f"{model}:no_batches", "--level", "0.8", "--include", "user", "--include", "item"]) == 0
     assert "lookups" not in capsys.readouterr().out
+
+
+def test_plan_of_a_budget(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{model}:no_batches", "--budget", "40%"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("budget 1.88 KiB, 40.0% of 4.69 KiB in 2 tables") and out.endswith(
+        '1. export(dtype="int8")\n'
+    )
+    words = ["--budget", "1 KiB", "--rotate", "user,item", "--cold", "us*", "--json"]
+    assert main(["plan", f"{model}:no_batches", *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["budget"] == 1024 and said["recommended"][0]["candidate"]["groups"] == [["user", "item"]]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +178,7 @@ def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
         (["plan", "one", "--level", "0"], "must be package.module:function or file.py:function."),
         (["plan", ".near:one", "--level", "0"], "must be package.module:function or file.py:function."),
         (["plan", "{model}:two", "--level", "0", "--include", "x"], "Invalid include pattern 'x'"),
+        (["plan", "{model}:two", "--budget", "101%"], "Invalid budget='101%'"),
         (["plan", "{model}:driving", "--level", "0", "--include", "x"], "none of the tables a\\x1b[2J ("),
         (["plan", "{model}:three_things", "--level", "0"], "returned a tuple of 3; must return (model, batches)."),
         (["inspect", "{model}"], "holds no run: there is no run.json, which RunLog writes."),

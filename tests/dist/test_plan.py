@@ -1,4 +1,4 @@
-"""A dry run is the same on every sharding, and an error on one rank is one on all."""
+"""A plan is the same on every sharding, rows that training has never touched included."""
 
 from __future__ import annotations
 
@@ -7,85 +7,38 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
 
-from dist_sparse import ROW
-from dist_sparse.report.plan import Plan, plan
-from tests.dist.cells import Cell, batch, build, cells, gathered
-from tests.dist.kinds import some_cells
+from dist_sparse import plan
+from tests.dist.cells import batch, build, cells, gathered
 from tests.dist.plugin import on_ranks
 
 WORLD = 2
 
 
-def _numbers(answer: Plan) -> Any:
-    """What does not depend on the sharding."""
-    stats = ("name", "shape", "dtype", "target", "blocks", "removed_blocks", "table_bytes", "kept_bytes")
-    tables = [
-        [getattr(table.stats, field) for field in stats] + [table.lookups, table.dead_lookups, table.removed_reads]
-        for table in answer.tables
-    ]
-    return answer.level, sorted(tables)
-
-
 @on_ranks(WORLD)
-@pytest.mark.parametrize("name", [*some_cells(WORLD), "row_wise", "table_wise", "column_wise_uneven"])
-def test_every_sharding_gives_the_plan_of_one_process(name: str) -> None:
+@pytest.mark.parametrize("name", ["mixed", "column_wise_uneven"])
+def test_untouched_rows(name: str) -> None:
     cell = cells(WORLD)[name]
     model, rank = build(cell), dist.get_rank()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)  # of the replicated table; it lists the fused ones too
+    assert plan(model, "20%", optimizer=optimizer).untouched == {table.name: table.rows for table in cell.tables}
     before = gathered(model)
-    alone = nn.ModuleDict({name: nn.Embedding.from_pretrained(full.clone()) for name, full in before.items()})
-    # Not the same number of batches on all ranks, and none on the last.
-    seeds = [[0, 1, 2], []]
-    mine = [batch(cell, seed=seed) for seed in seeds[rank]]
-    everyone = [_by_table(cell, batch(cell, seed=seed)) for some in seeds for seed in some]
-    for question in ({"level": 0.6}, {"level": 0.5, "block": (1, 4)}, {"byte_budget": 2000, "block": (3, ROW)}):
-        answer = plan(model, batches=mine, **question)  # type: ignore[arg-type]
-        told: list[Any] = [None] * WORLD
-        dist.all_gather_object(told, _numbers(answer))
-        assert answer.batches == 3
-        # Every rank has the whole of this model to itself, and all batches.
-        wanted = _numbers(plan(alone, batches=everyone, **question))  # type: ignore[arg-type]
-        assert told == [wanted] * WORLD, f"{question}: {told}, wanted {wanted}"
-    for name, full in gathered(model).items():
-        torch.testing.assert_close(full, before[name], rtol=0, atol=0)
-
-
-def _by_table(cell: Cell, keyed: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """The ids of a batch for a model whose tables have no features."""
-    return {table.name: torch.cat([keyed[feature].values() for feature in table.features]) for table in cell.tables}
+    model(batch(cell, seed=rank)).sum().backward()
+    optimizer.step()
+    after = gathered(model)
+    same = {table.name: int((before[table.name] == after[table.name]).all(1).sum()) for table in cell.tables}
+    answer = plan(model, "20%", optimizer=optimizer, cold="user")
+    told: list[Any] = [None] * WORLD
+    dist.all_gather_object(told, answer)
+    assert told == [answer] * WORLD and answer.untouched == same and 0 < same["user"] < 37
+    known = plan(model, "20%").untouched
+    assert known == {name: rows for name, rows in same.items() if name != "tiny" or cell.name != "mixed"}
 
 
 @on_ranks(WORLD)
 def test_errors() -> None:
-    cell = cells(WORLD)["mixed"]
-    model, rank = build(cell), dist.get_rank()
-    good = [batch(cell)]
-    for arguments, message in (
-        ({"level": 0.5 + rank / 10}, "level is 0.6 on rank 1 and 0.5 on rank 0"),
-        ({"level": 2.0 if rank else 0.5}, "rank 1: ValueError: Invalid level=2.0"),
-        ({"level": 0.5, "batches": good if rank else None}, "batches is True on rank 1 and False on rank 0"),
-        ({"level": 0.5, "batches": [3] if rank else good}, "rank 1: ValueError: Batch 1, of type int"),
-        ({"level": 0.5, "batches": None, "exclude": "user" if rank else None}, "table 'user'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plan(model, **arguments)  # type: ignore[arg-type]
-    with torch.no_grad():
-        # Only rank 1 holds this one.
-        for data in _located(model)["word"].shards:
-            data.tensor[0, 0] = torch.inf
-    with pytest.raises(ValueError, match=r"preview\(\) was refused on every rank.*rank 1: .*Table 'word'"):
-        plan(model, level=0.5)
-    for data in _located(model)["word"].shards:
-        data.tensor[0, 0] = 1.0
-    if rank:
-        _located(model)["tiny"].shards[0].tensor[1, 1] += 1
-    with pytest.raises(ValueError, match=r"Replicas have drifted.*tiny"):
-        plan(model, level=0.5)
-
-
-def _located(model: Any) -> dict[str, Any]:
-    from dist_sparse.tables.modules import model_source
-
-    return {data.name: data for data in model_source(model).locate()}
+    model, rank = build(cells(WORLD)["mixed"]), dist.get_rank()
+    with pytest.raises(ValueError, match=r"budget, rotate, cold is .*0\.2.* on rank 1 and .*0\.1"):
+        plan(model, "20%" if rank else "10%")
+    with pytest.raises(ValueError, match="rank 1: ValueError: Invalid cold: 'x'"):
+        plan(model, "20%", cold="x" if rank else None)

@@ -25,11 +25,6 @@ def test_names_need_no_optional_dependency() -> None:
     assert set(dist_sparse.report.__all__) <= set(dir(dist_sparse.report))
 
 
-def test_plan_is_the_function_whatever_was_imported_before() -> None:
-    loaded("import dist_sparse.report.plan\nfrom dist_sparse.report import plan\nassert plan.__name__ == 'plan'")
-    loaded("from dist_sparse.report import plan\nfrom dist_sparse.report.plan import plan as same\nassert plan is same")
-
-
 def test_reading_a_run_loads_neither_charts_nor_enforcers() -> None:
     within = loaded("from dist_sparse.report import read_run\nfrom dist_sparse.report.summary import inspect_text")
     assert not within & {"dist_sparse.report.charts", "dist_sparse.report.run_log", "dist_sparse.enforcer"}

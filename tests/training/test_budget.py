@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import ROW
+from dist_sparse import COL, ROW
+from dist_sparse.planning.candidates import Candidate
 from dist_sparse.tables.modules import model_source
 from dist_sparse.training.budget import budget_levels, parse_budget
 
@@ -27,7 +28,7 @@ def kept(budget: Any, block: Any = (1, ROW), dense: Any = (), floors: Any = None
 def test_counts_weights_index_and_dense_tables() -> None:
     assert kept("50%", dense=["b"]) == [(25856 - 512 - 800) // 16], "of 51,200 + 512 bytes"
     assert kept(25856, dense=["b"]) == kept("50%", dense=["b"])
-    assert kept(10_000, block=(2, 4), dense=["b"]) == [(10_000 - 512 - 200) // 32], "a bit for each block"
+    assert kept(10_000, block=(2, 4), dense=["b"]) == [(10_000 - 512 - 800) // 32], "rows, two and two"
     both = kept("20%")
     assert both[0] * 16 + both[1] * 8 + 800 + 16 <= 10342 < both[0] * 16 + both[1] * 8 + 800 + 16 + 16 + 8
 
@@ -35,6 +36,28 @@ def test_counts_weights_index_and_dense_tables() -> None:
 def test_what_a_floor_keeps_others_lose() -> None:
     assert kept("20%", floors={"b": 0.75}) == [(10342 - 48 * 8 - 816) // 16, 48]
     assert kept("20%", floors={"b": 0.75}, together=True) == kept("20%")
+
+
+@pytest.mark.parametrize("budget", ["60%", "21%"])
+@pytest.mark.parametrize(
+    ("block", "rotate"),
+    [((1, ROW), None), ((1, 4), None), ((COL, 1), [["a", "b"]]), ((COL, 1), "table")],
+    ids=["row", "1x4", "groups", "table"],
+)
+def test_plans_count_the_same(budget: str, block: Any, rotate: Any) -> None:
+    """And a block more of each table is too much."""
+    tables = model_source(nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})).locate()
+    levels = budget_levels(parse_budget(budget), tables, {}, block, {}, False, rotate)
+    groups = () if rotate is None else (("a",), ("b",)) if rotate == "table" else rotate
+    step = {(1, ROW): 1 / 100, (1, 4): 1 / 600, (COL, 1): 4 / 24}[block]
+
+    def served(more: float) -> int:
+        least = {name: max(level - more, 0.0) for name, level in levels.items()}
+        if groups:
+            return Candidate(columns=1 - least["a"], groups=groups).served_bytes(tables).total
+        return Candidate(levels=least, block=block).served_bytes(tables).total
+
+    assert served(0.0) <= round(parse_budget(budget) * 430 * 24 * 4) < served(step)
 
 
 def test_the_least_and_the_most() -> None:

@@ -1,0 +1,222 @@
+"""`plan()`: what a budget of bytes can hold, and which of it to use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from dist_sparse import checks
+from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.planning.candidates import Candidate, SizedTable, TableShape, dense_bytes
+from dist_sparse.planning.choices import Choice, Choices
+from dist_sparse.planning.rules import recommend
+from dist_sparse.planning.traffic import untouched_rows
+from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.tables.modules import model_source
+from dist_sparse.text import count, number_of, percent, printable, size, table_lines
+from dist_sparse.training.budget import parse_budget
+
+__all__ = ["Plan", "plan"]
+
+_KINDS = {
+    "full": "all columns",
+    "small": "smaller dense table",
+    "columns": "rotated columns removed",
+    "rows": "rows removed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a budget can hold. ``print()`` shows the candidates, their bytes, and which to use.
+
+    Args:
+        budget: bytes.
+        tables: names, shapes and dtypes of the tables, in the order of the model.
+        untouched: by table, how many rows training has never touched; tables of which that is unknown are missing.
+        choices: the candidates; those of all columns are listed whether or not they fit.
+        recommended: those to use, the likeliest first; several are to be measured. Empty if nothing fits, or if the
+            tables fit as they are.
+        why: what the recommendation rests on.
+    """
+
+    budget: int
+    tables: tuple[TableShape, ...]
+    untouched: Mapping[str, int]
+    choices: tuple[Choice, ...]
+    recommended: tuple[Choice, ...]
+    why: str
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the tables as they are trained."""
+        return dense_bytes(self.tables)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-able values, sizes in bytes."""
+        return {
+            "budget": self.budget,
+            "dense_bytes": self.dense_bytes,
+            "tables": [{"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype)} for t in self.tables],
+            "untouched": dict(self.untouched),
+            "choices": [_json(choice) for choice in self.choices],
+            "recommended": [_json(choice) for choice in self.recommended],
+            "why": self.why,
+        }
+
+    def __str__(self) -> str:
+        head = ("use", "what", "dtype", "columns", "rows", "served", "", "weights", "scales", "index", "bases")
+        rows = [self._cells(choice) for choice in self.choices]
+        budget = f"{size(self.budget)}, {percent(self.budget / self.dense_bytes)}"
+        lines = [f"budget {budget} of {size(self.dense_bytes)} in {number_of(len(self.tables), 'table')}", ""]
+        lines += table_lines(head, rows, right=range(3, len(head)))
+        lines += ["", *self._never(), self.why]
+        lines += [f"{place}. {_calls(choice, self.tables)}" for place, choice in enumerate(self.recommended, start=1)]
+        return "\n".join(lines)
+
+    def _cells(self, choice: Choice) -> list[str]:
+        use = "no" if not choice.fits else ""
+        if choice in self.recommended:
+            use = f"{self.recommended.index(choice) + 1}."
+        shapes = [choice.candidate.shape(table) for table in self.tables]
+        widths = sorted({columns for _, columns in shapes})
+        columns = str(widths[0]) if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"
+        served = choice.served
+        share = percent(served.total / self.dense_bytes)
+        sizes = [size(served.total), share, *map(size, (served.weights, served.scales, served.index, served.bases))]
+        kept = count(sum(rows for rows, _ in shapes))
+        return [use, _KINDS[choice.kind], choice.candidate.dtype, columns, kept, *sizes]
+
+    def _never(self) -> list[str]:
+        rows = {table.name: table.shape[0] for table in self.tables}
+        each = [
+            f"{count(never)} of {count(rows[name])} rows of {printable(name)}"
+            for name, never in self.untouched.items()
+            if never
+        ]
+        return [f"Never looked up in training: {', '.join(each)}. Removing them is lossless.", ""] if each else []
+
+
+def plan(
+    model: nn.Module | Mapping[str, tuple[int, int]],
+    budget: int | str,
+    *,
+    rotate: Rotate | None = None,
+    cold: str | list[str] | None = None,
+    optimizer: Any = None,
+    include: str | list[str] | None = None,
+    exclude: str | list[str] | None = None,
+) -> Plan:
+    """Return what a budget of bytes can hold of a model's tables, and which of it to use; change nothing. Collective:
+    every rank of the world must call it.
+
+    Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and with removed rows:
+    those that training has never touched, which is lossless, and those of ``cold`` tables. Counted are weights, scales,
+    what finds kept rows, and what turns rotated tables back: the bytes that a server holds. No weights are read, and no
+    quality is predicted: what is recommended follows rules that were measured on other models.
+
+    Args:
+        model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
+        budget: bytes, or a share of the tables' bytes as text, ``"10%"``.
+        rotate: what may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups of tables that nothing but
+            dot products between them reads, or ``"table"``.
+        cold: globs of tables of cold crossed features, which may lose rows that training has touched.
+        optimizer: that steps tables itself, or a sequence of several; if it is an Adagrad, rows that training has never
+            touched are known, as they are of fused tables with Adagrad.
+        include, exclude: globs over tables, as for ``add_model``; what is excluded is not counted.
+
+    Raises:
+        ValueError: an argument is invalid, or differs between ranks; on every rank.
+
+    Example::
+
+        >>> from dist_sparse import plan
+        >>> tables = {"user": (100_000, 64), "item": (50_000, 64)}
+        >>> answer = plan(tables, "10%", rotate=[["user", "item"]])
+        >>> [str(choice.candidate) for choice in answer.recommended]
+        ['int8, 31.2% of the columns, rotated', 'int4, 62.5% of the columns, rotated']
+        >>> answer.recommended[0].served.total, answer.budget
+        (3600000, 3840000)
+        >>> [str(choice.candidate) for choice in plan(tables, "30%").recommended]
+        ['int8']
+    """
+    world = group_over(world_ranks())
+    with world.agreeing("plan()") as facts:
+        share = parse_budget(budget)
+        if isinstance(model, nn.Module):
+            located = model_source(model, include=include, exclude=exclude).locate()
+        elif include is not None or exclude is not None or optimizer is not None:
+            raise ValueError("Invalid include, exclude or optimizer: they are for models, not for shapes of tables.")
+        else:
+            located = []
+        tables = tuple(TableShape(each.name, each.shape, each.dtype) for each in located or _shapes(model))
+        groups, names = _groups(rotate, tables), _cold(cold, tables)
+        facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
+        facts["budget, rotate, cold"] = [share, groups, names]
+    untouched = untouched_rows(model, located, optimizer) if isinstance(model, nn.Module) else {}
+    room = math.floor(share * dense_bytes(tables)) if isinstance(share, float) else share
+    choices = Choices(tables=tables, budget=room, groups=groups, cold=names, untouched=untouched)
+    found = tuple(choices.all())
+    recommended, why = recommend(choices, found)
+    return Plan(budget=room, tables=tables, untouched=untouched, choices=found, recommended=recommended, why=why)
+
+
+def _shapes(tables: Any) -> list[TableShape]:
+    if not isinstance(tables, Mapping) or not tables:
+        raise ValueError(f"Invalid model of type {type(tables).__name__}: must be a module, or shapes by table.")
+    found = []
+    for name, shape in tables.items():
+        if not isinstance(shape, Sequence) or len(shape) != 2:
+            raise ValueError(f"Invalid shape {shape!r} of {name!r}: must be (rows, columns).")
+        rows, columns = (checks.integer(f"shape of {name!r}", side, least=1) for side in shape)
+        found.append(TableShape(str(name), (rows, columns)))
+    return found
+
+
+def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...], ...]:
+    """The groups of ``rotate``, of tables that are there."""
+    if rotate is None or rotate == "table":
+        return () if rotate is None else tuple((table.name,) for table in tables)
+    groups = Candidate(groups=tuple(rotate)).groups
+    columns = {table.name: table.shape[1] for table in tables}
+    for group in groups:
+        if unknown := [name for name in group if name not in columns]:
+            raise ValueError(f"Invalid {rotate=}: {unknown} are none of the tables {list(columns)}.")
+        if len({columns[name] for name in group}) > 1:
+            raise ValueError(f"Invalid {rotate=}: {list(group)} have {[columns[name] for name in group]} columns.")
+    return groups
+
+
+def _cold(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
+    """The names that the globs match."""
+    patterns = checks.name_list("cold", globs)
+    for pattern in patterns:
+        if not any(fnmatchcase(table.name, pattern) for table in tables):
+            raise ValueError(f"Invalid cold: {pattern!r} matches none of {[table.name for table in tables]}.")
+    return tuple(t.name for t in tables if any(fnmatchcase(t.name, pattern) for pattern in patterns))
+
+
+def _json(choice: Choice) -> dict[str, Any]:
+    served = asdict(choice.served) | {"total": choice.served.total}
+    return {"kind": choice.kind, "candidate": asdict(choice.candidate), "served": served, "fits": choice.fits}
+
+
+def _calls(choice: Choice, tables: Sequence[SizedTable]) -> str:
+    """The calls that make a candidate."""
+    candidate, calls = choice.candidate, []
+    if candidate.columns < 1 and candidate.groups:
+        groups = [list(group) for group in candidate.groups]
+        level = f"{1 - candidate.columns:.6g}"
+        calls.append(f'sparsify(level={level}, block="col", schedule="one_shot", rotate={groups}), compact()')
+    elif candidate.columns < 1:
+        widths = [candidate.shape(table)[1] for table in tables]
+        calls.append(f"embedding_dim={', '.join(map(str, dict.fromkeys(widths)))}")
+    if candidate.levels:
+        levels = {name: round(level, 9) for name, level in candidate.levels.items()}
+        calls.append(f'sparsify(level={levels}, block="row")')
+    return ", ".join([*calls, f'export(dtype="{candidate.dtype}")'])

@@ -1,0 +1,161 @@
+"""Plans: what fits a budget, which of it is recommended, and what is known of traffic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_sparse import plan, sparsify
+from dist_sparse.planning.candidates import Candidate, TableShape, dense_bytes
+from dist_sparse.planning.plan import Plan
+
+TOWERS = {"user": (30_000, 64), "item": (40_000, 64)}
+CROSSED = TOWERS | {"cross": (500_000, 64)}
+GROUPS: Any = [["user", "item"]]
+
+
+def used(answer: Plan) -> list[tuple[str, str, int]]:
+    """Kind, dtype and columns of the first table of what is recommended."""
+    return [(c.kind, c.candidate.dtype, c.candidate.shape(answer.tables[0])[1]) for c in answer.recommended]
+
+
+@pytest.mark.parametrize(
+    ("budget", "towers", "others"),
+    [
+        ("100%", [], []),
+        ("50%", [("full", "int8", 64)], [("full", "int8", 64)]),
+        ("27%", [("full", "int8", 64)], [("full", "int8", 64)]),
+        ("20%", [("full", "int4", 64), ("columns", "int8", 44)], [("full", "int4", 64), ("small", "int8", 44)]),
+        ("9.4%", [("columns", "int8", 20), ("columns", "int4", 40)], [("small", "int8", 20), ("small", "int4", 40)]),
+        ("4.7%", [("columns", "int8", 8), ("columns", "int4", 16)], [("small", "int8", 8), ("small", "int4", 16)]),
+        ("1%", [], []),
+    ],
+)
+def test_the_measured_rules(budget: str, towers: Any, others: Any) -> None:
+    """Those of a table of 64 columns, for two towers and for models that may read their tables otherwise."""
+    assert used(plan(TOWERS, budget, rotate=GROUPS)) == towers
+    assert used(plan(TOWERS, budget)) == others
+    turned = plan(TOWERS, budget, rotate="table")
+    assert used(turned) == others, "no gain was measured"
+    assert ("turned back" in turned.why) == (budget in ("9.4%", "4.7%"))
+
+
+def test_what_fits_is_the_most_that_fits() -> None:
+    for budget in ("20%", "9.4%", "3%"):
+        answer = plan(CROSSED, budget, rotate=[list(CROSSED)], cold="cr*")
+        assert {choice.fits for choice in answer.choices} == {True, False}
+        for choice in answer.choices:
+            assert choice.fits == (choice.served.total <= answer.budget)
+            if choice.kind in ("small", "columns"):
+                more = replace(choice.candidate, columns=choice.candidate.columns + 4 / 64)
+            elif choice.kind == "rows":
+                more = replace(choice.candidate, levels={"cross": choice.candidate.levels["cross"] - 2 / 500_000})
+            else:
+                continue
+            assert more.served_bytes(answer.tables).total > answer.budget
+
+
+def test_rows_of_cold_tables_below_5_percent() -> None:
+    assert all(choice.kind != "rows" for choice in plan(CROSSED, "3%").choices)
+    below = plan(CROSSED, "3%", cold="cross")
+    assert used(below) == [("small", "int4", 4), ("rows", "int8", 4), ("rows", "int8", 8)]
+    assert [list(choice.candidate.levels) for choice in below.recommended] == [[], ["cross"], ["cross"]]
+    assert "rows" not in {kind for kind, *_ in used(plan(CROSSED, "6%", cold="cross"))}
+
+
+def test_nothing_fits() -> None:
+    answer = plan(TOWERS, 1000)
+    assert answer.recommended == () and answer.why == "Nothing fits: the least is 410 KiB."
+    assert plan(TOWERS, 420_000).recommended
+
+
+class Crossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.user, self.cross = nn.EmbeddingBag(50, 16), nn.EmbeddingBag(1000, 16)
+
+
+def trained(optimizer: Any) -> tuple[Crossed, torch.optim.Optimizer]:
+    """Every user, and every fourth crossed row, has had gradients."""
+    model = Crossed()
+    stepping = optimizer(model.parameters(), lr=0.1)
+    for _ in range(2):
+        (model.user(torch.arange(50)[None]).sum() + model.cross(torch.arange(0, 1000, 4)[None]).sum()).backward()
+        stepping.step()
+    return model, stepping
+
+
+def test_rows_that_training_has_never_touched() -> None:
+    model, optimizer = trained(torch.optim.Adagrad)
+    answer = plan(model, "10%", optimizer=optimizer)
+    assert answer.untouched == {"user": 0, "cross": 750}
+    assert used(answer) == [("full", "int8", 16)], "9.3%"
+    [choice] = answer.recommended
+    assert choice.candidate.levels == {"cross": 0.75} and "Remove no others" in answer.why
+    assert "750 of 1,000 rows of cross. Removing them is lossless." in str(answer)
+    users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
+    before = model.user(users), model.cross(crossed)
+    with sparsify(model, optimizer, level=dict(choice.candidate.levels), end=0) as sparse:
+        sparse.step()
+        assert sparse.sparsifier.full_mask("cross").any(1).sum() == 250
+    assert torch.equal(model.user(users), before[0]) and torch.equal(model.cross(crossed), before[1])
+
+
+def test_traffic_that_is_not_known() -> None:
+    model, optimizer = trained(torch.optim.Adam)  # its sums shrink: after a while they are zero again
+    assert plan(model, "9%", optimizer=optimizer).untouched == plan(model, "9%").untouched == {}
+    assert "Never looked up" not in str(plan(model, "9%"))
+
+
+def test_a_few_idle_rows_stay() -> None:
+    """Their index would take more than they do."""
+    model, optimizer = trained(torch.optim.Adagrad)
+    with torch.no_grad():
+        optimizer.state[model.cross.weight]["sum"][:990] = 1.0
+    answer = plan(model, "20%", optimizer=optimizer)
+    assert answer.untouched["cross"] == 8
+    lost = {choice.candidate.dtype for choice in answer.choices if choice.candidate.levels}
+    assert lost == {"fp32"}, "of 64 bytes a row; the index takes 256"
+
+
+def test_for_people_and_for_programs() -> None:
+    answer = plan(CROSSED, "9.4%", rotate=[list(CROSSED)])
+    assert str(answer).splitlines()[0] == "budget 13.1 MiB, 9.4% of 139 MiB in 3 tables"
+    assert str(answer).splitlines()[-1] == (
+        '2. sparsify(level=0.375, block="col", schedule="one_shot", '
+        """rotate=[['user', 'item', 'cross']]), compact(), export(dtype="int4")"""
+    )
+    said = json.loads(json.dumps(answer.to_json()))
+    assert (said["budget"], said["dense_bytes"]) == (answer.budget, dense_bytes(answer.tables))
+    assert Candidate(**said["recommended"][0]["candidate"]) == answer.recommended[0].candidate
+    assert said["tables"][2] == {"name": "cross", "shape": [500_000, 64], "dtype": "torch.float32"}
+
+
+def test_tables_of_a_model() -> None:
+    model = Crossed().half()
+    answer = plan(model, "60%", exclude="user")
+    assert answer.tables == (TableShape("cross", (1000, 16), torch.float16),) and answer.dense_bytes == 32_000
+    assert used(answer) == [("full", "int4", 16), ("small", "int8", 12)], "int8 is 20 of 32 bytes"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"budget": "ten"}, "budget='ten'"),
+        ({"rotate": [["user", "items"]]}, r"\['items'\] are none of the tables"),
+        ({"rotate": [["user", "item"]], "model": {"user": (9, 8), "item": (9, 4)}}, r"have \[8, 4\] columns"),
+        ({"cold": "cross*"}, "'cross\\*' matches none"),
+        ({"exclude": "user"}, "they are for models"),
+        ({"model": {"user": 9}}, r"Invalid shape 9 of 'user'"),
+        ({"model": {}}, "must be a module, or shapes by table"),
+    ],
+)
+def test_what_is_wrong_is_refused(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**{"model": TOWERS, "budget": "10%", **how})
