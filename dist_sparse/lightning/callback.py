@@ -76,8 +76,8 @@ class SparsifyCallback(Callback):
 
     Args:
         level, budget, scope, floor, protect, block, norm, score: as in :func:`~dist_sparse.sparsify`.
-        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate: likewise; steps are
-            rounds of optimizer steps.
+        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate, max_change: likewise;
+            steps are rounds of optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -133,6 +133,7 @@ class SparsifyCallback(Callback):
         optimizer_state: OptimizerState = "keep",
         min_rows: int = 16,
         rotate: Rotate | None = None,
+        max_change: float | None = None,
         log: bool = True,
     ) -> None:
         super().__init__()
@@ -151,6 +152,7 @@ class SparsifyCallback(Callback):
             "schedule": schedule,
             "optimizer_state": optimizer_state,
             "min_rows": min_rows,
+            "max_change": max_change,
         }
         Plan(**self._plan)  # invalid arguments are refused here, before anything is loaded or trained
         self.training: SparseTraining | None = None

@@ -44,7 +44,7 @@ from dist_sparse.masking.selection import (
 )
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
-__all__ = ["Goal", "MadeMasks", "NewMask", "ScoredTable", "cuts_of", "new_masks", "score_table"]
+__all__ = ["Goal", "MadeMasks", "NewMask", "ScoredTable", "cuts_of", "new_masks", "score_table", "spread_replicas"]
 
 _COUNTED = 1 << 18
 """Scores to check and count at a time: few enough to be in the cache still, enough to make the calls worth it."""
@@ -94,12 +94,18 @@ class Goal:
 
 @dataclass
 class ScoredTable:
-    """One table between scoring and masks: scores by shard, and what this rank knows of cut blocks."""
+    """One table between scoring and masks: scores by shard, and what this rank knows of cut blocks.
+
+    Of ``held`` blocks beside the goal's ``k`` it is decided that they are removed: in ``held_blocks``, scores and which
+    of them, KEPT until the others are selected.
+    """
 
     goal: Goal
     cuts: CutTable | None
     segments: dict[Rect, Segment] = field(default_factory=dict)
     partials: dict[Rect, Partials] = field(default_factory=dict)
+    held: int = 0
+    held_blocks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class NewMask(NamedTuple):
@@ -133,7 +139,9 @@ def new_masks(
     device = next((shard.tensor.device for table in scored for shard in table.goal.data.shards), torch.device("cpu"))
     need = sum(table.goal.k * table.goal.price for table in scored) if pooled else 0
     candidates = [
-        Candidates(goal.data.name, goal.most if need else goal.k, goal.blocks, [*segments.values()], _spread(goal.data))
+        Candidates(
+            goal.data.name, goal.most if need else goal.k, goal.blocks, [*segments.values()], spread_replicas(goal.data)
+        )
         for goal, segments in ((table.goal, table.segments) for table in scored)
     ]
     pool = Pool(need, [table.goal.price for table in scored if table.goal.most]) if need else None
@@ -146,6 +154,8 @@ def new_masks(
 
     # 2. Select: the exact threshold of every table.
     thresholds = select_smallest(candidates, group, rider, pool)
+    for bits, held in (entry for table in scored for entry in table.held_blocks):
+        bits[held] = REMOVED
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and threshold.
     decisions: dict[int, dict[Rect, Decision]] = {}
@@ -159,7 +169,7 @@ def new_masks(
         goal, masks = table.goal, [small[i]] if i in small else []
         for shard in goal.data.shards[len(masks) :]:
             masks.append(_new_mask(table, shard, threshold, decisions.get(i, {}).get(shard.rect)))
-        known = candidates[i].k if threshold.removed is None else threshold.removed
+        known = (candidates[i].k if threshold.removed is None else threshold.removed) + table.held
         block, k = ((1, 1), None) if goal.by_element else (goal.block, known)
         made.append(MadeMasks(masks, block, threshold, k))
     return made
@@ -481,6 +491,6 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, threshold: Threshold, de
     return NewMask(mask, ~mask.bits)
 
 
-def _spread(data: ShardedData) -> bool:
-    """Whether there are replicas and some rank holds only a part of the table."""
+def spread_replicas(data: ShardedData) -> bool:
+    """Return whether there are replicas and some rank holds only a part of the table."""
     return data.replicated and any(set(held) != set(data.tiling[0]) for held in data.tiling)

@@ -21,6 +21,7 @@ from torch import Tensor
 from dist_sparse.checks import choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table, score_tables
+from dist_sparse.masking.held import hold_removed
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -73,6 +74,10 @@ class ScoreSparsifier(BaseDataSparsifier):
             their mean score, which is that of a byte, and must divide the tables. A table at level 0 loses nothing,
             and below level 1 at least one block of each stays. Settable, with the same value on every rank.
         floors: by registered name the least fraction of blocks that is kept, whatever the level.
+        max_change: the largest fraction of a table's blocks that change their state in one mask update: as many as the
+            level needs may, and of what else would be exchanged the blocks that score highest come back. For rows of
+            tables that no column border cuts, and scores that removed rows keep. Below 1 a mask update takes up to
+            seven all-reduces more.
         measure: how elements are scored: ``"L1"`` (``|x|``) or ``"L2"`` (``x * x``), which are quick, or None for
             :meth:`score`. A class that defines ``score`` without ``measure`` gets None.
 
@@ -94,6 +99,7 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     scope: Scope = "table"
     floors: Mapping[str, float] = MappingProxyType({})
+    max_change: float = 1.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -204,6 +210,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         facts["sparsifier.measure"] = self.measure
         facts["sparsifier.scope"] = self.scope
         facts["sparsifier.floors"] = dict(self.floors)
+        facts["sparsifier.max_change"] = self.max_change
 
     @property
     def reads_masks(self) -> bool:
@@ -218,6 +225,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             self._check_update_mask()
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
+        self._check_held(goals)
         scored = score_tables(list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()])
         return dict(zip(goals, scored, strict=True))
 
@@ -225,7 +233,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
     ) -> dict[str, MadeMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
-        made = new_masks([scored[name] for name in names], group, rider, pooled=self.scope == "global")
+        tables = [scored[name] for name in names]
+        if self.max_change < 1:
+            tables = hold_removed(tables, [self.packed_store.masks(name) for name in names], self.max_change, group)
+        made = new_masks(tables, group, rider, pooled=self.scope == "global")
         return dict(zip(names, made, strict=True))
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
@@ -272,10 +283,28 @@ class ScoreSparsifier(BaseDataSparsifier):
         if self.rotation is not None:
             raise ValueError("scope='global' can't compare rotated columns, which are removed by their place.")
 
+    def _check_held(self, goals: Mapping[str, Goal]) -> None:
+        """Refuse tables of which the changes can't be limited. The same on every rank."""
+        if number("max_change", self.max_change, least=0, most=1) == 1:
+            return
+        if self.scope == "global" or self.measure is not None or self.rotation is not None:
+            raise ValueError(
+                f"max_change={self.max_change} is for scope='table' and scores that removed blocks keep, such as "
+                "'frequency': by a norm none comes back, and rotated columns are removed by their place."
+            )
+        for name, goal in goals.items():
+            if goal.by_element or goal.block[1] == 1 or cuts_of(goal) or self.packed_store.block(name) != goal.block:
+                raise ValueError(
+                    f"Table {name!r}: max_change={self.max_change} is for whole blocks of several columns that no "
+                    f"border of a shard cuts; blocks are {goal.block}, masks of {self.packed_store.block(name)}."
+                )
+
     def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
         """The new mask of plain data, as a table of a single shard."""
         if not data.dtype.is_floating_point:
             raise NotImplementedError(f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored.")
+        if self.max_change < 1:
+            raise ValueError(f"Data {name!r}: max_change is for the tables of models, from add_model().")
         matrix = _matrix(name, data.detach())
         rect = Rect(0, 0, *matrix.shape)
         table = ShardedData(

@@ -96,6 +96,7 @@ class Plan:
     schedule: Any
     optimizer_state: Any
     min_rows: int
+    max_change: Any = None
 
     def __post_init__(self) -> None:
         if (self.level is None) == (self.budget is None):
@@ -118,6 +119,13 @@ class Plan:
             "optimizer_state": checks.choice("optimizer_state", self.optimizer_state, ("keep", "reset")),
             "min_rows": checks.integer("min_rows", self.min_rows, least=0),
         }
+        if self.max_change is not None:
+            resolved["max_change"] = checks.level("max_change", self.max_change)
+            if resolved["score"] not in ("frequency", "accumulator"):
+                raise ValueError(
+                    f"Invalid max_change={self.max_change} with score={self.score!r}: removed blocks come back with "
+                    "'frequency' and 'accumulator'; with a norm in the score none does."
+                )
         if resolved["score"] is None and (self.norm is not None or resolved["block"] != (1, ROW)):
             resolved["score"] = "norm"
         for name, value in resolved.items():

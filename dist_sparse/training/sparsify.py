@@ -147,7 +147,8 @@ class SparseTraining:
         """Return masks, counts of lookups, configurations, the score and the schedule, for torch.save and
         torch.distributed.checkpoint: see :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
         chosen = {"score": self.sparsifier.scored_by, "scope": self.sparsifier.scope}
-        parts = {"scheduler": self.scheduler.state_dict(), **chosen, "floors": self.sparsifier.floors}
+        limits = {"floors": self.sparsifier.floors, "max_change": self.sparsifier.max_change}
+        parts = {"scheduler": self.scheduler.state_dict(), **chosen, **limits}
         return {"sparsifier": self.sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -174,6 +175,7 @@ class SparseTraining:
             configs = saved_configs(masks)
             score: Any = checks.choice("score", saved.get("score"), SCORES)
             scope: Any = checks.choice("scope", saved.get("scope"), SCOPES)
+            max_change = checks.level("max_change", saved.get("max_change", 1.0))
             if (score == "frequency") != self.sparsifier.counts_lookups:
                 raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
             if (param := schedule["schedule_param"]) != self.scheduler.schedule_param:
@@ -186,7 +188,7 @@ class SparseTraining:
         self.sparsifier.load_state_dict(masks)
         commit()
         self.sparsifier.scored_by, self.sparsifier.scope = score, scope
-        self.sparsifier.floors = dict(saved.get("floors", {}))
+        self.sparsifier.floors, self.sparsifier.max_change = dict(saved.get("floors", {})), max_change
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
@@ -289,6 +291,7 @@ def sparsify(
     min_rows: int = 16,
     auto_step: bool = False,
     rotate: Rotate | None = None,
+    max_change: float | None = None,
 ) -> SparseTraining:
     """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
 
@@ -327,6 +330,9 @@ def sparsify(
         rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask update as by
             :func:`~dist_sparse.rotate`. Of columns the score decides nothing then, but ``"frequency"`` weighs rows by
             their lookups.
+        max_change: with ``score="frequency"`` or ``"accumulator"``, the largest fraction of a table's blocks that
+            change their state in one mask update, beyond what the level needs: see
+            :class:`~dist_sparse.ScoreSparsifier`.
 
     Returns:
         An object with ``step()``, to be called after each optimizer step, ``summary()``, ``state_dict()``,
@@ -369,6 +375,7 @@ def sparsify(
             schedule=schedule,
             optimizer_state=optimizer_state,
             min_rows=min_rows,
+            max_change=max_change,
         )
         if plan.scope == "global" and rotate is not None:
             raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by their place.")
@@ -380,6 +387,7 @@ def sparsify(
             sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"
         )
         sparsifier.scope, sparsifier.floors = plan.scope, table_floors(plan, located, unpruned)
+        sparsifier.max_change = 1.0 if plan.max_change is None else plan.max_change
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
