@@ -2,7 +2,7 @@
 
 :class:`SparsifyCallback` calls :func:`~dist_sparse.sparsify` when training starts, on the model as the strategy has
 wrapped it and on its optimizers, and takes a step for every round of optimizer steps. Every hook runs on every rank, so
-collective calls in it are made by all of them; ``state_dict()`` is called on all ranks too, and does not communicate.
+collective calls in it are made by all of them; ``state_dict()`` is called on all ranks too.
 
 The callbacks are those of ``lightning``, or of ``pytorch_lightning`` where it is installed alone: the same code under
 two names, and a Trainer of the one refuses callbacks of the other.
@@ -69,7 +69,8 @@ class SparsifyCallback(Callback):
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in which removed weights
     are 0; ``trainer.fit(ckpt_path=...)`` resumes exactly, also on another number of DDP ranks. Another fit of the same
     model by the same Trainer resumes as well; any other starts again. A resumed fit keeps its schedule, whatever the
-    arguments here.
+    arguments here. For sharded models ``dcp.save({"sparse": callback})``, and ``dcp.load`` of it once training has
+    started.
 
     At each mask update the achieved sparsity is sent to all loggers and to ``trainer.callback_metrics``:
     ``sparsity/<table>`` of each, and ``sparsity/level``, the scheduled level, over all blocks.
@@ -202,7 +203,7 @@ class SparsifyCallback(Callback):
         if trainer.is_global_zero and (sharded := training.partial_tables):
             _log.warning(
                 "The tables %s are sharded: Lightning's checkpoints hold the weights and masks of one rank, so that "
-                "training can't be resumed from them. Save every rank's, or use torch.distributed.checkpoint.",
+                "training can't be resumed from them. Save the model and this callback by dcp.save().",
                 sharded,
             )
         self.training, self._rounds, self._first, self._loaded, self._fit = training, rounds, first, None, fit
@@ -241,7 +242,8 @@ class SparsifyCallback(Callback):
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks (of this rank's tables), configurations, the schedule's step and optimizers' steps. Local."""
+        """Return masks, configurations, the schedule's step and optimizers' steps; communicates where
+        :meth:`~dist_sparse.BaseDataSparsifier.state_dict` does."""
         if self._loaded is not None:
             return dict(self._loaded)
         if self.training is None:

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn, optim
@@ -71,15 +72,17 @@ class Inner(nn.Module):
 class Sharded(pl.LightningModule):
     """One id a bag, so that a removed row reads as zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: bool = False) -> None:
         super().__init__()
         self.dmp: Any = None
+        self.moved = moved
         self.masks: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
         inner = Inner()
         apply_optimizer_in_backward(RowWiseAdagrad, inner.tables.parameters(), {"lr": 0.1})
         kinds = {"item": row_wise(), "user": table_wise(rank=1)}
+        kinds = {"item": table_wise(rank=0), "user": row_wise()} if self.moved else kinds
         plan = construct_module_sharding_plan(inner.tables, kinds, sharder=Sharder(), device_type="cpu")
         whole = ShardingPlan({"tables": plan})
         self.dmp = DistributedModelParallel(inner, device=torch.device("cpu"), plan=whole, sharders=[Sharder()])
@@ -139,18 +142,41 @@ class Silent(SparsifyCallback):
 
 
 def check_sharded(folder: Path) -> None:
-    """A row-wise and a table-wise table: the oracle's masks, zeros in every forward, a warning about checkpoints."""
+    """A row-wise and a table-wise table: the oracle's masks, zeros in every forward, a warning about checkpoints, and
+    one by torch.distributed.checkpoint that goes on with other shards."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dist_sparse").addHandler(handler)
     module, sparse = Sharded(), Silent(**PLAN, norm="L2")
     watch = Watch(sparse)
-    options: dict[str, Any] = {"strategy": TorchRecStrategy(), "devices": 2, "plugins": [TorchElasticEnvironment()]}
-    fitted = trainer(folder, sparse, watch, max_steps=12, **options)
+    options: dict[str, Any] = {"devices": 2, "plugins": [TorchElasticEnvironment()]}
+    fitted = trainer(folder, sparse, watch, max_steps=12, strategy=TorchRecStrategy(), **options)
     with quiet():
         fitted.fit(module, batches(24))
     assert sparse.training is not None and sparse.training.scheduler.last_epoch == 12
     assert watch.moved == 5
     assert ["'item', 'user'] are sharded" in each for each in said] == [True] * (dist.get_rank() == 0)
     assert {name: int((mask[:, 0] == 0).sum()) for name, mask in module.masks.items()} == {"item": 24, "user": 18}
+    dcp.save({"model": module.dmp.state_dict(), "sparse": sparse}, checkpoint_id=folder / "saved")
+    before = sparse.training.sparsifier.audit()
+    moved, callback = Sharded(moved=True), SparsifyCallback(level=0.1, end=2, norm="L2")
+    resume = Resume(callback, folder / "saved")
+    again = trainer(folder, callback, resume, max_steps=3, strategy=TorchRecStrategy(), **options)
+    with quiet():
+        again.fit(moved, batches(6))
+    assert callback.training is not None and callback.training.scheduler.last_epoch == 15
+    assert resume.loaded == before and callback.training.sparsifier.audit() == before, "the schedule had ended"
+
+
+class Resume(pl.Callback):
+    """Behind the callback, which has made its sparsifier when it starts."""
+
+    def __init__(self, sparse: SparsifyCallback, saved: Path) -> None:
+        self.sparse, self.saved = sparse, saved
+        self.loaded: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        dcp.load({"model": pl_module.dmp.state_dict(), "sparse": self.sparse}, checkpoint_id=self.saved)
+        assert self.sparse.training is not None
+        self.loaded = self.sparse.training.sparsifier.audit()

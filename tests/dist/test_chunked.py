@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_sparse import COL, ROW, DataNormSparsifier, LinearDataScheduler, MaskEnforcer, SparseTraining, sparsify
-from tests.dist.cells import Cell, batch, build, cells, gathered
+from dist_sparse import (
+    COL,
+    ROW,
+    DataNormSparsifier,
+    LinearDataScheduler,
+    MaskEnforcer,
+    SparseTraining,
+    compact,
+    sparsify,
+)
+from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.copies import build_copies, copied_cells, first_copy
 from tests.dist.enforcing import loss_of, optimizer_of
 from tests.dist.plugin import on_ranks
@@ -200,3 +210,37 @@ def test_copies(tmp_path: Path) -> None:
             dcp.load({"sparse": loaded, "model": other.state_dict()}, checkpoint_id=tmp_path)
             assert loaded.audit() == sparsifier.audit()
             assert same(first_copy(other) if isinstance(other, type(model)) else gathered(other), first_copy(model))
+
+
+@on_ranks(2)
+def test_compact_models(tmp_path: Path) -> None:
+    """The masks before compact() make a model that the checkpoint after it fits; another model is refused."""
+
+    def built(name: str, seed: int) -> tuple[Cell, nn.Module, DataNormSparsifier]:
+        cell = cells(2)[name]
+        cell = replace(cell, tables=tuple(replace(table, rows=max(table.rows, 8)) for table in cell.tables))
+        model = build(cell)
+        set_weights(model, weights(cell, seed=seed))
+        sparsifier = DataNormSparsifier(None, 0.5, (1, ROW), norm="L2")
+        sparsifier.add_model(model)
+        sparsifier.step()
+        return cell, model, sparsifier
+
+    cell, model, sparsifier = built("row_wise", seed=0)
+    dcp.save({"sparse": sparsifier}, checkpoint_id=tmp_path / "masks")
+    model = compact(model, sparsifier)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "compact")
+    _, other, resumed = built("table_wise", seed=1)
+    dcp.load({"sparse": resumed}, checkpoint_id=tmp_path / "masks")
+    other = compact(other, resumed)
+    dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / "compact")
+    features = batch(cell, seed=dist.get_rank())
+    torch.testing.assert_close(other(features), model(features), rtol=2e-6, atol=2e-6)
+    _, wrong, dense = built("table_wise", seed=1)
+    with pytest.raises(CheckpointException, match="Missing key"):
+        dcp.load({"model": wrong.state_dict()}, checkpoint_id=tmp_path / "compact")
+    dense.data_groups["user"]["sparsity_level"] = 0.2
+    dense.step()
+    wrong = compact(wrong, dense)
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp.load({"model": wrong.state_dict()}, checkpoint_id=tmp_path / "compact")
