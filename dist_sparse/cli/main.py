@@ -56,20 +56,25 @@ _EXAMPLES = f"""examples:
 _INSPECT = f"""example:
   dist-sparse inspect runs/latest
 
-RUN is a folder that RunLog wrote. A run that crashed or still runs is shown as far as it went.
+RUN is a folder that RunLog wrote; runs/latest is the run in runs that was started last. A run that crashed or still
+runs is shown as far as it went.
 
 {_STATUS}
 """
 
 _REPORT = f"""examples:
   dist-sparse report runs/latest
-  dist-sparse report runs/latest --out report.html --no-png
+  dist-sparse report runs/latest --open
+  dist-sparse report runs/a runs/b runs/c --out comparison.html --no-png
 
-RUN is a folder that RunLog wrote; runs in folders inside it are compared with it. The page needs no network. A run that
-crashed or still runs is shown as far as it went. PNGs need matplotlib.
+RUN is a folder that RunLog wrote; runs/latest is the run in runs that was started last. The first RUN is compared with
+the others; one alone with the runs in folders inside its own. The page needs no network. A run that crashed or still
+runs is shown as far as it went. PNGs need matplotlib.
 
 {_STATUS}
 """
+
+_COMPARISON = "comparison.html"
 
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
@@ -197,23 +202,31 @@ def _add_inspect(commands: Commands) -> None:
 
 def _add_report(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
+        import webbrowser
+
         from dist_sparse.report.page import write_report
-        from dist_sparse.report.run import read_run
+        from dist_sparse.report.run import read_runs
         from dist_sparse.report.summary import numbers, summary
 
         try:
-            run = read_run(options.folder)
-            written = write_report(run, options.out, pngs=not options.no_png)
+            run = read_runs(options.folders)
+            out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
+            written = write_report(run, out, pngs=not options.no_png)
             text = json.dumps(numbers(run), indent=2, allow_nan=False) if options.json else summary(run, written)
         except (RecursionError, MemoryError) as error:
-            return _failed("report", _too_much(options.folder, error))
+            return _failed("report", _too_much(", ".join(options.folders), error))
         except (ValueError, OSError, ImportError) as error:
             return _failed("report", error)
-        return _print(text)
+        shown = _print(text)
+        if options.open and not webbrowser.open(written.resolve().as_uri()):
+            return _failed("report", f"no browser was found to open {written.resolve().as_uri()}")
+        return shown
 
-    parser = _subcommand(commands, "report", "writes charts of a run as one HTML file, and PNGs beside it", _REPORT)
-    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
-    parser.add_argument("--out", metavar="FILE", help="the HTML file; default: RUN/report.html")
+    parser = _subcommand(commands, "report", "writes charts of runs as one HTML file, and PNGs beside it", _REPORT)
+    parser.add_argument("folders", nargs="+", metavar="RUN", help="the folder of a run")
+    default = f"RUN/report.html, of several runs {_COMPARISON} in the first"
+    parser.add_argument("--out", metavar="FILE", help=f"the HTML file; default: {default}")
+    parser.add_argument("--open", action="store_true", help="opens the page in the browser")
     parser.add_argument("--no-png", action="store_true", help="no PNGs; then matplotlib is not needed")
     _add_json(parser)
     parser.set_defaults(run=run)

@@ -8,26 +8,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dist_sparse.report.artifacts import Artifact, add_artifact
     from dist_sparse.report.page import write_report
     from dist_sparse.report.quality import Quality
-    from dist_sparse.report.run import Run, read_run
+    from dist_sparse.report.run import Run, read_run, read_runs
     from dist_sparse.report.run_log import RunLog, Sink
     from dist_sparse.report.sinks import TensorBoardSink, WandbSink
     from dist_sparse.report.summary import numbers
 
 __all__ = [
+    "Artifact",
     "Quality",
     "Run",
     "RunLog",
     "Sink",
     "TensorBoardSink",
     "WandbSink",
+    "add_artifact",
     "numbers",
     "read_run",
+    "read_runs",
     "write_report",
 ]
 
 _PLACES = {
+    "Artifact": "artifacts",
+    "add_artifact": "artifacts",
     "Quality": "quality",
     "Run": "run",
     "RunLog": "run_log",
@@ -36,6 +42,7 @@ _PLACES = {
     "WandbSink": "sinks",
     "numbers": "summary",
     "read_run": "run",
+    "read_runs": "run",
     "write_report": "page",
 }
 """The module of each other name."""

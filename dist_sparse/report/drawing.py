@@ -1,31 +1,21 @@
-"""Charts as HTML: a ``<figure>`` around an SVG that stretches.
-
-Lines keep their width (``non-scaling-stroke``) and text its size at every width of the page. Colors come from the
-page's style, by class. Tooltips need no script. Everything from the log passes through :func:`escape`.
-"""
+"""Charts as HTML: a ``<figure>`` around an SVG that stretches. Colors come from the page's style, by class."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from dist_sparse.report.charts import BarChart, Chart, Line, LineChart, ScoreChart
-from dist_sparse.text import amount, count, percent, printable
+from dist_sparse.report.axes import HEIGHT, WIDTH, escape, frame, log_ticks, short, ticks, tip
+from dist_sparse.report.figures import BarChart, Chart, DotChart, Line, LineChart, ScoreChart
+from dist_sparse.text import amount, count, percent, size
 
-__all__ = ["drawn", "escape", "log_ticks", "ticks"]
+__all__ = ["drawn"]
 
-_WIDTH, _HEIGHT = 1000, 400
 _MOST_TIPS = 64
 _TIP_LINES = 7
 
 Place = Callable[[float], float]
-
-
-def escape(text: str) -> str:
-    """Return text for HTML, attributes included: no markup, no control characters."""
-    return html.escape(printable(text))
 
 
 def drawn(chart: Chart) -> str:
@@ -34,35 +24,16 @@ def drawn(chart: Chart) -> str:
         inside = _lines(chart)
     elif isinstance(chart, ScoreChart):
         inside = _scores(chart)
+    elif isinstance(chart, DotChart):
+        inside = _dots(chart)
     else:
         inside = _bars(chart)
-    kind = " wide" if isinstance(chart, BarChart) else ""
+    wide = isinstance(chart, (BarChart, DotChart)) and not chart.key.startswith("traffic")
+    kind = " wide" if wide else ""
     return (
         f'<figure class="card{kind}" id="{escape(chart.key)}"><figcaption><h3>{escape(chart.title)}</h3>'
         f"<p>{escape(chart.note)}</p></figcaption>{inside}</figure>"
     )
-
-
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most ``most + 1``."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * times for times in (1, 2, 2.5, 5, 10) if power * times >= rough * (1 - 1e-9))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
-
-
-def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
-    """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times those where there is
-    room; those of :func:`ticks` where that gives fewer than three."""
-    powers = range(math.floor(left), math.ceil(right) + 1)
-    for times in ((1, 2, 5), (1, 3), (1,)):
-        found = [float(f"{n}e{p}") for p in powers for n in times if left - 1e-9 <= math.log10(n) + p <= right + 1e-9]
-        if len(found) <= most:
-            return found if len(found) > 2 else ticks(10**left, 10**right, 4)
-    return found[:: -(-len(found) // most)]
 
 
 def _lines(chart: LineChart) -> str:
@@ -72,10 +43,10 @@ def _lines(chart: LineChart) -> str:
     low, high = _range(values, chart.share)
 
     def x_of(x: float) -> float:
-        return round(_WIDTH * (x - left) / (right - left), 1)
+        return round(WIDTH * (x - left) / (right - left), 1)
 
     def y_of(y: float) -> float:
-        return round(_HEIGHT * (1 - (y - low) / (high - low)), 1)
+        return round(HEIGHT * (1 - (y - low) / (high - low)), 1)
 
     order = ("table", "raw", "other", "main", "target")
     classes = _classes(chart.lines)
@@ -89,12 +60,12 @@ def _lines(chart: LineChart) -> str:
     def text_of(y: float) -> str:
         return percent(y) if chart.share else amount(y)
 
-    marks = [(100 * y_of(y) / _HEIGHT, _tick(y, chart.share)) for y in ticks(low, high, 4)]
-    below = [(x_of(x) / 10, _short(x)) for x in ticks(left, right, 4) if x.is_integer()]
+    marks = [(100 * y_of(y) / HEIGHT, _tick(y, chart.share)) for y in ticks(low, high, 4)]
+    below = [(x_of(x) / 10, short(x)) for x in ticks(left, right, 4) if x.is_integer()]
     ends = "; ".join(f"{line.name} ends at {text_of(y)}" for line in named if (y := _last(line)) is not None)
     tips = _tips(chart, x_of, text_of)
     legend = f'<ul class="legend">{legend}</ul>' if len(named) > 1 else ""
-    return legend + _frame(f"{chart.title} over steps: {ends}.", paths, marks, below, "step", tips)
+    return legend + frame(f"{chart.title} over steps: {ends}.", paths, marks, below, "step", tips)
 
 
 def _scores(chart: ScoreChart) -> str:
@@ -108,68 +79,84 @@ def _scores(chart: ScoreChart) -> str:
     tallest = max(piece.density for piece in chart.bins) or 1.0
 
     def x_of(score: float) -> float:
-        return round(_WIDTH * (math.log10(score) - left) / (right - left), 1)
+        return round(WIDTH * (math.log10(score) - left) / (right - left), 1)
 
     shapes, tips = "", ""
     for piece in chart.bins:
-        x, wide, height = x_of(piece.low), x_of(piece.high) - x_of(piece.low), _HEIGHT * piece.density / tallest
+        x, wide, height = x_of(piece.low), x_of(piece.high) - x_of(piece.low), HEIGHT * piece.density / tallest
         kind = piece.kind(chart.threshold)
-        shapes += f'<rect class="{kind}" x="{x}" y="{_HEIGHT - height:.1f}" width="{wide:.1f}" height="{height:.1f}"/>'
+        shapes += f'<rect class="{kind}" x="{x}" y="{HEIGHT - height:.1f}" width="{wide:.1f}" height="{height:.1f}"/>'
         text = f"{count(piece.blocks)} blocks of score {amount(piece.low)} to {amount(piece.high)}"
-        tips += _tip(x / 10, wide / 10, [text])
+        tips += tip(x / 10, wide / 10, [text])
     at = ""
     if chart.threshold > 0:
         x = x_of(chart.threshold)
-        shapes += f'<path class="threshold" d="M{x} 0V{_HEIGHT}"/>'
-        side = "left" if x < _WIDTH / 2 else "right"
+        shapes += f'<path class="threshold" d="M{x} 0V{HEIGHT}"/>'
+        side = "left" if x < WIDTH / 2 else "right"
         place = x / 10 if side == "left" else 100 - x / 10
         at = f'<span class="at" style="{side}:{place:.1f}%">threshold {amount(chart.threshold)}</span>'
     below = [(100 * (math.log10(x) - left) / (right - left), f"{x:g}") for x in log_ticks(left, right)]
-    marks = [(100 * (1 - y / tallest), _short(y)) for y in ticks(0, tallest, 3)]
-    frame = _frame(f"{chart.title}: {chart.note}", shapes, marks, below, "score; area = blocks", tips + at)
+    marks = [(100 * (1 - y / tallest), short(y)) for y in ticks(0, tallest, 3)]
+    framed = frame(f"{chart.title}: {chart.note}", shapes, marks, below, "score; area = blocks", tips + at)
     kinds = (("gone", "pruned"), ("kept", "kept"), ("both", "both"))
     legend = f'<ul class="legend">{"".join(f"<li class={kind!r}>{name}</li>" for kind, name in kinds)}</ul>'
     share = percent(chart.zeros)
-    return f'{legend}<div class="beside"><div class="zero"><span>{share}</span>{zero}<span>0</span></div>{frame}</div>'
+    return f'{legend}<div class="beside"><div class="zero"><span>{share}</span>{zero}<span>0</span></div>{framed}</div>'
+
+
+def _dots(chart: DotChart) -> str:
+    dots = [dot for run in chart.runs for dot in run.dots]
+    left, right = (f(math.log10(taken) for _, taken, _ in dots) for f in (min, max))
+    left, right = left - 0.06 * (right - left) - 0.02, right + 0.06 * (right - left) + 0.02
+    low, high = _range([auc for *_, auc in dots], share=False)
+    low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
+
+    def x_of(taken: float) -> float:
+        return round(WIDTH * (math.log10(taken) - left) / (right - left), 1)
+
+    def y_of(auc: float) -> float:
+        return round(HEIGHT * (1 - (auc - low) / (high - low)), 1)
+
+    shapes, over, legend, others = "", "", "", 0
+    for run in chart.runs:
+        kind = run.role
+        if kind == "other":
+            kind, others = f"other other{others % 4}", others + 1
+        legend += f'<li class="{kind}">{escape(run.name)}</li>'
+        places = [(x_of(taken), y_of(auc)) for _, taken, auc in run.dots]
+        shapes += f'<path class="{kind} joined" d="M{"L".join(f"{x} {y}" for x, y in places)}"/>'
+        for place, ((x, y), (name, taken, auc)) in enumerate(zip(places, run.dots, strict=True)):
+            shapes += f'<path class="{kind} dot" d="M{x} {y}h0"/>'
+            at = f"left:{x / 10:.2f}%;top:{100 * y / HEIGHT:.2f}%"
+            text = f"{escape(run.name)}, {escape(name)}<br>{size(taken)}, AUC {auc:.4f}"
+            side = ("l" if x < WIDTH / 2 else "r") + (" under" if place % 2 else "")  # labels of neighbors stay apart
+            over += f'<div class="spot {side}" style="{at}"><b>{escape(name)}</b><span>{text}</span></div>'
+    marks = [(100 * y_of(y) / HEIGHT, f"{y:.4g}") for y in ticks(low, high, 4)]
+    sizes = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
+    inside = [taken for taken in sizes if left <= math.log10(taken) <= right]
+    inside = inside[:: max(1, -(-len(inside) // 5))]
+    below = [(x_of(taken) / 10, size(taken).replace(".00", "").replace(".0", "")) for taken in inside]
+    said = "; ".join(
+        f"{run.name}, {name}: {size(taken)}, {auc:.4f}" for run in chart.runs for name, taken, auc in run.dots
+    )
+    framed = frame(f"{chart.title}: {said}", shapes, marks, below, "bytes, logarithmic", over)
+    return f'<ul class="legend">{legend}</ul>{framed}'
 
 
 def _bars(chart: BarChart) -> str:
-    if chart.whole:
+    if chart.stacked:
         kinds = [*(f"part{i}" for i in range(len(chart.bars) - 1)), "rest"]
         named = list(zip(kinds, chart.bars, strict=True))
-        parts = "".join(f'<i class="{kind}" style="width:{100 * share:.3f}%"></i>' for kind, (_, share, _) in named)
-        legend = "".join(
-            f'<li class="{kind}"><b>{escape(name)}</b> {escape(text)}</li>' for kind, (name, _, text) in named
-        )
+        parts = "".join(f'<i class="{kind}" style="width:{100 * bar.share:.3f}%"></i>' for kind, bar in named)
+        legend = "".join(f'<li class="{kind}"><b>{escape(bar.name)}</b> {escape(bar.text)}</li>' for kind, bar in named)
         return f'<div class="stack" aria-hidden="true">{parts}</div><ul class="legend parts">{legend}</ul>'
     rows = "".join(
-        f'<li><span class="name">{escape(name)}</span><span class="bar" aria-hidden="true">'
-        f'<i style="width:{100 * share:.2f}%"></i></span><span class="text">{escape(text)}</span></li>'
-        for name, share, text in chart.bars
+        f'<li><span class="name">{escape(bar.name)}</span><span class="bar" aria-hidden="true">'
+        f'<b style="width:{100 * bar.whole:.2f}%"></b><i style="width:{100 * bar.share:.2f}%"></i></span>'
+        f'<span class="text">{escape(bar.text)}</span></li>'
+        for bar in chart.bars
     )
     return f'<ol class="bars">{rows}</ol>'
-
-
-def _frame(
-    caption: str,
-    shapes: str,
-    marks: Sequence[tuple[float, str]],
-    below: Sequence[tuple[float, str]],
-    label: str,
-    over: str,
-) -> str:
-    """Return shapes with axes. ``marks`` and ``below``: positions in percent, and their labels."""
-    grid = "".join(f'<path class="grid" d="M0 {y * _HEIGHT / 100:.1f}H{_WIDTH}"/>' for y, _ in marks)
-    widest = max((text for _, text in marks), key=len, default="")
-    left = "".join(f'<span style="top:{y:.2f}%">{escape(text)}</span>' for y, text in marks)
-    under = "".join(f'<span style="left:{x:.2f}%">{escape(text)}</span>' for x, text in below)
-    return (
-        f'<div class="plot" role="img" aria-label="{escape(caption)}"><div class="y" aria-hidden="true"><b>{widest}</b>'
-        f'{left}</div><div class="area" aria-hidden="true">'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none">{grid}{shapes}</svg>{over}</div>'
-        f'<div class="x" aria-hidden="true">{under}</div>'
-        f'<div class="label" aria-hidden="true">{label}</div></div>'
-    )
 
 
 def _tips(chart: LineChart, x_of: Place, text_of: Callable[[float], str]) -> str:
@@ -184,15 +171,8 @@ def _tips(chart: LineChart, x_of: Place, text_of: Callable[[float], str]) -> str
     for i, x in enumerate(at):
         found = [(line.name, _at(line, x)) for line in shown]
         text = [f"step {count(round(x))}", *(f"{name}: {text_of(y)}" for name, y in found if y is not None)]
-        tips += _tip(edges[i], edges[i + 1] - edges[i], text, x_of(x) / 10)
+        tips += tip(edges[i], edges[i + 1] - edges[i], text, x_of(x) / 10)
     return tips
-
-
-def _tip(left: float, wide: float, text: Sequence[str], at: float | None = None) -> str:
-    line = "" if at is None else f'<u style="left:{100 * (at - left) / max(wide, 1e-9):.1f}%"></u>'
-    side = "l" if left + wide / 2 < 50 else "r"
-    inside = "<br>".join(escape(part) for part in text)
-    return f'<div class="tip {side}" style="left:{left:.2f}%;width:{wide:.2f}%">{line}<span>{inside}</span></div>'
 
 
 def _at(line: Line, x: float) -> float | None:
@@ -239,11 +219,3 @@ def _tick(value: float, share: bool) -> str:
     if not share:
         return f"{value:,.0f}" if abs(value) < 1e6 and float(value).is_integer() else f"{value:.4g}"
     return f"{100 * value:.4g}%"
-
-
-def _short(value: float) -> str:
-    """Return ``625``, ``1.5M``."""
-    for prefix, unit in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(value) >= unit:
-            return f"{value / (1e3 if prefix == 'k' else unit):g}{prefix}"
-    return f"{value:g}"

@@ -15,19 +15,21 @@ import json
 import math
 import os
 import platform
+import shlex
 import stat
 import sys
 import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+import dist_sparse
 from dist_sparse.text import shortened
 
 __all__ = [
@@ -52,6 +54,8 @@ _LONGEST = 1 << 26
 """Bytes of a line, and of run.json, that are read: 64 MiB, some 250,000 tables."""
 
 _CHUNK = 1 << 16
+
+_decode = json.JSONDecoder().decode  # json.loads() looks at seven options first, of each line of a long log
 
 
 class LogFile:
@@ -151,12 +155,13 @@ def check_log(folder: Path, resume: bool) -> None:
         read_about(run)
 
 
-def open_log(folder: Path, config: Any, resume: bool) -> LogFile:
+def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
     """Open and lock the log in ``folder``, which is created if missing. Write ``run.json`` if it is not there yet.
 
     Args:
         folder: checked by :func:`check_log`.
-        config: as :func:`check_config` returns it.
+        about: JSON-able values for ``run.json``, beside those that every run has: ``config``, as :func:`check_config`
+            returns it.
         resume: continue a log that is there.
 
     Raises:
@@ -169,7 +174,7 @@ def open_log(folder: Path, config: Any, resume: bool) -> LogFile:
         check_log(folder, resume)  # again: only now that the log is locked no other process can have started one
         run = folder / RUN
         if not run.exists():
-            replace_files({run: (json.dumps(_about(config), indent=2) + "\n").encode()})
+            replace_files({run: (json.dumps(_about() | dict(about), indent=2) + "\n").encode()})
         elif log.cut():
             log.write({"kind": "resumed", "started": _now()})
     except BaseException:
@@ -232,7 +237,7 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
         ValueError: another line is not a JSON object; names file and line.
     """
     with file.open("rb") as held:
-        for number, line in enumerate(iter(lambda: held.readline(_LONGEST + 1), b""), start=1):
+        for number, line in enumerate(iter(partial(held.readline, _LONGEST + 1), b""), start=1):
             try:
                 read = _parsed(line)
                 if not isinstance(read, dict):
@@ -280,21 +285,21 @@ def _write_all(held: FileIO, content: bytes) -> None:
 def _parsed(text: bytes) -> Any:
     if len(text) > _LONGEST:
         raise ValueError(f"longer than {_LONGEST >> 20} MiB")
-    return json.loads(text.decode("utf-8"))
+    return _decode(text.decode("utf-8"))
 
 
 def _why(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _about(config: Any) -> dict[str, Any]:
+def _about() -> dict[str, Any]:
     return {
         "format": FORMAT,
         "started": _now(),
         "world": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
-        | {name: str(sys.modules[name].__version__) for name in ("torchrec",) if name in sys.modules},
-        "config": config,
+        "command": shlex.join(sys.argv),
+        "versions": {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
+        | {name: str(sys.modules[name].__version__) for name in ("torch", "torchrec") if name in sys.modules},
     }
 
 

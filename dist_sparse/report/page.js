@@ -14,3 +14,15 @@ for (const head of document.querySelectorAll("th[data-key]")) {
     body.append(...[...body.rows].sort((a, b) => (up ? 1 : -1) * order(key(a), key(b))));
   });
 }
+for (const place of document.querySelectorAll("[data-filter]")) {
+  const rows = [...place.parentNode.querySelectorAll("tbody tr")];
+  const box = document.createElement("input");
+  box.type = "search";
+  box.className = "filter";
+  box.placeholder = box.ariaLabel = place.dataset.filter;
+  box.addEventListener("input", () => {
+    const wanted = box.value.toLowerCase();
+    for (const row of rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(wanted);
+  });
+  place.append(box);
+}

@@ -13,12 +13,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.report.charts import Chart, LineChart, ScoreChart, charts
-from dist_sparse.report.drawing import drawn, escape
+from dist_sparse.report.axes import escape
+from dist_sparse.report.charts import charts
+from dist_sparse.report.comparison import HEAD, compare, headline, row_cells, whole_bytes
+from dist_sparse.report.drawing import drawn
+from dist_sparse.report.figures import Chart, LineChart, ScoreChart
 from dist_sparse.report.folder import replace_files
 from dist_sparse.report.png import png_files
 from dist_sparse.report.run import Run, read_run
-from dist_sparse.report.summary import numbers, status, target_text, time_text
+from dist_sparse.report.summary import against, bytes_of, numbers, status, target_text, time_text
+from dist_sparse.report.table_charts import MOST_TABLES
 from dist_sparse.text import amount, block_shape_text, count, number_of, percent, shape_text, size
 
 __all__ = ["page", "write_report"]
@@ -73,21 +77,23 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
     over_steps = [drawn(c) for c in figures if isinstance(c, LineChart) and c.key not in ("churn", "dead_rows")]
     masks = [drawn(c) for c in figures if c.key in ("churn", "dead_rows")]
     scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]
-    name = run.folder.resolve().name
+    tables = [drawn(c) for c in figures if c.key.startswith(("bytes", "traffic"))]
     ranks = number_of(run.world, "rank")
     versions = "".join(f", {name} {version}" for name, version in run.versions.items())
     state = f'<p class="{"soft" if run.finished else "warn"}">{escape(status(run))}</p>'
     body = [
-        f'<header><p class="soft">dist_sparse, report of a run</p><h1>{escape(name)}</h1>',
-        f'<p class="soft">Started {escape(run.started)} on {ranks}{escape(versions)}.</p>',
+        f'<header><p class="soft">dist_sparse, report of a run</p><h1>{escape(run.name)}</h1>{_lead(run)}',
+        f'<p class="soft">Started {escape(run.started)} on {ranks}{escape(versions)}.</p>{_command(run)}',
         f"{state}{_heads(run, found)}</header><main>",
+        _comparison(run),
+        _section("Quality and bytes", [drawn(c) for c in figures if c.key == "auc_bytes"]),
         _section("Over steps", over_steps),
-        _section("Tables", [drawn(c) for c in figures if c.key == "bytes"]),
+        _section("Tables", tables),
         _section("Mask updates", masks),
         _section("Scores and thresholds", scores),
         _section("Time", [drawn(c) for c in figures if c.key == "time"]),
         _runs_table(run),
-        _all_tables(found["tables"]),
+        _all_tables(found),
         _config(run),
         "</main><footer><p>Written by dist_sparse. Bytes kept count kept weights: the tables in memory stay as "
         "large as they were.</p></footer>",
@@ -96,7 +102,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}: report of dist_sparse</title><style>{style}</style></head>\n<body>"
+        f"<title>{escape(run.name)}: report of dist_sparse</title><style>{style}</style></head>\n<body>"
         + "\n".join(body)
         + f"<script>{script}</script></body></html>\n"
     )
@@ -126,25 +132,45 @@ def _heads(run: Run, found: dict[str, Any]) -> str:
 
     if found["sparsity"] is not None:
         add("sparsity", "Sparsity", found["sparsity"], percent(found["sparsity"]), target_text(found))
-    if found["bytes_dense"]:
-        kept = found["bytes_kept"] / found["bytes_dense"]
-        registered = number_of(len(run.tables), "registered table")
-        more = f"of {size(found['bytes_dense'])} dense ({percent(kept)}), in {registered}"
+    whole = whole_bytes(run)
+    if whole and found["bytes_kept"] is not None:
+        more = f"{percent(found['bytes_kept'] / whole)} of {size(whole)} in {bytes_of(run)}"
+        more += f"; masks take {size(found['bytes_masks'])}" if found["bytes_masks"] else ""
         add("bytes", "Bytes kept", found["bytes_kept"], size(found["bytes_kept"]), more)
     for key, name in (("auc", "AUC"), ("ne", "NE"), ("loss", "Loss")):
         tested = f"test_{key}"
         noted = tested if tested in found["last"] else key
         if noted in found["last"]:
-            others = [
-                f"{other} {amount(o['last'][noted])}" for other, o in found["compared"].items() if noted in o["last"]
-            ]
             value = found["last"][noted]
-            add(key, f"{name}, test" if noted == tested else f"{name}, last", value, amount(value), "; ".join(others))
+            called = f"{name}, test" if noted == tested else f"{name}, last"
+            add(key, called, value, amount(value), against(run, noted))
     if found["due_steps"]:
         share = found["seconds"]["share"]
         text = percent(share) if share is not None else percent(run.spent.masks / max(run.spent.total, 1e-9))
         add("time", "Time for sparsity" if share is not None else "Time for masks", share, text, time_text(run, found))
     return f'<dl class="heads">{"".join(heads)}</dl>' if heads else ""
+
+
+def _lead(run: Run) -> str:
+    said = headline(run)
+    return f'<p class="lead">{escape(said)}</p>' if said else ""
+
+
+def _command(run: Run) -> str:
+    return f'<p class="soft command">{escape(run.command)}</p>' if run.command else ""
+
+
+def _comparison(run: Run) -> str:
+    """Return the runs beside each other; nothing for a run without others."""
+    if not run.compared:
+        return ""
+    rows = []
+    for row in compare(run):
+        values = (row.sparsity, row.bytes, row.share, row.auc, row.delta, row.ms_per_step)
+        name, *numbered, changed = row_cells(row)
+        cells = [(text, _value(value)) for text, value in zip(numbered, values, strict=True)]
+        rows.append([(name, name), *cells, (changed, changed)])
+    return "<h2>Runs</h2>" + _table("Runs", HEAD, rows, sortable=True)
 
 
 def _section(title: str, figures: Sequence[str]) -> str:
@@ -153,7 +179,7 @@ def _section(title: str, figures: Sequence[str]) -> str:
 
 def _runs_table(run: Run) -> str:
     """Return the last value of every series, of the run and of the compared ones."""
-    runs = {"this run": run, **run.compared}
+    runs = {run.name: run, **run.compared}
     names = list(dict.fromkeys(name for one in runs.values() for name in one.values))
     if not names:
         return ""
@@ -161,7 +187,8 @@ def _runs_table(run: Run) -> str:
     return "<h2>Last values</h2>" + _table("Last values", ["run", *names], rows, sortable=False)
 
 
-def _all_tables(tables: Sequence[dict[str, Any]]) -> str:
+def _all_tables(found: dict[str, Any]) -> str:
+    tables = [*found["tables"], *(_other_table(name, taken) for name, taken in found["other_tables"].items())]
     if not tables:
         return ""
     heads = [
@@ -178,7 +205,7 @@ def _all_tables(tables: Sequence[dict[str, Any]]) -> str:
     ]
     heads += ["mask bytes", "threshold", "dead rows"]
     rows = []
-    for t in sorted(tables, key=lambda t: (-(t["bytes_dense"] or t["blocks"]), t["name"])):
+    for t in sorted(tables, key=lambda t: (-(t["bytes_dense"] or t["blocks"] or 0), t["name"])):
         block = "" if t["sparse_block_shape"] is None else block_shape_text(t["sparse_block_shape"])
         rows.append(
             [
@@ -194,7 +221,22 @@ def _all_tables(tables: Sequence[dict[str, Any]]) -> str:
             ]
         )
     title = "The one table" if len(rows) == 1 else f"All {count(len(rows))} tables"
-    return f"<h2>{title}</h2>" + _table("All tables", heads, rows, sortable=True)
+    box = f'<p data-filter="Filter {count(len(rows))} tables by name"></p>' if len(rows) > MOST_TABLES else ""
+    return f"<h2>{title}</h2><div>{box}" + _table("All tables", heads, rows, sortable=True) + "</div>"
+
+
+def _other_table(name: str, taken: int) -> dict[str, Any]:
+    """Return the row of a table that no sparsifier prunes."""
+    unknown = ("shape", "sharding", "sparse_block_shape", "target", "sparsity", "removed_blocks", "bytes_masks")
+    known = {
+        "name": name,
+        "blocks": None,
+        "bytes_kept": taken,
+        "bytes_dense": taken,
+        "threshold": None,
+        "dead_rows": None,
+    }
+    return known | dict.fromkeys(unknown)
 
 
 def _cell(value: float | None) -> tuple[str, str]:

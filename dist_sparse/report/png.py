@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dist_sparse.report.charts import BarChart, Chart, LineChart, ScoreChart
-from dist_sparse.text import amount, percent, printable
+from dist_sparse.report.figures import BarChart, Chart, DotChart, LineChart, ScoreChart
+from dist_sparse.text import amount, percent, printable, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,6 +65,8 @@ def figure(chart: Chart) -> Figure:
         _lines(axes, chart)
     elif isinstance(chart, ScoreChart):
         _scores(axes, chart)
+    elif isinstance(chart, DotChart):
+        _dots(axes, chart)
     else:
         _bars(axes, chart)
     return made
@@ -103,16 +105,39 @@ def _scores(axes: Any, chart: ScoreChart) -> None:
     _legend(axes)
 
 
+def _dots(axes: Any, chart: DotChart) -> None:
+    others = 0
+    for run in chart.runs:
+        color = _MAIN
+        if run.role == "other":
+            color, others = _OTHERS[others % len(_OTHERS)], others + 1
+        names, taken, aucs = zip(*run.dots, strict=True)
+        axes.plot(
+            taken, aucs, marker="o", color=color, label=_short(run.name, 32), zorder=5 if run.role == "main" else 3
+        )
+        for name, x, y in zip(names, taken, aucs, strict=True):
+            label = _short(name, 16)
+            axes.annotate(label, (x, y), (0, 5), textcoords="offset points", ha="center", fontsize=8, parse_math=False)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: size(value))
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("AUC")
+    axes.grid(axis="y", color="#e6eaf0")
+    axes.margins(0.08, 0.12)
+    _legend(axes)
+
+
 def _bars(axes: Any, chart: BarChart) -> None:
     places = range(len(chart.bars))
-    axes.barh(places, [1.0] * len(chart.bars), color="#e3e8ef")
-    axes.barh(places, [share for _, share, _ in chart.bars], color=_MAIN)
-    axes.set_yticks(places, [_short(name, 32) for name, _, _ in chart.bars], parse_math=False)
+    axes.barh(places, [bar.whole for bar in chart.bars], color="#e3e8ef")
+    axes.barh(places, [bar.share for bar in chart.bars], color=_MAIN)
+    axes.set_yticks(places, [_short(bar.name, 32) for bar in chart.bars], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
-    for place, (_, _, text) in enumerate(chart.bars):
-        axes.text(1.02, place, text, va="center", fontsize=8, transform=axes.get_yaxis_transform())
+    axes.xaxis.set_visible(False)  # the texts say it
+    for place, bar in enumerate(chart.bars):
+        axes.text(1.02, place, bar.text, va="center", fontsize=8, transform=axes.get_yaxis_transform())
 
 
 def _short(name: str, most: int) -> str:

@@ -9,30 +9,36 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
-from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from dist_sparse.report.artifacts import Artifact, read_artifacts
 from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
-from dist_sparse.report.histograms import LAST_BUCKET, Latest, Scored, bucket_of, scored
-from dist_sparse.sparsifiers.recorder import MaskChange, StepRecord
+from dist_sparse.report.histograms import Latest, Scored, scored
+from dist_sparse.report.lines import (
+    WRONG,
+    count,
+    histogram,
+    integer,
+    mask_update,
+    number,
+    optional,
+    pairs,
+    seconds,
+    string,
+    table_stats,
+)
+from dist_sparse.report.traffic import Traffic, read_traffic
+from dist_sparse.sparsifiers.recorder import StepRecord
 from dist_sparse.sparsifiers.stats import TableStats
-from dist_sparse.tables.shards import COL, ROW
 from dist_sparse.text import shortened
 
-__all__ = ["DueStep", "Run", "Series", "Spent", "read_run"]
+__all__ = ["DueStep", "Run", "Series", "Spent", "read_run", "read_runs"]
 
-_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What may be raised by reading something that no RunLog writes."""
-
-_LARGEST = 1e15
-"""Of seconds and levels, so that their sums and products with counts stay finite."""
+_LATEST = "latest"
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
@@ -67,7 +73,9 @@ class Run:
 
     Args:
         folder: where it was read from.
+        name: as given to ``RunLog``, else that of the folder.
         started: as in ``run.json``.
+        command: the words by which it was started; empty if unknown.
         world: number of ranks.
         versions, config: as in ``run.json``.
         finished: the log was closed; False for a run that crashed or still runs.
@@ -78,12 +86,17 @@ class Run:
         scores: one histogram per table (:class:`~dist_sparse.report.histograms.Latest`).
         tables: statistics at the last end; empty before.
         dead_rows: rows without a kept element, of those tables whose end has them.
+        model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
+        traffic: rows by their lookups, of those tables whose end has them.
+        artifacts: what was written for serving (:func:`~dist_sparse.report.add_artifact`).
         spent: seconds.
-        compared: other runs, by the name of their folder.
+        compared: other runs, by their names.
     """
 
     folder: Path
+    name: str
     started: str
+    command: str
     world: int
     versions: Mapping[str, str]
     config: Mapping[str, Any]
@@ -96,7 +109,33 @@ class Run:
     spent: Spent
     dead_rows: Mapping[str, int] = field(default_factory=dict)
     scores: Mapping[str, Scored] = field(default_factory=dict)
+    model_tables: Mapping[str, int] = field(default_factory=dict)
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    artifacts: tuple[Artifact, ...] = ()
     compared: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def other_tables(self) -> dict[str, int]:
+        """Bytes of the model's tables that are not registered with a sparsifier."""
+        registered = {table.name for table in self.tables}
+        registered |= {change.name for due in self.due[-1:] for change in due.record.tables}
+        return {name: size for name, size in self.model_tables.items() if name not in registered}
+
+    @property
+    def bytes_dense(self) -> int | None:
+        """Bytes of all tables without sparsity: of the model's, else of the registered ones; None if unknown."""
+        if not self.tables and not self.model_tables:
+            return None
+        registered = {table.name: table.table_bytes for table in self.tables}
+        return sum({**self.model_tables, **registered}.values())
+
+    @property
+    def bytes_kept(self) -> int | None:
+        """Bytes of the kept weights of those tables, masks not counted; None before the end of a run that prunes."""
+        if self.due and not self.tables:
+            return None
+        dense = self.bytes_dense
+        return None if dense is None else dense - sum(t.table_bytes - t.kept_bytes for t in self.tables)
 
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""
@@ -125,10 +164,49 @@ def read_run(folder: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss")
         (True, 2, 0.3333333333333333)
     """
-    folder = Path(folder)
-    run = _read(folder)
-    compared = {file.parent.name: _read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))}
-    return dataclasses.replace(run, compared=compared)
+    folder = _found(Path(folder))
+    nested = [_read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))]
+    return dataclasses.replace(_read(folder), compared=_by_name(nested))
+
+
+def read_runs(folders: Sequence[str | Path]) -> Run:
+    """Read several runs: the first, compared with the others. Of one alone the runs inside its folder are compared.
+
+    Raises:
+        ValueError: as :func:`read_run`.
+    """
+    if len(folders) == 1:
+        return read_run(folders[0])
+    first, *others = (_read(_found(Path(folder))) for folder in folders)
+    return dataclasses.replace(first, compared=_by_name(others, first))
+
+
+def _found(folder: Path) -> Path:
+    """Return ``folder``; for ``runs/latest``, which is no folder, the run in ``runs`` that was started last."""
+    if folder.name != _LATEST or folder.exists():
+        return folder
+    runs = []
+    for file in folder.parent.glob(f"*/{RUN}"):
+        try:
+            runs.append((datetime.strptime(read_about(file)["started"], "%Y-%m-%dT%H:%M:%S%z"), file.parent))
+        except (*WRONG, OSError):
+            continue  # it is no run that can be read: not the one that is wanted
+    if not runs:
+        raise ValueError(f"{folder.parent} holds no run, so that there is none that would be the {_LATEST}.")
+    return max(runs)[1]
+
+
+def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
+    """Number names that occur more than once."""
+    named: dict[str, Run] = {}
+    taken = {first.name} if first is not None else set()
+    for run in runs:
+        name, times = run.name, 1
+        while name in named or name in taken:
+            times += 1
+            name = f"{run.name} ({times})"
+        named[name] = dataclasses.replace(run, name=name)
+    return named
 
 
 def _read(folder: Path) -> Run:
@@ -138,22 +216,27 @@ def _read(folder: Path) -> Run:
             raise ValueError(f"{folder} holds no run: there is no {needed.name}, which RunLog writes.")
     about = read_about(file)
     reader = _Reader()
-    for number, line in enumerate(read_lines(lines), start=1):
+    for place, line in enumerate(read_lines(lines), start=1):
         try:
             reader.take(line)
-        except _WRONG as error:
-            raise ValueError(f"{lines}, line {number} is not one that RunLog writes: {_said(error)}.") from error
+        except WRONG as error:
+            why = shortened(error, most=200)
+            raise ValueError(f"{lines}, line {place} is not one that RunLog writes: {why}.") from error
     try:
         return Run(
             folder=folder,
-            started=_str(about["started"]),
-            world=_int(about["world"]),
-            versions={_str(name): _str(version) for name, version in about["versions"].items()},
+            name=optional(string, about.get("name")) or folder.resolve().name,
+            command=string(about.get("command", "")),
+            model_tables={string(name): count(size) for name, size in about.get("tables", {}).items()},
+            artifacts=read_artifacts(folder),
+            started=string(about["started"]),
+            world=integer(about["world"]),
+            versions={string(name): string(version) for name, version in about["versions"].items()},
             config=dict(about["config"]),
             **reader.read(),
         )
-    except _WRONG as error:
-        raise ValueError(f"{file} is not one that RunLog writes: {_said(error)}.") from error
+    except WRONG as error:
+        raise ValueError(f"{file} is not one that RunLog writes: {shortened(error, most=200)}.") from error
 
 
 class _Reader:
@@ -167,6 +250,7 @@ class _Reader:
         """All that still count: where a resumed run repeats the steps of newer ones, an older one is shown again."""
         self._tables: tuple[TableStats, ...] = ()
         self._dead: dict[str, int] = {}
+        self._traffic: dict[str, Traffic] = {}
         self._last: int | None = None
         self._ended = False
         self._ends = 0
@@ -175,14 +259,17 @@ class _Reader:
 
     def take(self, line: Mapping[str, Any]) -> None:
         kind = line["kind"]
+        if kind == "values":
+            self._take_values(integer(line["step"]), line)
+            return
         if kind == "resumed":
             self._begin_session()
             return
-        step = _int(line["step"])
+        step = integer(line["step"])
         if kind == "masks":
             # Written one update late, so its step says nothing about how far the run is.
             self._tell_session(None)
-            due = DueStep(step=step, record=_record(line))
+            due = DueStep(step=step, record=mask_update(line))
             known = len(self._due)
             while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
                 self._due.pop()  # repeated by a resumed run
@@ -191,29 +278,35 @@ class _Reader:
             self._due.append((self._sessions, due))
             for change, table in zip(due.record.tables, line["tables"], strict=True):
                 if table.get("scores"):  # of older logs, before scores had lines of their own
-                    self._take_scores(scored(step, change, _pairs(table["scores"])))
+                    self._take_scores(scored(step, change, pairs(table["scores"])))
             self._masks += due.record.seconds
             return
         if kind == "scores":
             for table in line["tables"]:
-                self._take_scores(_scored(table))
+                self._take_scores(histogram(table))
             return
-        if kind == "values":
-            self._tell_session(_seconds(line["seconds"]))
-            for name, value in line["values"].items():
-                self._put(self._series.setdefault(_str(name), []), step, _optional(_float, value))
-        elif kind == "end":
-            seconds = line["seconds"]
-            self._tell_session(_seconds(seconds["total"]))
+        if kind == "end":
+            spent = line["seconds"]
+            self._tell_session(seconds(spent["total"]))
             # A session without a sparsifier has no tables.
             if line["tables"]:
-                self._tables = tuple(_stats(table) for table in line["tables"])
-                self._dead = {t["name"]: _count(t["dead_rows"]) for t in line["tables"] if "dead_rows" in t}
-            self._enforcement += _seconds(seconds.get("enforcement", 0.0))
-            self._enforced &= "enforcement" in seconds
+                self._tables = tuple(table_stats(table) for table in line["tables"])
+                self._dead = {t["name"]: count(t["dead_rows"]) for t in line["tables"] if "dead_rows" in t}
+                self._traffic = {t["name"]: read_traffic(t["traffic"]) for t in line["tables"] if "traffic" in t}
+            self._enforcement += seconds(spent.get("enforcement", 0.0))
+            self._enforced &= "enforcement" in spent
             self._ended, self._ends = True, self._ends + 1
         else:
             raise ValueError(f"kind {shortened(kind)}")
+        self._last = step if step >= 0 else self._last
+
+    def _take_values(self, step: int, line: Mapping[str, Any]) -> None:
+        self._tell_session(seconds(line["seconds"]))
+        for name, value in line["values"].items():
+            series = self._series.setdefault(name, [])  # a key of JSON is a string
+            while series and series[-1][0] >= step:
+                series.pop()  # repeated by a resumed run
+            series.append((step, None if value is None else number(value)))
         self._last = step if step >= 0 else self._last
 
     def _take_scores(self, new: Scored | None) -> None:
@@ -231,12 +324,6 @@ class _Reader:
         self._before, self._elapsed = self._before + self._elapsed, 0.0
         self._ended = False
 
-    @staticmethod
-    def _put(series: list[tuple[int, Any]], step: int, value: Any) -> None:
-        while series and series[-1][0] >= step:
-            series.pop()  # repeated by a resumed run
-        series.append((step, value))
-
     def read(self) -> dict[str, Any]:
         scores = Latest()
         for one in self._scores:
@@ -250,6 +337,7 @@ class _Reader:
             "due": tuple(due for _, due in self._due),
             "tables": self._tables,
             "dead_rows": self._dead,
+            "traffic": self._traffic,
             "scores": scores.of,
             "spent": Spent(
                 total=self._before + self._elapsed,
@@ -257,114 +345,3 @@ class _Reader:
                 enforcement=self._enforcement if enforced else None,
             ),
         }
-
-
-def _record(line: Mapping[str, Any]) -> StepRecord:
-    return StepRecord(
-        number=_count(line["number"]),
-        seconds=_seconds(line["seconds"]),
-        collectives=_count(line["collectives"]),
-        bytes=_count(line["bytes"]),
-        tables=tuple(_change(table) for table in line["tables"]),
-    )
-
-
-def _change(table: Mapping[str, Any]) -> MaskChange:
-    return MaskChange(
-        name=sys.intern(_str(table["name"])),
-        target=_optional(_level, table["target"]),
-        threshold=_optional(_float, table["threshold"]),
-        scores=(),
-        blocks=_count(table["blocks"]),
-        removed_blocks=_count(table["removed_blocks"]),
-        flipped_blocks=_optional(_count, table["flipped_blocks"]),
-        regrown_blocks=_optional(_count, table["regrown_blocks"]),
-        dead_rows=_optional(_count, table["dead_rows"]),
-    )
-
-
-def _pairs(scores: Any) -> list[tuple[float, int]]:
-    return [(_float(edge), _count(blocks)) for edge, blocks in scores]
-
-
-def _scored(table: Mapping[str, Any]) -> Scored:
-    first, counts = bucket_of(_float(table["low"])), table["counts"]
-    if first + len(counts) - 1 > LAST_BUCKET:
-        raise ValueError(f"{len(counts)} buckets from {first} on are beyond float32")
-    return Scored(
-        step=_int(table["step"]),
-        name=_str(table["name"]),
-        threshold=_float(table["threshold"]),
-        first=first,
-        counts=array("q", [_count(blocks) for blocks in counts]),  # a long run has very many
-        **{name: _count(table[name]) for name in ("blocks", "removed_blocks", "zeros")},
-    )
-
-
-def _stats(table: Mapping[str, Any]) -> TableStats:
-    dtype = getattr(torch, _str(table["dtype"]))
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {shortened(table['dtype'])}")
-    rows, columns = table["shape"]
-    block = table["sparse_block_shape"]
-    return TableStats(
-        name=_str(table["name"]),
-        shape=(_count(rows), _count(columns)),
-        dtype=dtype,
-        sharding=_str(table["sharding"]),
-        shards=_count(table["shards"]),
-        sparse_block_shape=None if block is None else (_side(block[0], COL), _side(block[1], ROW)),
-        target=_optional(_level, table["target"]),
-        **{
-            name: _count(table[name])
-            for name in ("blocks", "removed_blocks", "mask_bytes", "table_bytes", "kept_bytes")
-        },
-    )
-
-
-def _side(size: Any, whole: str) -> int | str:
-    return whole if size == whole else _count(size)
-
-
-def _optional(read: Any, value: Any) -> Any:
-    return None if value is None else read(value)
-
-
-def _int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
-        raise TypeError(f"{shortened(value)} is not an int of 64 bits")
-    return value
-
-
-def _count(value: Any) -> int:
-    if _int(value) < 0:
-        raise ValueError(f"{value} is negative")
-    return int(value)
-
-
-def _float(value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise TypeError(f"{shortened(value)} is not a finite number")
-    return float(value)
-
-
-def _seconds(value: Any) -> float:
-    if not 0 <= _float(value) < _LARGEST:
-        raise ValueError(f"{value!r} is not a number of seconds in [0, {_LARGEST:g})")
-    return float(value)
-
-
-def _level(value: Any) -> float:
-    if abs(_float(value)) >= _LARGEST:
-        raise ValueError(f"{value!r} is not a level")
-    return float(value)
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{shortened(value)} is not a string")
-    return value
-
-
-def _said(error: Exception) -> str:
-    return shortened(error, most=200)

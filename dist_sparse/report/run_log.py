@@ -4,7 +4,8 @@ Other ranks take part in collectives only. Counts over ranks travel with the mes
 (:mod:`dist_sparse.sparsifiers.recorder`), so the line of an update is written one update later, the last one by
 :meth:`RunLog.close`.
 
-``run.json`` describes the run. Every line of ``log.jsonl`` has a ``kind``:
+``run.json`` describes the run: when and how it was started, versions, config, bytes of all tables. Every line of
+``log.jsonl`` has a ``kind``:
 
 - ``values``: ``step``, ``seconds`` since the start, and the ``values`` passed to :meth:`RunLog.step`;
 - ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes`` (of rank 0), and for
@@ -13,7 +14,8 @@ Other ranks take part in collectives only. Counts over ranks travel with the mes
 - ``scores``: histograms of those ``tables`` that have a better one than was written before
   (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets per octave from the score ``low`` up;
 - ``resumed``: first line of another session, with the time that it ``started``;
-- ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, and ``seconds`` by cause.
+- ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows`` and, where lookups are
+  counted, ``traffic`` (:mod:`dist_sparse.report.traffic`); ``seconds`` by cause.
 
 A failure to write (a full disk, a sink) never stops a rank, because the others would wait for it: it is one warning,
 and that output ends there. :mod:`dist_sparse.report.folder` writes and reads the files.
@@ -32,7 +34,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
@@ -40,8 +42,10 @@ from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.report.folder import RUN, LogFile, check_config, check_log, open_log
 from dist_sparse.report.histograms import Latest, scored
 from dist_sparse.report.summary import table_json
+from dist_sparse.report.traffic import traffic
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.recorder import MaskChange, Recorder, StepRecord
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 
 __all__ = ["RUN", "RunLog", "Sink"]
@@ -71,6 +75,8 @@ class RunLog:
         sparsifier: log its mask updates from now on. A recorder is attached to it until the log is closed; one log at a
             time.
         enforcer: log its time at the end.
+        model: count the bytes of all its tables, those that are not sparsified too, so that bytes of runs compare.
+        name: of the run in reports; that of the folder by default.
         config: JSON-able description of the run, written to ``run.json``.
         sinks: receive every number too, on rank 0 (:mod:`dist_sparse.report.sinks`).
         resume: continue the log in the folder, if there is one.
@@ -105,6 +111,8 @@ class RunLog:
         sparsifier: BaseDataSparsifier | None = None,
         *,
         enforcer: MaskEnforcer | None = None,
+        model: nn.Module | None = None,
+        name: str | None = None,
         config: Mapping[str, Any] | None = None,
         sinks: Iterable[Sink] = (),
         resume: bool = False,
@@ -114,15 +122,20 @@ class RunLog:
         self._writes = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         self._file: LogFile | None = None
         with world.agreeing("RunLog()"):
-            _check_kinds(sparsifier, enforcer, config, resume)
+            _check_kinds(sparsifier, enforcer, name, config, resume)
             self.folder, listed = _path(folder), _listed(sinks)
             if self._writes:
                 check_log(self.folder, resume)
-            known = check_config(config or {})
+            about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
+            if model is not None:
+                about["tables"] = {
+                    data.name: data.shape[0] * data.shape[1] * data.dtype.itemsize
+                    for data in ModelTables(model).locate()
+                }
             self._scores_every = integer("scores_every", scores_every, least=1)
         with world.agreeing("RunLog()"):  # only now, when no rank refuses its arguments, may rank 0 write
             if self._writes:
-                self._file = open_log(self.folder, known, resume)
+                self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
         self._sparsifier, self._enforcer = sparsifier, enforcer
         self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
@@ -189,6 +202,8 @@ class RunLog:
             self._write_scores()
             stats, dead = self._sparsifier.table_stats(), self._sparsifier.dead_rows()
             tables = [table_json(table) | {"dead_rows": dead[table.name]} for table in stats]
+            rows = traffic(self._sparsifier)
+            tables = [t | ({"traffic": rows[t["name"]].to_json()} if t["name"] in rows else {}) for t in tables]
             seconds["masks"] = self._masks_seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
@@ -270,15 +285,15 @@ class RunLog:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
 
 
-def _check_kinds(sparsifier: object, enforcer: object, config: object, resume: object) -> None:
+def _check_kinds(sparsifier: object, enforcer: object, name: object, config: object, resume: object) -> None:
     kinds: dict[str, tuple[object, type]] = {
         "config": (config, Mapping),
         "sparsifier": (sparsifier, BaseDataSparsifier),
     }
-    kinds |= {"enforcer": (enforcer, MaskEnforcer)}
-    for name, (given, kind) in kinds.items():
+    kinds |= {"enforcer": (enforcer, MaskEnforcer), "name": (name, str)}
+    for argument, (given, kind) in kinds.items():
         if not isinstance(given, kind) and given is not None:
-            raise ValueError(f"Invalid {name} of type {type(given).__name__}: must be a {kind.__name__}.")
+            raise ValueError(f"Invalid {argument} of type {type(given).__name__}: must be a {kind.__name__}.")
     if not isinstance(resume, bool):
         raise ValueError(f"Invalid {resume=}: must be a bool.")
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_sparse.report.comparison import HEAD, baseline, compare, delta_text, headline, row_cells
 from dist_sparse.report.run import DueStep, Run
 from dist_sparse.sparsifiers.recorder import MaskChange
 from dist_sparse.sparsifiers.stats import TableStats
@@ -29,6 +30,8 @@ from dist_sparse.text import (
 )
 
 __all__ = [
+    "against",
+    "bytes_of",
     "due_totals",
     "inspect_json",
     "inspect_text",
@@ -50,11 +53,14 @@ def numbers(run: Run) -> dict[str, Any]:
     """Return the numbers of a run as JSON-able values.
 
     Returns:
-        ``folder``, ``finished``, ``sessions``, ``world``, ``last_step``; ``sparsity`` and ``target`` (shares of all
-        blocks), ``blocks``, ``removed_blocks``; ``bytes_dense``, ``bytes_kept``, ``bytes_masks`` of the registered
-        tables; ``dead_rows`` of all tables, None where one is unknown; ``last``, the last value of each series;
+        ``folder``, ``name``, ``headline``, ``finished``, ``sessions``, ``world``, ``last_step``; ``sparsity`` and
+        ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``; ``bytes_dense`` and ``bytes_kept`` of all
+        tables of the model, if ``RunLog`` was given it, else of the registered ones; ``bytes_masks``; ``dead_rows`` of
+        all tables, None where one is unknown; ``last``, the last value of each series;
         ``seconds``: ``total``, ``masks``, ``enforcement``, and ``share``, the sum of these two over the first;
-        ``due_steps`` (mask updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``; ``compared``, the
+        ``due_steps`` (mask updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the registered ones, and
+        ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``, the name of the run that others are
+        compared with, and ``runs``, a row of each (:class:`~dist_sparse.report.comparison.Row`); ``compared``, the
         ``last`` of each compared run.
 
     Example::
@@ -72,9 +78,12 @@ def numbers(run: Run) -> dict[str, Any]:
     blocks, removed = sum(t["blocks"] for t in tables), sum(t["removed_blocks"] for t in tables)
     spent = run.spent
     sparsity_seconds = spent.masks + (spent.enforcement or 0.0)
+    base = baseline(run)
     known = spent.total > 0 and bool(run.due) and (spent.enforcement is not None)
     return {
         "folder": str(run.folder),
+        "name": run.name,
+        "headline": headline(run),
         "finished": run.finished,
         "sessions": run.sessions,
         "world": run.world,
@@ -83,8 +92,8 @@ def numbers(run: Run) -> dict[str, Any]:
         "target": _target(tables),
         "blocks": blocks,
         "removed_blocks": removed,
-        "bytes_dense": sum(t.table_bytes for t in run.tables) if run.tables else None,
-        "bytes_kept": sum(t.kept_bytes for t in run.tables) if run.tables else None,
+        "bytes_dense": run.bytes_dense,
+        "bytes_kept": run.bytes_kept,
         "bytes_masks": sum(t.mask_bytes for t in run.tables) if run.tables else None,
         "dead_rows": _sum([t["dead_rows"] for t in tables]),
         "last": _last(run),
@@ -98,6 +107,10 @@ def numbers(run: Run) -> dict[str, Any]:
         "collectives": sum(due.record.collectives for due in run.due),
         "bytes_sent": sum(due.record.bytes for due in run.due),
         "tables": tables,
+        "other_tables": run.other_tables,
+        "artifacts": [dataclasses.asdict(artifact) for artifact in run.artifacts],
+        "baseline": None if base is None else base.name,
+        "runs": [row.to_json() for row in compare(run)],
         "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
     }
 
@@ -138,30 +151,46 @@ def status(run: Run) -> str:
     return f"The log stops {where} without an end: the run failed or still runs. What is known is shown.{resumed}"
 
 
+def against(run: Run, key: str) -> str:
+    """Return the last value of a series less that of the baseline as text; "" without a baseline that has it."""
+    base, value = baseline(run), run.last(key)
+    other = None if base is None or base is run else base.last(key)
+    if base is None or other is None or value is None:
+        return ""
+    return f"{delta_text(value - other)} against {base.name} ({amount(other)})"
+
+
 def summary(run: Run, report: Path | None = None) -> str:
-    """Return the numbers in a few lines of text, and the path of the report."""
+    """Return the numbers in a few lines of text, and where the report is."""
     found = numbers(run)
     rows: list[tuple[str, str]] = []
     if found["sparsity"] is not None:
         blocks = f"{percent(found['sparsity'])} of {count(found['blocks'])} blocks"
         rows.append(("sparsity", f"{blocks}, {target_text(found)}"))
-    if found["bytes_dense"]:
+    if found["bytes_dense"] and found["bytes_kept"] is not None:
         kept, dense = found["bytes_kept"], found["bytes_dense"]
-        rows.append(("kept", f"{size(kept)} of {size(dense)} of the registered tables ({percent(kept / dense)})"))
+        rows.append(("kept", f"{size(kept)} of {size(dense)} of {bytes_of(run)} ({percent(kept / dense)})"))
     for name, value in found["last"].items():
-        others = [
-            f"{other} {amount(of['last'][name])}" for other, of in found["compared"].items() if name in of["last"]
-        ]
-        rows.append((name, amount(value) + (f"  ({', '.join(others)})" if others else "")))
+        rows.append((name, amount(value) + (f"  {delta}" if (delta := against(run, name)) else "")))
     if found["due_steps"]:
         share = found["seconds"]["share"]
         of_all = "" if share is None else f"; sparsity took {percent(share)}"
         rows.append(("time", f"{time_text(run, found)}{of_all}"))
     if report is not None:
-        rows.append(("report", str(report)))
+        rows.append(("report", report.resolve().as_uri()))
     rows = [(printable(name), printable(text)) for name, text in rows]
     width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join([printable(status(run)), *(f"{name:<{width}}  {text}" for name, text in rows)])
+    lines = [headline(run), status(run)] if headline(run) else [status(run)]
+    lines = [*map(printable, lines), *(f"{name:<{width}}  {text}" for name, text in rows)]
+    if run.compared:
+        lines += ["", *table_lines(HEAD, [row_cells(row) for row in compare(run)], right=range(1, 7))]
+    return "\n".join(lines)
+
+
+def bytes_of(run: Run) -> str:
+    """Return which tables the bytes of a run count."""
+    tables = len(run.tables) + len(run.other_tables)
+    return f"all {number_of(tables, 'table')}" if run.model_tables else number_of(tables, "registered table")
 
 
 def target_text(found: Mapping[str, Any]) -> str:
@@ -179,8 +208,15 @@ def time_text(run: Run, found: Mapping[str, Any]) -> str:
 
 
 def inspect_json(run: Run) -> dict[str, Any]:
-    """Return :func:`numbers`, and ``started``, ``world``, ``versions``, ``config``, as JSON-able values."""
-    about = {"started": run.started, "world": run.world, "versions": dict(run.versions), "config": dict(run.config)}
+    """Return :func:`numbers`, and ``started``, ``command``, ``world``, ``versions``, ``config``, as JSON-able
+    values."""
+    about = {
+        "started": run.started,
+        "command": run.command,
+        "world": run.world,
+        "versions": dict(run.versions),
+        "config": dict(run.config),
+    }
     return {**about, **numbers(run)}
 
 

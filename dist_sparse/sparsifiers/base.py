@@ -56,7 +56,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
         rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.
-        counts_lookups: whether an enforcer counts how often training looks up each row of fused tables.
+        counts_lookups: whether an enforcer counts lookups of the rows of fused tables; set before ``add_model``.
 
     Example::
 

@@ -184,7 +184,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         totals = self._totals()
         found: dict[str, list[_Known]] = {}
         for name, data in located.items():
-            if self.counts_lookups:
+            if self.scored_by == "frequency":
                 counts = zip(data.shards, self.packed_store.counts(name) or (), strict=True)
                 found[name] = [_Known(shard.rect, count, share=data.shape[1]) for shard, count in counts]
             else:
@@ -204,7 +204,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         if name not in self.dense_store:
             here = Rect(*offset, 1, 1)
             return next(known for known in self._known[name] if known.rect.intersect(here) is not None)
-        if self.counts_lookups:
+        if self.scored_by == "frequency":
             raise ValueError(
                 f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from add_model()."
             )

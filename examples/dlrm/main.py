@@ -90,7 +90,7 @@ def main(options: argparse.Namespace) -> None:
     say(f"\n{overhead(sparse)}")
     if rank == 0:
         served = serve([result.artifacts for result in results])
-        say(f"\nReport: {write_report(options.run_dir)}")
+        say(f"\nReport: {write_report(options.run_dir).resolve().as_uri()}")
         say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
         say(f"{served_table(served)}\n\n{advice(served, sparse.name)}")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")

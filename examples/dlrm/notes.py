@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, RunLog
 from dist_sparse.report.quality import Quality
@@ -28,6 +28,8 @@ class Notes:
     def __init__(
         self,
         folder: Path,
+        name: str,
+        model: nn.Module,
         config: Mapping[str, Any],
         sparsifier: DataNormSparsifier | None = None,
         enforcer: MaskEnforcer | None = None,
@@ -35,7 +37,15 @@ class Notes:
         start: int | None = None,
     ) -> None:
         """``start``: steps that were done before, in a log that goes on; None is a log of its own."""
-        self._log = RunLog(folder, sparsifier, enforcer=enforcer, config=config, resume=start is not None)
+        self._log = RunLog(
+            folder,
+            sparsifier,
+            enforcer=enforcer,
+            model=model,
+            name=name,
+            config=config,
+            resume=start is not None,
+        )
         self._quality = Quality(_QUALITY_EVERY)
         self._steps = start or 0
 

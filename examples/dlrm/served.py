@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse import DataNormSparsifier
+from dist_sparse.report import add_artifact
 from dist_sparse.serving.manifest import Dtype
 from dlrm.batches import Dataset
 from dlrm.model import ShardedModel
@@ -80,9 +81,12 @@ def export(
 
 
 def serve(exported: Sequence[Artifacts]) -> list[Served]:
-    """Predict from all artifacts in one process of their own. Local."""
+    """Predict from all artifacts in one process of their own, and add them to their runs' reports. Local."""
     subprocess.run([sys.executable, str(_SERVE), *(str(run.folder) for run in exported)], check=True)
-    return [_served(run, dtype) for run in exported for dtype in DTYPES]
+    served = [_served(run, dtype) for run in exported for dtype in DTYPES]
+    for one in served:
+        add_artifact(one.folder.parents[1], one.folder, auc=one.auc)
+    return served
 
 
 def _save_test(dataset: Dataset, examples: int, folder: Path) -> None:

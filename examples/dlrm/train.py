@@ -129,6 +129,8 @@ class Sparsification:
         self.sparsifier = ImportanceSparsifier(
             sparsity_level=0.0, sparse_block_shape=sparsity.block, norm=sparsity.norm, score=sparsity.score
         )
+        fused = all(sharded.sharding[name] != "data_parallel" for name in chosen)
+        self.sparsifier.counts_lookups |= sparsity.score == "norm" and fused  # for the report: they score nothing
         self.sparsifier.add_model(sharded.model, include=chosen)
         begin = int(steps * _BEGIN)
         end = max(int(steps * _END), begin + 1)
@@ -240,9 +242,9 @@ def run(
     start = 0 if saving is None else saving.resume()
     pipeline: Pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
 
-    config = {"run": name, "data": dataset.name, **asdict(settings), "sparsity": sparsity and asdict(sparsity)}
+    config = {"data": dataset.name, **asdict(settings), "sparsity": sparsity and asdict(sparsity)}
     sparsified = () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
-    notes = Notes(folder, config, *sparsified, start=None if saving is None else start)
+    notes = Notes(folder, name, sharded.model, config, *sparsified, start=None if saving is None else start)
     sharded.model.train()
     # The position in the data is what the pipeline has given back: it has drawn batches ahead of that.
     examples = islice(epochs(dataset, settings), start, None)
@@ -264,7 +266,7 @@ def run(
     sparsifier = None if sparsification is None else sparsification.sparsifier
     export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
-    notes.close(test_auc=auc, test_ne=ne, table_bytes=table_bytes, ms_per_step=ms_per_step)
+    notes.close(test_auc=auc, test_ne=ne, ms_per_step=ms_per_step)
     return Result(
         name=name,
         dim=settings.dim,

@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_sparse import ROW, DataNormSparsifier, RunLog
+from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, RunLog
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.report.folder import LINES, read_lines
 from dist_sparse.report.quality import Quality
-from tests.dist.cells import build, cells, set_weights, weights
+from dist_sparse.report.run import read_run
+from tests.dist.cells import batch, build, cells, set_weights, weights
+from tests.dist.enforcing import optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
+from tests.dist.test_importance import learn
 from tests.report.folders import full_disk
 
 
@@ -195,3 +198,38 @@ def test_quality() -> None:
 def test_every_must_be_a_number_of_steps() -> None:
     with pytest.raises(ValueError, match="Invalid every=0"):
         Quality(0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "column_wise"])
+def test_traffic(name: str) -> None:
+    """Rows by their lookups equal a count over the batches of all ranks, of tables cut by rows and by columns."""
+    folder, cell = shared_folder(), trained_cells(2)[name]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
+    sparsifier.counts_lookups = True
+    sparsifier.add_model(model)
+    with MaskEnforcer(sparsifier).attach(optimizer), RunLog(folder, sparsifier, model=model) as log:
+        for step in range(3):
+            learn(model, optimizer, cell, step)
+            sparsifier.step()
+            log.step(step)
+        kept = {table.name: sparsifier.full_mask(table.name).bool().any(1) for table in cell.tables}
+    dist.barrier()
+    run = read_run(folder)
+    assert run.traffic.keys() == kept.keys() and not run.other_tables
+    assert run.bytes_dense == sum(4 * table.rows * table.dim for table in cell.tables)
+    seen = [batch(cell, seed=100 * step + rank, size=2) for step in range(3) for rank in range(2)]
+    for table in cell.tables:
+        ids = torch.cat([features[name].values() for features in seen for name in table.features])
+        lookups = torch.bincount(ids, minlength=table.rows)
+        octaves = [0 if n == 0 else n.bit_length() for n in lookups.tolist()]
+        of = run.traffic[table.name]
+        for rows, held, total in (
+            (kept[table.name], of.kept, of.kept_lookups),
+            (~kept[table.name], of.removed, of.removed_lookups),
+        ):
+            places = [place for place, is_one in zip(octaves, rows.tolist(), strict=True) if is_one]
+            assert list(held) == [places.count(place) for place in range(max(octaves) + 1)], table.name
+            assert total == int(lookups[rows].sum())

@@ -54,6 +54,9 @@ OUTSIDE = """
 """
 
 
+ALL = '[aria-label="All tables"]'
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with opened(tmp_path_factory.mktemp("profile")) as browser:
@@ -116,15 +119,13 @@ def test_without_scripts_all_is_there(browser: Browser, report: Path) -> None:
     browser.open(report, 1280, script=False)
     assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0%"
     assert browser.value("document.querySelectorAll('th button').length") == 0
-    assert browser.value("document.querySelectorAll('table:has([data-key]) tbody tr').length") == 40
+    assert browser.value(f"document.querySelectorAll('{ALL} tbody tr').length") == 40
 
 
 def test_tables_sort(browser: Browser, report: Path) -> None:
     browser.open(report, 1280)
-    head = (
-        "[...document.querySelectorAll('th[data-key] button')].find((button) => button.innerText.trim() === 'blocks')"
-    )
-    rows = "[...document.querySelectorAll('table:has([data-key]) tbody tr')].map((row) => +row.cells[6].dataset.value)"
+    head = f"[...document.querySelectorAll('{ALL} button')].find((button) => button.innerText.trim() === 'blocks')"
+    rows = f"[...document.querySelectorAll('{ALL} tbody tr')].map((row) => +row.cells[6].dataset.value)"
     assert browser.value(rows) == [1000 + i for i in reversed(range(40))]
     for sort, expected in (("descending", range(39, -1, -1)), ("ascending", range(40))):
         browser.value(f"{head}.scrollIntoView({{block: 'center'}})")
@@ -147,4 +148,15 @@ def test_a_pointer_shows_numbers(browser: Browser, report: Path) -> None:
     )
     browser.point(box[0] - 5, box[1] + 60)
     [said] = browser.value(tips)
-    assert said.splitlines()[:3] == ["step 299", "all blocks: 50.0%", "target: 50.0%"]
+    assert said.splitlines()[:3] == ["step 299", "run: 50.0%", "target: 50.0%"]
+
+
+def test_a_filter_leaves_the_tables_of_that_name(browser: Browser, report: Path) -> None:
+    browser.open(report, 390)
+    assert browser.value("document.querySelectorAll('.filter').length") == 1
+    shown = f"[...document.querySelectorAll('{ALL} tbody tr')].filter((row) => row.checkVisibility()).length"
+    assert browser.value(shown) == 40
+    browser.value(
+        "(box => {box.value = 'TABLE_1'; box.dispatchEvent(new Event('input'))})(document.querySelector('.filter'))"
+    )
+    assert browser.value(shown) == 11, "table_1 and table_10 to table_19"

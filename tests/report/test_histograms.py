@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dist_sparse import DataNormSparsifier, RunLog
-from dist_sparse.report.charts import ScoreChart, charts
+from dist_sparse.report.charts import charts
+from dist_sparse.report.figures import ScoreChart
 from dist_sparse.report.folder import LINES, read_lines
 from dist_sparse.report.histograms import Latest, Scored, bucket_of, edge_of
 from dist_sparse.report.run import read_run

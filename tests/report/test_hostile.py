@@ -14,7 +14,8 @@ import pytest
 from dist_sparse import RunLog
 from dist_sparse.cli.main import main
 from dist_sparse.report import Run, read_run
-from dist_sparse.report.charts import LineChart, charts
+from dist_sparse.report.charts import charts
+from dist_sparse.report.figures import LineChart
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page
 from dist_sparse.report.run import Spent
@@ -130,7 +131,9 @@ def test_a_config_with_numbers_that_json_does_not_have(tmp_path: Path, capsys: p
 def run_of(steps: int) -> Run:
     return Run(
         folder=Path("run"),
+        name="run",
         started="",
+        command="",
         world=1,
         versions={},
         config={},

@@ -26,7 +26,7 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     [stats] = train(tmp_path / "run", config={"lr": 0.1, "block": [1, "ROW"]}).table_stats()
     run = read_run(tmp_path / "run")
     text = inspect_text(run)
-    assert f"{tmp_path / 'run'}: started {run.started} on 1 rank; python " in text
+    assert f"{tmp_path / 'run'}: started {run.started} on 1 rank; dist_sparse " in text
     assert "The run ended at step 8." in text
     row = [stats.name, "20", "x", "4", "float32", stats.sharding, "row", "20", "0.5000", "0.5000", "10"]
     assert cells(text, stats.name) == [*row, "0.000", "0.000", "0.000"]

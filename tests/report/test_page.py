@@ -13,8 +13,9 @@ import pytest
 
 from dist_sparse import RunLog
 from dist_sparse.cli.main import main
-from dist_sparse.report.charts import BarChart, LineChart, ScoreChart, charts
-from dist_sparse.report.drawing import log_ticks, ticks
+from dist_sparse.report.axes import log_ticks, ticks
+from dist_sparse.report.charts import charts
+from dist_sparse.report.figures import BarChart, LineChart, ScoreChart
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page, write_report
 from dist_sparse.report.png import figure
@@ -95,13 +96,13 @@ def test_what_charts_hold(folder: Path) -> None:
     assert isinstance(sparsity, LineChart) and isinstance(loss, LineChart) and isinstance(scores, ScoreChart)
     assert [line.role for line in sparsity.lines] == ["main", "target", "table"]
     assert sparsity.lines[0].points[-1] == sparsity.lines[1].points[-1] == (8, 0.5)
-    assert {line.name for line in loss.lines} == {"this run", "dense"}
+    assert {line.name for line in loss.lines} == {"run", "dense"}
     [change] = read_run(folder).due[-1].record.tables
     assert scores.threshold > 0 and 0 <= scores.zeros < 1
     assert sum(piece.blocks for piece in scores.bins) + round(scores.zeros * change.blocks) == change.blocks
     assert all(piece.low < piece.high for piece in scores.bins)
     time = found["time"]
-    assert isinstance(time, BarChart) and sum(share for _, share, _ in time.bars) == pytest.approx(1)
+    assert isinstance(time, BarChart) and sum(bar.share for bar in time.bars) == pytest.approx(1)
 
 
 def test_names_from_the_log_are_text(folder: Path) -> None:
@@ -176,8 +177,14 @@ def test_many_tables_and_many_steps(tmp_path: Path) -> None:
         if isinstance(chart, LineChart):
             assert len(chart.lines) <= 33 and all(len(line.points) <= 400 for line in chart.lines), chart.key
     bars = next(chart for chart in found if chart.key == "bytes")
-    assert isinstance(bars, BarChart) and len(bars.bars) == 30 and bars.bars[0][0] == "table_999"
+    assert isinstance(bars, BarChart) and len(bars.bars) == 30 and bars.bars[0].name == "table_999"
     assert "The first 30 of 1,000" in bars.note
+    spread = next(chart for chart in found if chart.key == "bytes_distribution")
+    assert isinstance(spread, BarChart) and len(spread.bars) == 10
+    assert sum(int(bar.text.split(" ")[0]) for bar in spread.bars if bar.text != "none") == 1000
+    sparsity = next(chart for chart in found if chart.key == "sparsity")
+    assert isinstance(sparsity, LineChart) and [line.role for line in sparsity.lines].count("table") == 3
+    assert 'data-filter="Filter 1,000 tables by name"' in text
     assert sum(tag == "tr" for tag, _ in shown.tags) == 2 + 1 + 1000
 
 
@@ -215,10 +222,9 @@ def test_without_matplotlib_nothing_is_written(
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--no-png"]) == 0
     said = capsys.readouterr().out
-    assert "50.0% of 20 blocks" in said and str(folder / "report.html") in said
-    assert (
-        len({line.find(text) for line in said.splitlines() for text in ("50.0% of", str(folder / "rep"))} - {-1}) == 1
-    )
+    assert "50.0% of 20 blocks" in said and (folder / "report.html").as_uri() in said
+    places = {line.find(text) for line in said.splitlines()[1:] for text in ("50.0% of 20", folder.as_uri())}
+    assert len(places - {-1}) == 1
     assert main(["report", str(folder), "--no-png", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
     assert main(["report", str(folder / "none")]) == 1
@@ -242,7 +248,10 @@ def test_ticks() -> None:
 
 def test_a_table_and_a_step_by_themselves(folder: Path, tmp_path: Path) -> None:
     """No "1 tables", and no half steps under a chart with two points."""
-    assert "in 1 registered table<" in (text := page_of(read_run(folder))) and "<h2>The one table</h2>" in text
+    assert (
+        "in 1 registered table; masks take 3 B<" in (text := page_of(read_run(folder)))
+        and "<h2>The one table</h2>" in text
+    )
     with RunLog(tmp_path / "two") as log:
         for step in range(2):
             log.step(step, loss=step)

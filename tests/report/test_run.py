@@ -57,7 +57,7 @@ def test_the_numbers(folder: Path) -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     text = summary(read_run(folder))
     assert "The run ended at step 8." in text and "50.0% of 20 blocks, target 50.0%" in text
-    assert "160 B of 320 B" in text and "(dense 1)" in text
+    assert "160 B of 320 B" in text and "against dense (1)" in text
 
 
 def test_a_run_that_has_not_ended(folder: Path) -> None:

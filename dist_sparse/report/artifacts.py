@@ -1,0 +1,95 @@
+"""Artifacts of a run: what was written of its model for serving, their bytes and quality, in ``artifacts.json``.
+
+They are added after training, from any process: the log of the run need not be open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_sparse import checks
+from dist_sparse.report.folder import RUN, replace_files
+from dist_sparse.report.lines import WRONG, count, number, string
+from dist_sparse.text import shortened
+
+__all__ = ["Artifact", "add_artifact", "read_artifacts"]
+
+_FILE = "artifacts.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """What was written of a run's model: its name, the bytes of its files, and the AUC with which it serves."""
+
+    name: str
+    bytes: int
+    auc: float
+
+
+def add_artifact(
+    run: str | os.PathLike[str], artifact: str | os.PathLike[str], *, auc: float, name: str | None = None
+) -> Artifact:
+    """Add an artifact to a run, for the chart of AUC over bytes in its report. Local: for one rank, or any process.
+
+    One of the same name is replaced.
+
+    Args:
+        run: folder that a :class:`~dist_sparse.RunLog` wrote.
+        artifact: file, or folder, of what is served; its bytes are read here. It need not be kept.
+        auc: with which it serves.
+        name: in the report; that of the file or folder by default.
+
+    Raises:
+        ValueError: there is no such run or artifact, or an argument is invalid. OSError: it can't be written.
+
+    Example::
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from dist_sparse import RunLog
+        >>> from dist_sparse.report import add_artifact
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with RunLog(folder) as log:
+        ...     log.step(0, test_auc=0.75)
+        >>> _ = (folder / "int8").write_bytes(bytes(1000))
+        >>> add_artifact(folder, folder / "int8", auc=0.749)
+        Artifact(name='int8', bytes=1000, auc=0.749)
+    """
+    run, artifact = Path(run), Path(artifact)
+    if not (run / RUN).is_file():
+        raise ValueError(f"{run} holds no run: there is no {RUN}, which RunLog writes.")
+    files = [artifact] if artifact.is_file() else [file for file in artifact.rglob("*") if file.is_file()]
+    if not files:
+        raise ValueError(f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files.")
+    size = sum(file.stat().st_size for file in files)
+    new = Artifact(
+        name=artifact.name if name is None else name, bytes=size, auc=checks.number("auc", auc, least=0, most=1)
+    )
+    others = [old for old in read_artifacts(run) if old.name != new.name]
+    text = json.dumps([asdict(one) for one in (*others, new)], indent=2, allow_nan=False)
+    replace_files({run / _FILE: f"{text}\n".encode()})
+    return new
+
+
+def read_artifacts(run: Path) -> tuple[Artifact, ...]:
+    """Return the artifacts of a run, in the order in which they were added.
+
+    Raises:
+        ValueError: the file is not one that :func:`add_artifact` writes; names it.
+    """
+    file = run / _FILE
+    if not file.is_file():
+        return ()
+    try:
+        return tuple(_artifact(held) for held in json.loads(file.read_text(encoding="utf-8")))
+    except (*WRONG, RecursionError) as error:
+        raise ValueError(f"{file} is not one that add_artifact() writes: {shortened(error, most=200)}.") from error
+
+
+def _artifact(held: Mapping[str, Any]) -> Artifact:
+    return Artifact(name=string(held["name"]), bytes=count(held["bytes"]), auc=number(held["auc"]))

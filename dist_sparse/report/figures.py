@@ -1,0 +1,106 @@
+"""Charts as data: names, points, bars, bins.
+
+:mod:`dist_sparse.report.charts` makes them of a run; :mod:`dist_sparse.report.drawing` draws them as HTML and
+:mod:`dist_sparse.report.png` as PNG, without the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Bar", "BarChart", "Bin", "Chart", "DotChart", "Dots", "Line", "LineChart", "Point", "ScoreChart"]
+
+Point = tuple[float, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (under its running mean) or
+    ``table``; ``steps``: constant from each point to the next."""
+
+    name: str
+    points: tuple[Point, ...]
+    role: str = "main"
+    steps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineChart:
+    """Lines over steps 0 to ``end``, or further. ``share``: heights are shares, shown in percent."""
+
+    key: str
+    title: str
+    note: str
+    lines: tuple[Line, ...]
+    end: int
+    share: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar: ``share`` of the full width is filled, of the ``whole`` that is drawn; both in [0, 1]."""
+
+    name: str
+    share: float
+    text: str
+    whole: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarChart:
+    """Horizontal bars. ``stacked``: the shares add up to one bar, of which the last is the rest."""
+
+    key: str
+    title: str
+    note: str
+    bars: tuple[Bar, ...]
+    stacked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dots:
+    """Dots of one run, joined: label, bytes > 0, height."""
+
+    name: str
+    role: str
+    dots: tuple[tuple[str, int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DotChart:
+    """Dots over bytes, on a logarithmic axis."""
+
+    key: str
+    title: str
+    note: str
+    runs: tuple[Dots, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """Blocks with scores in [low, high). ``density``: blocks per octave, so that a bar's area counts blocks: buckets
+    differ in width on a logarithmic axis."""
+
+    low: float
+    high: float
+    blocks: int
+    density: float
+
+    def kind(self, threshold: float) -> str:
+        """Return whether its blocks are ``gone`` (pruned), ``kept``, or ``both``: some of each."""
+        return "gone" if self.high <= threshold else "kept" if self.low > threshold else "both"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreChart:
+    """Histogram of one table. ``zeros``: share of the blocks that scored 0, which a logarithmic axis can't show."""
+
+    key: str
+    title: str
+    note: str
+    bins: tuple[Bin, ...]
+    zeros: float
+    threshold: float
+
+
+Chart = LineChart | BarChart | ScoreChart | DotChart

@@ -1,0 +1,140 @@
+"""Several runs beside each other: the baseline, one denominator, the sentence on top, artifacts, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_sparse import ROW, DataNormSparsifier, RunLog
+from dist_sparse.cli.main import main
+from dist_sparse.report import add_artifact, read_run, read_runs, write_report
+from dist_sparse.report.charts import charts
+from dist_sparse.report.comparison import baseline, compare, headline
+from dist_sparse.report.figures import BarChart, DotChart
+from dist_sparse.report.folder import RUN
+from dist_sparse.report.summary import numbers
+
+
+def log(folder: Path, dim: int = 8, level: float | None = None, auc: float = 0.75, **config: Any) -> Path:
+    """A run of two tables of 1000 and 100 rows, of which only the larger is sparsified."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"item": nn.EmbeddingBag(1000, dim), "day": nn.EmbeddingBag(100, dim)})
+    sparsifier = None
+    if level is not None:
+        sparsifier = DataNormSparsifier(sparsity_level=level, sparse_block_shape=(1, ROW))
+        sparsifier.add_model(model, include="item")
+    with RunLog(folder, sparsifier, model=model, name=config.pop("name", None), config=config) as held:
+        for step in range(3):
+            if sparsifier is not None:
+                sparsifier.step()
+            held.step(step, loss=1.0 / (1 + step))
+        held.step(3, test_auc=auc, ms_per_step=2.5)
+    return folder
+
+
+def test_every_share_is_of_the_same_bytes(tmp_path: Path) -> None:
+    """Tables that are not sparsified count, and of a narrow run the baseline's bytes are the whole."""
+    log(tmp_path / "run", level=0.9, auc=0.749, name="pruned", lr=0.1, more={"level": 0.9})
+    log(tmp_path / "run" / "dense", auc=0.75, lr=0.1)
+    log(tmp_path / "run" / "a_narrow", dim=4, auc=0.74, lr=0.2)
+    run = read_run(tmp_path / "run")
+    base = baseline(run)
+    assert base is not None and base.name == "dense"
+    assert (run.bytes_dense, run.bytes_kept) == (1100 * 32, 200 * 32)
+    pruned, narrow, dense = compare(run)
+    assert (pruned.name, pruned.share, pruned.ms_per_step) == ("pruned", 200 / 1100, 2.5)
+    assert pruned.delta == pytest.approx(-0.001) and narrow.delta == pytest.approx(-0.01) and dense.delta is None
+    assert narrow.share == 0.5 and dense.share == 1.0
+    assert (pruned.changed, narrow.changed, dense.changed) == ({"more.level": 0.9}, {"lr": 0.2}, {})
+    assert headline(run).startswith("Keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC")
+    assert headline(run.compared["dense"]) == "Keeps all table bytes (34.4 KiB) at 0.7500 test AUC."
+    found = numbers(run)
+    assert found["other_tables"] == {"day": 3200} and found["baseline"] == "dense"
+    assert [row["name"] for row in found["runs"]] == ["pruned", "a_narrow", "dense"]
+    bars = next(chart for chart in charts(run) if chart.key == "bytes")
+    assert isinstance(bars, BarChart)
+    assert {bar.name: (bar.share, bar.whole) for bar in bars.bars} == {"item": (0.1, 1.0), "day": (0.1, 0.1)}
+
+
+def test_auc_over_bytes(tmp_path: Path) -> None:
+    """Artifacts of a run that has some, else the weights; bytes are those of the files."""
+    log(tmp_path / "run", level=0.9, auc=0.749)
+    log(tmp_path / "run" / "dense", auc=0.75)
+    served = tmp_path / "served"
+    (served / "deep").mkdir(parents=True)
+    (served / "deep" / "a").write_bytes(bytes(900))
+    (served / "b").write_bytes(bytes(100))
+    add_artifact(tmp_path / "run", served, auc=0.5, name="int8")
+    assert add_artifact(tmp_path / "run", served, auc=0.748, name="int8").bytes == 1000
+    run = read_run(tmp_path / "run")
+    [dots] = [chart for chart in charts(run) if isinstance(chart, DotChart)]
+    assert [(one.name, one.role, one.dots) for one in dots.runs] == [
+        ("run", "main", (("int8", 1000, 0.748),)),
+        ("dense", "other", (("weights", 35200, 0.75),)),
+    ]
+    for wrong, says in ((tmp_path / "none", "no such file"), (tmp_path, r"auc=2")):
+        with pytest.raises(ValueError, match=says):
+            add_artifact(tmp_path / "run", wrong, auc=2 if wrong == tmp_path else 0.5)
+    with pytest.raises(ValueError, match="holds no run"):
+        add_artifact(tmp_path, served, auc=0.5)
+    (tmp_path / "run" / "artifacts.json").write_text('[{"name": "x", "bytes": -1, "auc": 0.5}]')
+    with pytest.raises(ValueError, match=r"artifacts\.json is not one that add_artifact\(\) writes: .*negative"):
+        read_run(tmp_path / "run")
+
+
+def test_the_command_compares_runs_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = log(tmp_path / "a", level=0.5, auc=0.7, name="half", lr=0.1)
+    b, c = log(tmp_path / "b", level=0.9, auc=0.6, name="half"), log(tmp_path / "c", auc=0.75, lr=0.1)
+    log(tmp_path / "a" / "inside")
+    assert main(["report", str(a), str(b), str(c), "--no-png"]) == 0
+    said = capsys.readouterr().out
+    rows = [re.split(" {2,}", line.strip()) for line in said.splitlines() if line.startswith(("half", "c "))]
+    assert [row[:6] for row in rows] == [
+        ["half", "50.0%", "18.8 KiB", "54.5%", "0.7000", "-0.0500"],
+        ["half (2)", "90.0%", "6.25 KiB", "18.2%", "0.6000", "-0.1500"],
+        ["c", "-", "34.4 KiB", "100.0%", "0.7500", "2.5"],
+    ]
+    assert "lr=-" in said and "inside" not in said
+    page = (a / "comparison.html").read_text()
+    assert (a / "comparison.html").as_uri() in said and not (a / "report.html").exists()
+    assert page.count("<h2>Runs</h2>") == 1 and "half (2)" in page
+    sparsity = next(chart for chart in charts(read_runs([a, b, c])) if chart.key == "sparsity")
+    assert [line.name for line in sparsity.lines if line.role == "other"] == ["half (2)"]  # type: ignore[union-attr]
+
+
+def test_the_latest_run_and_the_browser(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or len(opened) < 2)
+    for name, started in (("older", "2026-11-22T09:00:00+0100"), ("newer", "2026-11-22T08:30:00+0000")):
+        about = json.loads((log(tmp_path / name) / RUN).read_text())
+        (tmp_path / name / RUN).write_text(json.dumps(about | {"started": started}))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / RUN).write_text("{")
+    command = ["report", str(tmp_path / "latest"), "--no-png", "--open"]
+    assert main(command) == 0 and opened == [(tmp_path / "newer" / "report.html").as_uri()]
+    assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="there is none that would be the latest"):
+        read_run(tmp_path / "newer" / "latest")
+
+
+def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--data", "a b"])
+    log(tmp_path / "run")
+    text = write_report(tmp_path / "run", pngs=False).read_text()
+    assert "train.py --data &#x27;a b&#x27;</p>" in text and "dist_sparse 0" in text
+
+
+def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:
+    """A run that prunes nothing has no churn, no dead rows and, of scores that are all 0, no histogram."""
+    log(tmp_path / "run", level=0.0)
+    found = {chart.key for chart in charts(read_run(tmp_path / "run"))}
+    assert found == {"sparsity", "value_loss", "bytes", "time"}
