@@ -15,7 +15,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import stat
 import sys
 import time
@@ -293,6 +292,8 @@ def _why(error: Exception) -> str:
 
 
 def _about() -> dict[str, Any]:
+    import shlex  # which `import dist_sparse` need not load
+
     return {
         "format": FORMAT,
         "started": _now(),
