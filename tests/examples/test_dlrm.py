@@ -409,9 +409,11 @@ class TestRuns:
         }.items():
             shown = result.runs[run.replace("_", " ")]
             assert f"{last['test_auc']:.4f}" == shown["AUC"] and f"{last['test_ne']:.4f}" == shown["NE"]
-            assert {"loss", "table_bytes", "ms_per_step"} <= set(last)
+            assert {"loss", "ms_per_step"} <= set(last)
         assert noted["finished"] and noted["world"] == 2 and len(noted["compared"]) == 2
         assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
+        assert noted["runs"][0]["bytes"] == sum(int(table["bytes kept"]) for table in result.tables.values())
+        assert [artifact["name"] for artifact in noted["artifacts"]] == ["fp32", "int8", "int4"]
         text = (tmp_path / "run" / "report.html").read_text()
         assert f'data-value="{noted["last"]["test_auc"]!r}">{result.runs["sparsified"]["AUC"]}<' in text
         assert (tmp_path / "run" / "report-sparsity.png").exists()
