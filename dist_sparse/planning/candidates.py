@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,7 +17,7 @@ from dist_sparse import checks
 from dist_sparse.serving.artifact import file_bytes
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype, Table, TableBytes, size_of
-from dist_sparse.tables.shards import ROW, Rect, grid_of, resolve_block
+from dist_sparse.tables.shards import ROW, Block, Rect, grid_of, resolve_block
 from dist_sparse.tables.sizes import index_bytes, narrow_width
 from dist_sparse.text import block_shape_text, percent
 
@@ -70,6 +71,16 @@ class ServedBytes:
     def total(self) -> int:
         """All of them."""
         return self.weights + self.scales + self.index + self.masks + self.bases
+
+
+class _Left(NamedTuple):
+    """What a table keeps: rows, columns, and of its blocks of a shape, so many of them, so many."""
+
+    rows: int
+    columns: int
+    block: Block
+    blocks: int
+    kept: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +143,22 @@ class Candidate:
     @property
     def narrowed(self) -> tuple[str, ...]:
         """The tables of ``groups``."""
-        return tuple(name for group in self.groups for name in group)
+        return tuple(self._alone)
+
+    @cached_property
+    def _alone(self) -> dict[str, bool]:
+        """Whether each table of ``groups`` is alone in its group."""
+        return {name: len(group) == 1 for group in self.groups for name in group}
 
     def shape(self, table: SizedTable) -> tuple[int, int]:
         """Return the rows and columns that a table keeps; with blocks smaller than rows, all rows."""
-        rows, kept, (height, width) = table.shape[0], self._kept_blocks(table), self._block(table)
-        columns = self._width(table)
-        return (rows if width < columns else min(rows, kept * height)), columns
+        left = self._left(table)
+        return left.rows, left.columns
 
     def level(self, table: SizedTable) -> float:
         """Return the fraction of its blocks that a table loses; below level 1 one of them stays."""
-        blocks = self._blocks(table)
-        return 1 - self._kept_blocks(table) / max(blocks, 1)
+        left = self._left(table)
+        return 1 - left.kept / max(left.blocks, 1)
 
     def served_bytes(self, tables: Iterable[SizedTable]) -> ServedBytes:
         """Return what tables take in the memory of a server, exactly.
@@ -170,27 +185,23 @@ class Candidate:
         parts += [f"{name} without {percent(level)} of its {what}" for name, level in self.levels.items()]
         return ", ".join(parts)
 
-    def _width(self, table: SizedTable) -> int:
-        columns = table.shape[1]
-        if self.groups and table.name not in self.narrowed:
-            return columns
-        return narrow_width(columns - round((1 - self.columns) * columns), columns)
-
-    def _block(self, table: SizedTable) -> tuple[int, int]:
-        return resolve_block(table.name, self.block, (table.shape[0], self._width(table)))
-
-    def _blocks(self, table: SizedTable) -> int:
-        return grid_of(Rect(0, 0, table.shape[0], self._width(table)), self._block(table)).blocks
-
-    def _kept_blocks(self, table: SizedTable) -> int:
-        blocks = self._blocks(table)
+    def _left(self, table: SizedTable) -> _Left:
+        """What a table keeps."""
+        rows, columns = table.shape
+        if not self.groups or table.name in self._alone:
+            columns = narrow_width(columns - round((1 - self.columns) * columns), columns)
+        block = resolve_block(table.name, self.block, (rows, columns))
+        blocks = grid_of(Rect(0, 0, rows, columns), block).blocks
         level = self.levels.get(table.name, 0.0)
-        return blocks - (round(level * blocks) if level == 1 else min(round(level * blocks), max(blocks - 1, 0)))
+        most = blocks if level == 1 else max(blocks - 1, 0)
+        kept = blocks - min(round(level * blocks), most)
+        rows = min(rows, kept * block[0]) if block[1] >= columns else rows
+        return _Left(rows, columns, block, blocks, kept)
 
     def _stored(self, table: SizedTable) -> Table:
         """The table as a manifest describes it."""
-        rows, (kept, columns), block = table.shape[0], self.shape(table), self._block(table)
-        turned = self.columns < 1 and (table.name,) in self.groups
+        rows, (kept, columns, block, _, kept_blocks) = table.shape[0], self._left(table)
+        turned = self.columns < 1 and self._alone.get(table.name, False)
 
         def stored(values: int | None) -> Table:
             return Table(
@@ -207,7 +218,7 @@ class Candidate:
 
         if block[1] >= columns or table.name not in self.levels:
             return stored(None)
-        numbers = min(rows * columns, self._kept_blocks(table) * math.prod(block))
+        numbers = min(rows * columns, kept_blocks * math.prod(block))
         halves = self.dtype == "int4" and (block[1] % 2 or columns % 2)  # rows begin at bytes
         values = -(-numbers * BITS[self.dtype] // 8) + (-(-rows // 2) if halves else 0)
         return min(stored(None), stored(values), key=lambda each: sum(size_of(*one) for one in each.layout().values()))

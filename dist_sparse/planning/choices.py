@@ -94,9 +94,19 @@ class Choices:
 
     def _fewest_rows(self, dtype: Dtype, fraction: float) -> Choice:
         """The lowest level of cold tables that fits; the highest if none does."""
-        steps = range(_STEPS - 1)
-        step = bisect_left(steps, True, key=lambda each: self._choice("rows", dtype, fraction, each / _STEPS).fits)
-        return self._choice("rows", dtype, fraction, step / _STEPS)
+        all_rows = self._choice("rows", dtype, fraction)
+        cold = [table for table in self.tables if table.name in self.cold]
+        others = all_rows.served.total - all_rows.candidate.served_bytes(cold).total
+
+        def at(step: int) -> Candidate:
+            before = all_rows.candidate.levels
+            levels = {name: max(step / _STEPS, before.get(name, 0.0)) for name in self.cold}
+            return replace(all_rows.candidate, levels={**before, **levels})
+
+        def fits(step: int) -> bool:
+            return others + at(step).served_bytes(cold).total <= self.budget
+
+        return self._priced("rows", at(bisect_left(range(_STEPS - 1), True, key=fits)))
 
     def _fractions(self, kind: Kind) -> list[float]:
         """Multiples of 4 columns, as fractions of the widest table that may be narrower, ascending."""
@@ -107,15 +117,26 @@ class Choices:
         narrowed = {name for group in self.groups for name in group} if kind == "columns" else None
         return max(table.shape[1] for table in self.tables if narrowed is None or table.name in narrowed)
 
-    def _choice(self, kind: Kind, dtype: Dtype, fraction: float, level: float = 0.0, lossless: bool = True) -> Choice:
-        groups = self.groups if fraction < 1 and kind in ("columns", "rows") else ()
-        candidate = Candidate(dtype=dtype, columns=fraction, groups=groups)
-        levels = self._untouched_levels(candidate) if lossless else {}
-        if kind == "rows":
-            levels |= {name: max(level, levels.get(name, 0.0)) for name in self.cold}
-        candidate = replace(candidate, levels=levels)
+    def _choice(self, kind: Kind, dtype: Dtype, fraction: float, lossless: bool = True) -> Choice:
+        candidate = Candidate(dtype=dtype, columns=fraction)
+        if self.groups and fraction < 1 and kind in ("columns", "rows"):
+            candidate = replace(candidate, groups=self._worth(dtype, fraction))
+        return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate) if lossless else {}))
+
+    def _priced(self, kind: Kind, candidate: Candidate) -> Choice:
         served = candidate.served_bytes(self.tables)
         return Choice(kind=kind, candidate=candidate, served=served, fits=served.total <= self.budget)
+
+    def _worth(self, dtype: Dtype, fraction: float) -> tuple[tuple[str, ...], ...]:
+        """The groups, without tables that are turned back of which the basis takes more than they lose."""
+        named = {table.name: table for table in self.tables}
+
+        def bytes_of(name: str, columns: float) -> int:
+            alone = Candidate(dtype=dtype, columns=columns, groups=((name,),))
+            return alone.served_bytes([named[name]]).total
+
+        found = [g for g in self.groups if len(g) > 1 or bytes_of(g[0], fraction) < bytes_of(g[0], 1.0)]
+        return tuple(found) or self.groups
 
     def _untouched_levels(self, candidate: Candidate) -> dict[str, float]:
         """The levels that remove what training has never touched, where that saves more than the index takes."""

@@ -41,7 +41,7 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     if whole := best("full", "int4")[:1]:
         other = "fewer, rotated columns" if dots else "a smaller dense table"
         without = ", without the rows that training has never touched," if whole[0].candidate.levels else ""
-        why = f"int4 of all columns{without} and {other} in int8 tied where they were measured: try both."
+        why = f"int4 of all columns{without} or {other} in int8: which is better depends on the data. Measure both."
         return whole + best(narrow, "int8"), why
     fewer = best(narrow, "int8", "int4")
     if choices.cold and choices.budget < _ROWS_BELOW * _touched_bytes(choices) and (rows := best("rows", "int8")):

@@ -68,6 +68,13 @@ def test_rows_of_cold_tables_below_5_percent() -> None:
     assert "rows" not in {kind for kind, *_ in used(plan(CROSSED, "6%", cold="cross"))}
 
 
+def test_small_tables_are_not_turned_back() -> None:
+    """Their basis would take more than they lose."""
+    answer = plan({"user": (30_000, 64), "country": (4, 64)}, "9.4%", rotate="table", cold="user")
+    assert {choice.candidate.groups for choice in answer.choices if choice.kind == "columns"} == {(("user",),)}
+    assert plan({"user": (30_000, 64), "country": (4, 64)}, "3%", rotate="table", cold="country").choices
+
+
 def test_nothing_fits() -> None:
     answer = plan(TOWERS, 1000)
     assert answer.recommended == () and answer.why == "Nothing fits: the least is 410 KiB."
