@@ -77,7 +77,7 @@ def to_write(tables: Mapping[str, Held], group: Group) -> dict[str, list[BlockMa
             cut[name] = tuple(tuple(to for _, to in held) for held in pairs)
         else:
             masks = {mask.rect: mask for mask in table.masks}
-            found[name] = [masks[rect].cut(to) for rect, to in pairs[group.rank]]
+            found[name] = [masks[rect] if to == rect else masks[rect].cut(to) for rect, to in pairs[group.rank]]
     if cut:
         parts, _ = brought(tables, cut, group)
         for name, tiling in cut.items():

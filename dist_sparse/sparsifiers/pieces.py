@@ -144,8 +144,12 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
         pieces = [_piece(piece, block) for piece in entry["pieces"]]
         masks = []
         for shard in data.shards:
-            parts = [p.cut(common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
-            masks.append(BlockMask.assemble(shard.rect, block, parts, shard.tensor.device))
+            parts = [(p, common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None]
+            if [p.rect for p, _ in parts] == [shard.rect]:  # as it is: nothing to unpack
+                masks.append(BlockMask(shard.rect, block, parts[0][0].bits.to(shard.tensor.device)))
+            else:
+                cut = [p.cut(common) for p, common in parts]
+                masks.append(BlockMask.assemble(shard.rect, block, cut, shard.tensor.device))
     except ValueError as error:
         raise ValueError(
             f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a state_dict() has "

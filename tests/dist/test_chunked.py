@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 
 from dist_sparse import (
     COL,
@@ -25,13 +26,14 @@ from dist_sparse import (
     compact,
     sparsify,
 )
+from dist_sparse.tables.modules import model_source
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.copies import build_copies, copied_cells, first_copy
 from tests.dist.enforcing import loss_of, optimizer_of
 from tests.dist.plugin import on_ranks
 
 TYPES = ("table_wise", "row_wise", "column_wise", "two_shards", "data_parallel", "table_row_wise", "mixed")
-BLOCKS = {"user": (1, ROW), "item": (1, 4), "tiny": (COL, 1), "word": (3, 5)}
+BLOCKS = {"user": (1, ROW), "item": (1, 4), "tiny": (COL, 1), "word": (3, 5), "wide": (2, 5), "flat": (1, 16)}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(model: nn.Module, level: float) -> DataNormSparsifier:
     sparsifier = DataNormSparsifier(None, level, norm="L2")
-    sparsifier.add_model(model, config={name: {"sparse_block_shape": block} for name, block in BLOCKS.items()})
+    tables = {data.name for data in model_source(model).locate()}
+    config = {name: {"sparse_block_shape": block} for name, block in BLOCKS.items() if name in tables}
+    sparsifier.add_model(model, config=config)
     return sparsifier
 
 
@@ -81,6 +85,21 @@ def test_load(world: int, folder: Path) -> None:
         dcp.load({"scheduler": scheduler}, checkpoint_id=folder / f"{world}-{name}")
         assert scheduler.final == {"user": 0.6, "w*": 0.7} and scheduler.end == 9
         target.step()
+
+
+@on_ranks(4, 2)
+def test_grids(world: int, folder: Path) -> None:
+    """Of blocks that the borders of a grid cut, on four ranks and then on two, by rows and in whole tables."""
+    first = cells(4)["grid_shard"]
+    plan = {"wide": row_wise(), "flat": table_wise(rank=1)}
+    sparsifier = made(build(first if world == 4 else replace(first, world=2, plan=plan)), 0.3)
+    if world == 4:
+        sparsifier.step()
+        dcp.save({"sparse": sparsifier}, checkpoint_id=folder / "grid")
+        torch.save(sparsifier.audit(), folder / "grid.pt")
+    else:
+        dcp.load({"sparse": sparsifier}, checkpoint_id=folder / "grid")
+        assert sparsifier.audit() == torch.load(folder / "grid.pt")
 
 
 # -- what is refused, on every rank ------------------------------------------------------------------------------------
