@@ -1,8 +1,7 @@
 """Quality at equal bytes: tables narrowed while they train, small dense tables, and other ways to a smaller table.
 
 Every method has the same trials for each number of bytes, with the first seed: each form that fits (columns and bits)
-with L2 on a grid, then the best with the learning rate on a grid. Narrowed, small dense and full tables have four more:
-factors of both for the later part of the run, and where that begins. The AUC on validation chooses; what is best is
+with L2 on a grid, then the best with the learning rate on a grid. The AUC on validation chooses; what is best is
 trained with all seeds. All are trained by a kernel in C, and with ``--package`` the methods of examples/two_tower by
 the package too. Trainings that are done are kept in a file, so that an interrupted run goes on.
 """
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks import quality_case, quality_methods
 from benchmarks.measure import keep
-from benchmarks.quality_methods import DIM, FULL, METHODS, forms
+from benchmarks.quality_methods import CUT_METHODS, DIM, FULL, METHODS, forms
 from benchmarks.quality_report import report
 
 __all__ = ["main"]
@@ -37,14 +36,8 @@ PACKAGE = ("full", "small dense", "narrowed")
 """Methods that the package's example trains."""
 
 L2 = (0.03, 0.05, 0.08)
-LR = (0.4, 0.8)
-LATE = ((1.0, 0.6), (2.0, 1.0), (2.0, 0.6))
-"""Factors of the learning rate and of L2 after the cut."""
-
-CUTS = (1 / 2, 2 / 7)
-"""When tables are cut, and the factors begin: parts of the run."""
-
-_START = {"lr": 0.2, "late_lr": 1.0, "late_l2": 1.0}
+LR = (0.4, 0.8, 1.6)
+_FIRST_LR = 0.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,9 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for method in options.methods
         for form in forms(method, BUDGETS[budget])
     ]
-    cells = [{**common, **cell} for cell in cells]
+    cells = [
+        {**common, **cell, "cut": options.epochs // 2 if cell["method"] in CUT_METHODS else options.epochs}
+        for cell in cells
+    ]
     best = done.tuned(cells, options.seeds[0])
-    chosen = done.trained([{**case, "seed": seed, "recall": True} for case in best for seed in options.seeds])
+    chosen = done.trained([{**case, "seed": seed, "recall": True} for seed in options.seeds for case in best])
     again = [{**_case(row), "trainer": "package"} for row in chosen if row["method"] in PACKAGE and options.package]
     fewer_bits = [
         {**_case(row), "dtype": bits} for row in chosen if row["method"] == "full" for bits in ("int8", "int4")
@@ -109,15 +105,11 @@ class _Done:
     def tuned(self, cells: Sequence[Row], seed: int) -> list[Row]:
         """Return the best case of each method and budget, without a seed."""
         trial = {"seed": seed, "recall": False}
-        middle, early = (round(part * cells[0]["epochs"]) for part in CUTS)
-        tried = self.trained([{**cell, **trial, **_START, "cut": middle, "l2": l2} for cell in cells for l2 in L2])
-        late = [dict(zip(("late_lr", "late_l2"), factors, strict=True)) for factors in LATE]
+        tried = self.trained([{**cell, **trial, "lr": _FIRST_LR, "l2": l2} for cell in cells for l2 in L2])
         pairs = dict.fromkeys((cell["method"], cell["budget"]) for cell in cells)
         kinds = [{"method": method, "budget": budget} for method, budget in pairs]
-        further = [kind for kind in kinds if kind["method"] in PACKAGE]
-        for some, changes in ((kinds, [{"lr": lr} for lr in LR]), (further, late), (further, [{"cut": early}])):
-            best = [_best(row for row in tried if _is(row, kind)) for kind in some]
-            tried += self.trained([{**_case(row), **change} for row in best for change in changes])
+        best = [_best(row for row in tried if _is(row, kind)) for kind in kinds]
+        tried += self.trained([{**_case(row), "lr": lr} for row in best for lr in LR])
         best = [_best(row for row in tried if _is(row, kind)) for kind in kinds]
         return [{name: value for name, value in _case(row).items() if name not in trial} for row in best]
 

@@ -26,7 +26,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         quiet()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     data, tests = read(case["data"])
-    names = ("dim", "lr", "l2", "cut", "late_lr", "late_l2", "epochs", "batch_size", "seed")
+    names = ("dim", "lr", "l2", "cut", "epochs", "batch_size", "seed")
     settings = Settings(**{name: case[name] for name in names}, width=case["kept"], rank=0, world=1)
     model = train("", data, settings)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from dist_sparse.serving.codes import decode, encode
 from two_tower.data import Interactions, Test, load
 from two_tower.quality import measure
 
-__all__ = ["DIM", "FULL", "METHODS", "forms", "read", "run"]
+__all__ = ["CUT_METHODS", "DIM", "FULL", "METHODS", "forms", "read", "run"]
 
 Case = dict[str, Any]
 
@@ -36,6 +36,7 @@ FULL = 4 * DIM
 _BITS = {"fp32": 32, "int8": 8, "int4": 4}
 _SHARED = ("mod hash", "double hash", "frequency cut-off")
 _FINE = {"elements": 1, "soft threshold": 1, "1x4 blocks": 4}
+CUT_METHODS = ("narrowed", *_FINE, "rows")
 METHODS = ("narrowed", "small dense", *_FINE, "rows", *_SHARED)
 
 
@@ -83,9 +84,8 @@ def run(case: Case) -> Case:
     """Train, and return the quality on validation and test part, as it is served, and the bytes of a row.
 
     Args:
-        case: data, epochs, batch_size, seed, lr, l2; cut, the epochs before the table is cut; late_lr and late_l2,
-            factors from then on; method and a form of it; recall, whether it is measured; states, a folder for the
-            tables before the cut, which methods share.
+        case: data, epochs, batch_size, seed, lr, l2; cut, the epochs before the table is cut; method and a form of it;
+            recall, whether it is measured; states, a folder for the tables before the cut, which methods share.
     """
     data, tests = read(case["data"])
     mapped = _places(case, data) if case["method"] in _SHARED else None
@@ -118,14 +118,13 @@ def _trained(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Mod
         block = case["dim"] if method == "rows" else _FINE[method]
         model.kept = [_largest(weight, block, case["kept"]) for weight in model.weights]
         model.weights = [weight * kept for weight, kept in zip(model.weights, model.kept, strict=True)]
-    late = {name: case[name] * case[f"late_{name}"] for name in ("lr", "l2")}
-    model.train(data, range(case["cut"], case["epochs"]), mapped=mapped, **_settings(case), **late)
+    model.train(data, range(case["cut"], case["epochs"]), mapped=mapped, **_settings(case))
     return model
 
 
 def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Model:
     """What is cut makes no difference before it: that state is trained once."""
-    epochs, early = range(case["cut"]), {name: case[name] for name in ("lr", "l2")}
+    epochs = range(case["cut"])
     own = ("method", "kept") if mapped is not None or case["method"] == "soft threshold" else ()
     name = "-".join(str(case[key]) for key in (*own, "dim", "lr", "l2", "seed", "cut", "epochs", "batch_size"))
     file = Path(case["states"]) / f"{name.replace('/', '')}.pickle"
@@ -133,7 +132,7 @@ def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> M
         rows = [data.users, data.items] if mapped is None else [1 + int(places.max()) for places in mapped]
         model = Model(rows, data.items, case["dim"], case["seed"])
         for epoch in epochs:
-            model.train(data, range(epoch, epoch + 1), mapped=mapped, **_settings(case), **early)
+            model.train(data, range(epoch, epoch + 1), mapped=mapped, **_settings(case))
             if case["method"] == "soft threshold":
                 _soften(model.weights, (1 - case["kept"]) * (epoch + 1) / len(epochs))
         part = file.with_suffix(f".{os.getpid()}")
@@ -144,7 +143,7 @@ def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> M
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    return {"of": case["epochs"], "seed": case["seed"], "batch_size": case["batch_size"]}
+    return {"of": case["epochs"], **{name: case[name] for name in ("lr", "l2", "seed", "batch_size")}}
 
 
 def _largest(weight: Floats, block: int, kept: float) -> npt.NDArray[np.bool_]:

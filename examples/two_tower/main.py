@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> None:
         lr=options.lr,
         l2=options.l2,
         epochs=options.epochs,
-        cut=options.cut or options.epochs // 2,
+        cut=options.cut,
         batch_size=options.batch_size,
         seed=options.seed,
         rank=rank,
@@ -109,7 +109,13 @@ def parse() -> argparse.Namespace:
     )
     add("--dim", type=as_positive, default=64, metavar="D", help="columns of the wide tables (default: %(default)s)")
     add("--width", type=as_positive, default=16, metavar="D", help="columns that are left (default: %(default)s)")
-    add("--lr", type=float, default=0.2, metavar="X", help="learning rate of the first half (default: %(default)s)")
+    add(
+        "--lr",
+        type=float,
+        default=0.4,
+        metavar="X",
+        help="learning rate, which falls to 0 over the second half (default: %(default)s)",
+    )
     add(
         "--l2", type=float, default=0.05, metavar="X", help="regularization of what is looked up (default: %(default)s)"
     )

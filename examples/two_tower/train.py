@@ -27,8 +27,7 @@ class Settings:
         lr: the learning rate.
         l2: factor of half the squares of what an example looks up, in its loss.
         epochs: passes over the training part.
-        cut: epochs before the tables are cut to ``width``.
-        late_lr, late_l2: factors of ``lr`` and ``l2`` after them.
+        cut: epochs before the tables are cut to ``width``; None is half of them.
         batch_size: interactions in a step.
         seed: of weights, order and negatives.
         rank, world: of this process.
@@ -36,12 +35,10 @@ class Settings:
 
     dim: int
     width: int
-    lr: float
+    lr: float = 0.4
     l2: float
     epochs: int
-    cut: int
-    late_lr: float = 1.0
-    late_l2: float = 1.0
+    cut: int | None = None
     batch_size: int
     seed: int
     rank: int
@@ -57,7 +54,8 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
     torch.manual_seed(settings.seed)
     model, optimizer = build(Towers(data.users, data.items, settings.dim), settings.world)
     each = data.steps(settings.batch_size)
-    steps, cut = settings.epochs * each, settings.cut * each
+    steps = settings.epochs * each
+    cut = steps // 2 if settings.cut is None else settings.cut * each
     sparse = None
     if settings.width < settings.dim:
         sparse = sparsify(
@@ -76,11 +74,10 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
         seed = settings.seed * 1_000_003 + epoch
         batches = data.epoch(seed, settings.batch_size, settings.rank, settings.world)
         for step, (user, items) in enumerate(batches, epoch * each):
-            late_lr, late_l2 = (settings.late_lr, settings.late_l2) if step >= cut else (1.0, 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = settings.lr * late_lr * min(1.0, 2 * (1 - step / steps))
+                group["lr"] = settings.lr * min(1.0, 2 * (1 - step / steps))
             optimizer.zero_grad()
-            loss(model, keyed(user, items), items, settings.l2 * late_l2).backward()
+            loss(model, keyed(user, items), items, settings.l2).backward()
             optimizer.step()
             if sparse is not None:
                 sparse.step()

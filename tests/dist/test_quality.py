@@ -81,7 +81,7 @@ def test_every_method_runs_and_keeps_to_its_bytes(tmp_path: Path) -> None:
         "epochs": 2,
         "batch_size": BATCH,
     }
-    trial = {"seed": 0, "l2": 0.05, "lr": 0.2, "cut": 1, "late_lr": 2.0, "late_l2": 0.6, "recall": True}
+    trial = {"seed": 0, "l2": 0.05, "lr": 0.2, "cut": 1, "recall": True}
     full: dict[str, Any] = {"method": "full", "budget": "100%", "dim": 64, "dtype": "fp32", "kept": 64}
     cases = [full] + [
         {"method": method, "budget": budget, **form}
