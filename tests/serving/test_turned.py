@@ -134,9 +134,10 @@ def test_scripted_and_exported(tmp_path: Path, fbgemm: bool) -> None:
     for path, args in arguments.items():
         want = served[path].lookup(*args)
         served[path].to_torchscript(tmp_path / "script.pt")
-        served[path].to_pt2(tmp_path / "program.pt2")
         assert torch.equal(torch.jit.load(tmp_path / "script.pt")(*args), want), path
-        assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*args), want), path
+        if path in ("bags", "words"):  # the two ways in which results are turned
+            served[path].to_pt2(tmp_path / "program.pt2")
+            assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*args), want), path
         assert want.shape[1] == sum(served[path].dims) if path in ("bags", "weighted") else want.shape[1] == 8
 
 
