@@ -152,7 +152,8 @@ def _bars(chart: BarChart) -> str:
         return f'<div class="stack" aria-hidden="true">{parts}</div><ul class="legend parts">{legend}</ul>'
     rows = "".join(
         f'<li><span class="name">{escape(bar.name)}</span><span class="bar" aria-hidden="true">'
-        f'<b style="width:{100 * bar.whole:.2f}%"></b><i style="width:{100 * bar.share:.2f}%"></i></span>'
+        f'<b style="width:{100 * bar.whole:.2f}%"></b>'
+        f'<i class="{"some" if bar.share else "none"}" style="width:{100 * bar.share:.2f}%"></i></span>'
         f'<span class="text">{escape(bar.text)}</span></li>'
         for bar in chart.bars
     )

@@ -38,7 +38,7 @@ class LineChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar: ``share`` of the full width is filled, of the ``whole`` that is drawn; both in [0, 1]."""
+    """One bar: ``share`` of the full width is filled, in front of the ``whole``; both in [0, 1]."""
 
     name: str
     share: float

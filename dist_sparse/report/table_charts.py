@@ -75,7 +75,7 @@ def _distribution(tables: list[Kept], title: str, text: Callable[[int, int], str
         kept, whole = sum(t[1] for t in of), sum(t[2] for t in of)
         name = f"{10 * tenth}% to {10 * tenth + 10}%"
         said = f"{number_of(len(of), 'table')}: {text(kept, whole)}" if of else "none"
-        bars.append(Bar(name=name, share=len(of) / most, text=said))
+        bars.append(Bar(name=name, share=len(of) / most, whole=0.0, text=said))
     note = f"All {len(tables):,} tables by the share that is kept of them."
     return BarChart(key="bytes_distribution", title=f"{title}, distribution", note=note, bars=tuple(bars))
 
