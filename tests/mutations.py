@@ -78,7 +78,10 @@ MUTATIONS = [
     M("schedulers/base.py", "notes.stepped == steps and each.data_sparsifier is self.data_sparsifier and each._updates_masks()", "each is self and each._updates_masks()", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     M("schedulers/base.py", "notes.stepped == steps and each", "each", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer --------------------------------------------------------------------------------------------------------
-    M("enforcer/fused.py", "            if self._lookup.needed:", "            if False:", "tests/dist/test_enforce.py -k batches"),
+    M("enforcer/fused.py", "        if self._lookup.needed and not", "        if False and not", "tests/dist/test_enforce.py -k batches"),
+    M("enforcer/fused.py", "elif not self._only_kept or known != self._known:", "elif not self._only_kept:", "tests/dist/test_drop.py -k equals"),
+    M("enforcer/drop.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_drop.py"),
+    M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_drop.py"),
     M("enforcer/fused.py", "            self._current()  # masks may have been updated since the lookup\n", "", "tests/dist/test_enforce.py -k orders"),
     M("enforcer/fused.py", "        if _writes_now(self._batch, mode):\n            self.clean_all()\n", "", "tests/dist/test_enforce_equals.py -k fbgemm"),
     M("enforcer/rows.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),

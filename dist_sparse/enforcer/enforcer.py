@@ -38,6 +38,7 @@ from dist_sparse.text import number_of
 __all__ = ["MaskEnforcer"]
 
 _STATES: Final = ("keep", "reset")
+_REMOVED: Final = ("drop", "zero")
 
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
@@ -55,6 +56,11 @@ class MaskEnforcer:
         sparsifier: everything registered with it is enforced.
         optimizer_state: of removed weights: ``"keep"`` leaves it to the optimizers; ``"reset"`` sets it to its initial
             value at every mask update, before and after, so that a block that comes back starts afresh.
+        removed_rows: of tables with a fused optimizer, on a CPU, whose rows are added up (pooling SUM, weighted or not;
+            of row-wise sharded ones MEAN too): ``"drop"`` drops the ids of rows that are removed as a whole before the
+            lookup. They are not read, get no gradient and are not written; their optimizer state stands still. With
+            ``"zero"``, and elsewhere, such rows are read as zeros, trained and zeroed again. Outputs, kept weights and
+            masks are equal bit for bit. A sparsifier with ``trains_removed`` gets ``"zero"``.
 
     Attributes:
         seconds: host time spent so far, ``sparsifier.step()`` not counted. On a device, kernels are only launched in
@@ -77,14 +83,19 @@ class MaskEnforcer:
         20
     """
 
-    def __init__(self, sparsifier: BaseDataSparsifier, optimizer_state: str = "keep") -> None:
+    def __init__(
+        self, sparsifier: BaseDataSparsifier, optimizer_state: str = "keep", removed_rows: str = "drop"
+    ) -> None:
         if not isinstance(sparsifier, BaseDataSparsifier):
             raise ValueError(f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a data sparsifier.")
         if optimizer_state not in _STATES:
             raise ValueError(f"Invalid {optimizer_state=}: must be one of {_STATES}.")
+        if removed_rows not in _REMOVED:
+            raise ValueError(f"Invalid {removed_rows=}: must be one of {_REMOVED}.")
         self.clock = Clock()
         self._sparsifier = sparsifier
         self._reset = optimizer_state == "reset"
+        self._drop = removed_rows == "drop"
         self._optimizers: tuple[Any, ...] | None = None
         self._kernels: list[Kernel] = []
         self._known_lookups: list[tuple[nn.Module, list[Any]]] = []
@@ -335,7 +346,8 @@ class MaskEnforcer:
         for module, kernel, found in present:
             known = staying.get(id(kernel))
             if known is None:
-                known = Kernel(kernel, module, found, self._mask, self._counts, lambda: tables.version, self.clock)
+                version = partial(getattr, tables, "version")
+                known = Kernel(kernel, module, found, self._mask, self._counts, version, self._drops, self.clock)
             else:
                 known.moved_to(found)
             kernels.append(known)
@@ -368,6 +380,9 @@ class MaskEnforcer:
     def _counts(self, place: Place) -> Tensor | None:
         counts = self._sparsifier.packed_store.counts(place.name)
         return None if counts is None else counts[place.number]
+
+    def _drops(self) -> bool:
+        return self._drop and not self._sparsifier.trains_removed
 
     def _hook(self, models: list[nn.Module]) -> None:
         self._dense.hook(self._before_read)

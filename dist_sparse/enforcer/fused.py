@@ -1,8 +1,10 @@
 """Removed weights stay zero in tables that a fused optimizer writes inside the backward.
 
-Just before a lookup reads them, the dirty rows among its ids are cleaned. The ids are taken where they arrive at the
-kernel, behind the input distribution, so they are local to the shard whatever the sharding. A backward flags the rows
-that it writes; they stay dirty until the weights are next scored, saved or read.
+The ids of a lookup are taken where they arrive at the kernel, behind the input distribution, so they are local to the
+shard whatever the sharding. Where rows are added up, ids of removed rows are dropped there
+(:mod:`~dist_sparse.enforcer.drop`). Of the rows that are read, the dirty ones are cleaned just before. A backward flags
+the rows that it writes, if the masks remove anything of them; they stay dirty until the weights are next scored, saved
+or read.
 
 With :mod:`dist_sparse.tables.torchrec`, this module knows the internals of TorchRec and FBGEMM; it imports neither
 unless torchrec is in use: a model that holds its modules implies that.
@@ -20,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer.drop import KeptIds, removed_rows
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, count_lookups, lookup_on, zero_rows
-from dist_sparse.masking.masks import BlockMask, unpack
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
@@ -35,7 +38,6 @@ __all__ = [
     "lookups_of",
     "places_in",
     "places_of",
-    "removed_rows",
     "summed_in",
 ]
 
@@ -64,6 +66,7 @@ class Kernel:
         mask: returns the mask at a place.
         counts: returns how often each row of the shard at a place was looked up, live; None if that is not counted.
         version: returns a number that changes whenever masks do.
+        drops: returns whether ids of removed rows are dropped where that changes no output; otherwise they are zeroed.
         clock: to which the time of the hooks is added.
     """
 
@@ -75,23 +78,29 @@ class Kernel:
         mask: Callable[[Place], BlockMask],
         counts: Callable[[Place], Tensor | None],
         version: Callable[[], int],
+        drops: Callable[[], bool],
         clock: Clock,
     ) -> None:
         self.module, self.collection = module, collection
         self.places = list(places)
         self.clock = clock
         self._batch: Any = module.emb_module
-        self._mask, self._counts, self._mask_version = mask, counts, version
+        self._mask, self._counts, self._mask_version, self._drops = mask, counts, version, drops
         self._counted: list[Tensor | None] = []
         self._features: list[int] = list(self._batch.feature_table_map)
         self._known: tuple[int, ...] = ()
+        self._ids: KeptIds | None = None
+        self._only_kept = False
+        self._handed: tuple[Any, Any] = (None, None)
         self._in_sync = self._storage()
         self._slots: list[Slot | None] = []
         self._lookup: Lookup = TorchLookup([])
         views = self._batch.split_embedding_weights()
+        self._on_cpu = views[0].is_cpu
         self._dirty = DirtyRows([len(view) for view in views], self._features, views[0].device)
         # With an empty table beside others of another width, FBGEMM's CPU backward writes other rows than it was given.
-        self._strays = views[0].is_cpu and min(map(len, views)) == 0 and len({view.shape[1] for view in views}) > 1
+        self._strays = self._on_cpu and min(map(len, views)) == 0 and len({view.shape[1] for view in views}) > 1
+        self._adds = self._on_cpu and not self._strays and self._batch.pooling_mode.name == "SUM"
         self._handles: list[RemovableHandle | Wrapped] = []
 
     def hook(self) -> None:
@@ -187,7 +196,7 @@ class Kernel:
     def _current(self) -> list[Slot | None]:
         """The live weights and masks, one for each table: looked up again when either was replaced."""
         storage = self._storage()
-        known = self._mask_version(), *storage[:3]
+        known = self._mask_version(), self._drops(), *storage[:3]
         if known != self._known:
             views = self._batch.split_embedding_weights()
             self._slots = [
@@ -195,8 +204,7 @@ class Kernel:
                 for place, view in zip(self.places, views, strict=True)
             ]
             self._counted = [None if place is None else self._counts(place) for place in self.places]
-            for table, slot in enumerate(self._slots):
-                self._dirty.keep_to(table, None if slot is None else removed_rows(slot.mask))
+            self._set_ids()
             slots = [self._slots[table] for table in self._features]
             self._lookup = lookup_on(views[0].device, slots, self._dirty)
             self._known = known
@@ -204,47 +212,76 @@ class Kernel:
             self.mark_all()
         return self._slots
 
+    def _set_ids(self) -> None:
+        """Note the rows whose ids are dropped, and those that get dirty when a backward writes them."""
+        drops = self._adds and self._drops()
+        dropped: list[Tensor | None] = []
+        self._only_kept = True
+        for table, slot in enumerate(self._slots):
+            whole = slot is not None and slot.mask.grid.cols == 1  # what is left of a row is all of it
+            removed = removed_rows(slot.mask) if slot is not None and self._on_cpu and (drops or whole) else None
+            self._dirty.keep_to(table, removed.view(torch.uint8) if removed is not None and whole else None)
+            removes = slot is not None and slot.mask.removes
+            dropped.append(removed if drops and removes else None)
+            self._only_kept &= not removes or (whole and drops)
+        any_dropped = any(removed is not None for removed in dropped)
+        self._ids = KeptIds([dropped[table] for table in self._features]) if any_dropped else None
+
     @timed
-    def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> None:
+    def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         with torch.no_grad():
             self._current()
-            if self._lookup.needed:
-                self._lookup(args[0].values(), _ends(args[0]))
+        asked = args[0]
+        handed = asked if self._ids is None else self._ids.among(asked)
+        if self._lookup.needed and not (handed is not asked and self._only_kept):
+            with torch.no_grad():
+                self._lookup(handed.values(), _ends(handed))
+        self._handed = asked, handed
+        return handed, *args[1:]
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        asked, handed = self._handed
+        self._handed = None, None
         if isinstance(output, Tensor) and output.requires_grad:
-            # int32 ids are copied, as FBGEMM does: the caller may refill their memory before the backward.
-            flag = partial(self._before_update, args[0].values().long(), _ends(args[0]))
+            dropped = handed is not asked and handed is args[0]  # another hook may have changed them since
+            counts = any(count is not None for count in self._counted)
+            flag = partial(
+                self._before_update,
+                _ids_of(asked if dropped else args[0]) if counts or not dropped else None,
+                handed if dropped else None,
+                self._known,
+            )
             output.register_hook(flag)  # type: ignore[no-untyped-call]
 
     @timed
-    def _before_update(self, ids: Tensor, ends: Sequence[int] | Tensor, grad: Tensor) -> None:
+    def _before_update(
+        self, asked: tuple[Tensor, Sequence[int] | Tensor] | None, handed: Any, known: tuple[int, ...], grad: Tensor
+    ) -> None:
         """In a backward, just before the fused optimizer writes the rows. Not at the lookup: between the two, all rows
-        may be cleaned, and another lookup may read."""
+        may be cleaned, and another lookup may read.
+
+        Args:
+            asked: all ids, where they are needed.
+            handed: the features with those that the kernel was called with; None if it was with all.
+            known: what was known of the masks at the lookup.
+            grad: of the output.
+        """
         with torch.no_grad():
             self._current()  # masks may have been updated since the lookup
             if self._strays:
                 self.mark_all()
-            else:
-                self._dirty.add(ids, ends)
-            if any(count is not None for count in self._counted):
-                count_lookups(self._counted, self._features, ids, ends)
+            elif handed is None and asked is not None:
+                self._dirty.add(*asked)
+            elif not self._only_kept or known != self._known:
+                self._dirty.add(*_ids_of(handed))
+            if asked is not None and any(count is not None for count in self._counted):
+                count_lookups(self._counted, self._features, *asked)
 
     def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:
         """Call a method of FBGEMM's that may write all rows, in the middle of a forward, and clean them all."""
         write(mode)
         if _writes_now(self._batch, mode):
             self.clean_all()
-
-
-def removed_rows(mask: BlockMask) -> Tensor | None:
-    """Return the rows that a mask of whole rows removes: uint8 ``(rect.rows,)``, 1 = removed.
-
-    None for other masks, where nearly every row loses something, and on devices, where the flags are not read.
-    """
-    if mask.grid.cols != 1 or mask.block[0] != 1 or not mask.bits.is_cpu:
-        return None
-    return unpack(~mask.bits, mask.rect.rows).view(torch.uint8)
 
 
 def places_of(located: Mapping[str, ShardedData]) -> Places:
@@ -302,6 +339,12 @@ def _writes_now(batch: Any, mode: Any) -> bool:
     """Whether such a method has just written, by FBGEMM's rule: every ``step_ema`` or ``step_swap`` iterations."""
     now = int(batch.iter_cpu.item())
     return any(now % int(mode[key]) == 0 for key in ("step_ema", "step_swap") if key in mode)
+
+
+def _ids_of(features: Any) -> tuple[Tensor, Sequence[int] | Tensor]:
+    """The ids of a KeyedJaggedTensor, and where those of each feature begin and end. int32 ids are copied, as FBGEMM
+    does: the caller may refill their memory before the backward."""
+    return features.values().long(), _ends(features)
 
 
 def _ends(features: Any) -> Sequence[int] | Tensor:

@@ -57,6 +57,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
         rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.
         counts_lookups: whether an enforcer counts lookups of the rows of fused tables; set before ``add_model``.
+        trains_removed: whether scores need the gradients of removed rows, whose ids an enforcer drops otherwise.
 
     Example::
 
@@ -72,7 +73,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
                 [0., 4.]])
     """
 
-    counts_lookups = False
+    counts_lookups = trains_removed = False
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults

@@ -113,6 +113,11 @@ class ImportanceSparsifier(DataNormSparsifier):
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
+    def trains_removed(self) -> bool:  # type: ignore[override]  # follows the score
+        """Whether the score grows by gradients of removed rows; with the others they score 0, or by lookups."""
+        return self.scored_by == "accumulator"
+
+    @property
     def measure(self) -> Literal["L1", "L2"] | None:  # type: ignore[override]  # without a norm, score() is called
         return super().measure if self.scored_by == "norm" else None
 

@@ -34,7 +34,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dist_sparse.tables.shards import Rect, Shard, ShardedData
 from dist_sparse.tables.versions import check_versions
@@ -50,6 +50,7 @@ __all__ = [
     "refusal",
     "sharded_tables",
     "shards_tables",
+    "with_ids",
     "with_outputs",
 ]
 
@@ -167,6 +168,20 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
         )
         for key, found in output.items()
     }
+
+
+def with_ids(features: KeyedJaggedTensor, values: Tensor, lengths: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
+    """The same features of the same samples with other ids."""
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
 
 
 def find_table(module: nn.Module, path: str, table: str, name: str) -> ShardedData:

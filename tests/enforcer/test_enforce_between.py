@@ -36,7 +36,7 @@ def process_group() -> Iterator[None]:
 
 
 class Case:
-    """A sharded model with half of its blocks removed."""
+    """A sharded model with half of its blocks removed, and zeroed: dropped rows are never revived."""
 
     def __init__(self, block: Block, cell: str = "mixed", dense: bool = False, exclude: str | None = None) -> None:
         self.cell = cells(1)[cell]
@@ -49,7 +49,7 @@ class Case:
         self.dense = ["*over.weight"] if dense else None
         self.sparsifier.add_model(self.model, exclude=exclude, dense=self.dense)
         self.sparsifier.step()
-        self.enforcer = MaskEnforcer(self.sparsifier)
+        self.enforcer = MaskEnforcer(self.sparsifier, removed_rows="zero")
 
     def attach(self) -> Case:
         self.enforcer.attach(self.optimizer, self.tables)
