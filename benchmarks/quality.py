@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen += done.trained(fewer_bits + again)
     text = report(chosen, options.data.name)
     print(text)
-    keep(options.out, "quality", done.rows, text)
+    keep(options.out, "quality", [{**row, "chosen": row in chosen} for row in done.rows], text)
     return 0
 
 

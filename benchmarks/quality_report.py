@@ -22,14 +22,18 @@ __all__ = ["plot", "report"]
 Row = dict[str, Any]
 
 _IMAGE = Path(__file__).parents[1] / "docs" / "images" / "quality.png"
-_COLORS = {
-    "narrowed": "#009E73",
-    "small dense": "#0072B2",
-    "elements": "#D55E00",
-    "1x4 blocks": "#E69F00",
-    "frequency cut-off": "#CC79A7",
-    "double hash": "#56B4E9",
+_LOOKS = {
+    "narrowed": ("#009E73", "o"),
+    "small dense": ("#0072B2", "o"),
+    "soft threshold": ("#E69F00", "D"),
+    "elements": ("#D55E00", "D"),
+    "1x4 blocks": ("#CC79A7", "D"),
+    "double hash": ("#56B4E9", "v"),
+    "mod hash": ("#808080", "v"),
+    "frequency cut-off": ("#56B4E9", "^"),
+    "rows": ("#808080", "^"),
 }
+"""Color and marker of a method."""
 
 
 def report(rows: Sequence[Row], data: str) -> str:
@@ -50,7 +54,10 @@ def report(rows: Sequence[Row], data: str) -> str:
     ]
     for _, some in _cells(rows):
         one, count = some[0], len(some)
-        figures = [_spread(row["test"][name] for row in some) for name in ("auc", "auc_popular", "recall")]
+        figures = [
+            _spread(row["test"][name] for row in some if name in row["test"])
+            for name in ("auc", "auc_popular", "recall")
+        ]
         kept = one["kept"] if one["kept"] >= 1 else f"{one['kept']:.0%}"
         table = [one["budget"], one["method"], one["trainer"], one["dim"], kept, one["dtype"]]
         row = [*table, f"{one['bytes'] / FULL:.1%}", one["l2"], one["lr"], count, *figures]
@@ -74,6 +81,8 @@ def _mean(values: Iterable[float]) -> float:
 
 def _spread(values: Iterable[float]) -> str:
     values = list(values)
+    if not values:
+        return "-"
     spread = f" ± {(max(values) - min(values)) / 2:.4f}" if len(values) > 1 else ""
     return f"{_mean(values):.4f}{spread}"
 
@@ -89,11 +98,13 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             points.setdefault(some[0]["method"], []).append((100 * some[0]["bytes"] / FULL, mean))
         full = points.pop("full")
         for axes in panels:
-            axes.plot(*zip(*sorted(full), strict=True), "s", color="#808080", label="full table: int4, int8, float32")
+            axes.plot(
+                *zip(*sorted(full), strict=True), "s", color="#808080", ms=7, label="full table: int4, int8, float32"
+            )
             axes.axhline(max(auc for _, auc in full), color="#808080", lw=0.8, ls=(0, (4, 3)))
             for method in sorted(points, key=lambda name: -max(auc for _, auc in points[name])):
-                color = _COLORS.get(method, "#999999")
-                axes.plot(*zip(*sorted(points[method]), strict=True), "o-", color=color, label=method, lw=1.6, ms=5)
+                (color, marker), drawn = _LOOKS[method], zip(*sorted(points[method]), strict=True)
+                axes.plot(*drawn, color=color, marker=marker, label=method, lw=1.6, ms=5)
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(FixedLocator([5, 10, 20, 50, 100]))
             axes.xaxis.set_minor_locator(NullLocator())
@@ -101,8 +112,8 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             axes.set_xlabel("bytes of the full float32 table")
         best = max(auc for _, auc in full)
         panels[0].set_ylim(best - 0.013, best + 0.001)
-        panels[0].set_title("AUC on Gowalla, at the top", loc="left", fontsize=11, fontweight="bold")
-        panels[1].set_title("All", loc="left", fontsize=11, fontweight="bold")
+        panels[0].set_title("AUC on Gowalla, near the full table", loc="left", fontsize=11, fontweight="bold")
+        panels[1].set_title("The same, all methods", loc="left", fontsize=11, fontweight="bold")
         panels[1].legend(frameon=False, fontsize=8, loc="lower right")
         figure.savefig(file)
     plt.close(figure)
@@ -110,4 +121,4 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 if __name__ == "__main__":
     newest = max(Path(__file__).with_name("results").glob("*-quality.json"))
-    plot(json.loads(newest.read_text())["cases"], _IMAGE)
+    plot([row for row in json.loads(newest.read_text())["cases"] if row["chosen"]], _IMAGE)
