@@ -289,6 +289,7 @@ def _add_frontier(commands: Commands) -> None:
                 *model_and_evaluate(options.function),
                 budgets=options.budget or BUDGETS,
                 methods=options.method,
+                dtypes=options.dtype or ("fp32", "int8", "int4"),
                 rotate=options.rotate or "table",
                 protect=options.protect,
                 metric=options.metric,
@@ -322,6 +323,7 @@ def _add_frontier(commands: Commands) -> None:
         metavar="A,B",
         help="tables that only dot products between them read; default: each by itself, turned back",
     )
+    add("--dtype", action="append", help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16")
     add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
     add("--metric", help="by which methods are compared; default: the first that evaluate returns")
     add("--less", action="append", metavar="METRIC", help="a metric of which less is better; default: ne, loss")

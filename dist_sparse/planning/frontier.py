@@ -13,10 +13,12 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.planning.candidates import Candidate
 from dist_sparse.planning.measure import Evaluate, Measurements, Train
 from dist_sparse.planning.methods import METHODS, Attempt, attempts
 from dist_sparse.planning.pages import write_pages
 from dist_sparse.planning.results import Frontier, Point
+from dist_sparse.planning.trials import check_candidate
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype
@@ -99,7 +101,10 @@ def frontier(
         located = model_source(model).locate()
         guarded = {data.name for data in model_source(model, include=kept).locate()} if kept else set()
         pruned = [d.name for d in located if d.shape[0] >= min_rows and d.name not in guarded]
+        groups = () if rotate == "table" else tuple(map(tuple, rotate))
+        check_candidate(Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
+        facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
         folder = None if out is None else Path(out)
         if folder is not None and world.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from dist_sparse.sparsifiers.score import BlockShape
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
-__all__ = ["serving"]
+__all__ = ["check_candidate", "serving"]
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     with world.agreeing("a trial") as facts:
         located = {data.name: data for data in model_source(model).locate()}
         lookups_of(model, list(located.values()))
-        _check(candidate, located)
+        check_candidate(candidate, located)
         check_range(list(located.values()), "fp32")
         facts["candidate"] = asdict(candidate)
         for data in located.values():
@@ -82,8 +82,12 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             weight.data.copy_(before)
 
 
-def _check(candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
-    """Refuse what does not fit the tables. Local."""
+def check_candidate(candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
+    """Refuse what does not fit the tables. Local.
+
+    Raises:
+        ValueError: names the table and the rule.
+    """
     for name in (*candidate.levels, *candidate.narrowed):
         if name not in located:
             raise ValueError(f"{name!r} of the candidate is none of the model's tables {sorted(located)}.")

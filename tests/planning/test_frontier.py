@@ -124,6 +124,7 @@ def test_errors(tmp_path: Path) -> None:
         ({"metric": "auc"}, "Invalid metric='auc'"),
         ({"train": {"dim": table}}, "Invalid train of ['dim']"),
         ({"budgets": [20]}, "Invalid budgets=20"),
+        ({"rotate": [["weight", "item"]]}, "'item' of the candidate is none of the model's tables ['weight']"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             frontier(model, error_of(model), **options)  # type: ignore[arg-type]
