@@ -9,6 +9,7 @@ Start with these five:
     MaskEnforcer         keeps removed weights at zero in every forward
 
 Before training:     plan (what a budget of bytes can hold, and which of it to use)
+After training:      frontier (what a trained model is worth at a few sizes)
 Look and log:        describe, TableStats, RunLog
 Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)
 Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataScheduler, CosineDataScheduler,
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "compact": "serving.compact",
     "describe": "sparsifiers.stats",
     "export": "serving.export",
+    "frontier": "planning.frontier",
     "load_served": "serving.served",
     "plan": "planning.plan",
     "post_training_sparse_quantize": "quantization.quantize",

@@ -19,6 +19,7 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer
 from dist_sparse.optim.scheduler import OptimScheduler as OptimScheduler
 from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr
 from dist_sparse.optim.schedules import Noamlr as Noamlr
+from dist_sparse.planning.frontier import frontier as frontier
 from dist_sparse.planning.plan import plan as plan
 from dist_sparse.planning.simulate import simulate as simulate
 from dist_sparse.quantization.quantize import post_training_sparse_quantize as post_training_sparse_quantize

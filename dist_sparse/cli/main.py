@@ -79,12 +79,14 @@ _COMPARISON = "comparison.html"
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
   dist-sparse plan examples/dlrm/planned.py:trained_model --budget 512KiB --cold user_x_genre
+  dist-sparse plan examples/dlrm/planned.py:measured --budget 10% --measure
   dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8 --block 1x4 --exclude 'small_*'
 
 FUNCTION takes no arguments and returns (model, batches); batches may be None. The model is not changed. --budget shows
 the dtypes, widths and rows that fit, what they take, and which to use; --rotate and --cold say what may be done to
 which tables. --level shows which weights a sparsity level would prune, and how many lookups in the batches would read
-them; --block, --norm and --batches belong to it.
+them; --block, --norm and --batches belong to it. --measure tries what fits a budget on the trained model, for which
+FUNCTION returns (model, evaluate), as for `dist-sparse frontier`; --metric, --less, --tolerance and --out belong to it.
 
 {_STATUS}
 """
@@ -233,7 +235,26 @@ def _add_report(commands: Commands) -> None:
 
 
 def _add_plan(commands: Commands) -> None:
+    def measure(options: argparse.Namespace) -> int:
+        from dist_sparse.planning.frontier import measure_plan
+        from dist_sparse.planning.plan import plan
+
+        if options.budget is None:
+            return _failed("plan", "--measure is for --budget.")
+        try:
+            model, evaluate, _ = model_and_evaluate(options.function)
+            how = {"rotate": options.rotate, "cold": options.cold}
+            answer = plan(model, options.budget, **how, include=options.include, exclude=options.exclude)
+            found = measure_plan(model, evaluate, answer, **_measuring(options))
+        except (ValueError, OSError) as error:
+            return _failed("plan", error)
+        if options.json:
+            return _print(json.dumps({"plan": answer.to_json(), "measured": found.to_json()}, indent=2))
+        return _print(f"{answer}\n\n{found}")
+
     def run(options: argparse.Namespace) -> int:
+        if options.measure:
+            return measure(options)
         try:
             model, batches = model_and_batches(options.function)
         except EntryError as error:
@@ -264,6 +285,9 @@ def _add_plan(commands: Commands) -> None:
     target.add_argument("--budget", type=parse_budget, metavar="SIZE", help="bytes to serve, such as 10%% or 512MiB")
     target.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
     parser.add_argument(
+        "--measure", action="store_true", help="tries what fits the budget; FUNCTION returns (model, evaluate)"
+    )
+    parser.add_argument(
         "--rotate",
         type=lambda names: names.split(","),
         action="append",
@@ -276,6 +300,7 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
+    _add_measuring(parser)
     _add_json(parser)
     parser.set_defaults(run=run)
 
@@ -292,10 +317,7 @@ def _add_frontier(commands: Commands) -> None:
                 dtypes=options.dtype or ("fp32", "int8", "int4"),
                 rotate=options.rotate or "table",
                 protect=options.protect,
-                metric=options.metric,
-                tolerance=options.tolerance,
-                out=options.out,
-                **({} if options.less is None else {"lower_is_better": options.less}),
+                **_measuring(options),
             )
         except (ValueError, OSError) as error:
             return _failed("frontier", error)
@@ -314,7 +336,7 @@ def _add_frontier(commands: Commands) -> None:
     add(
         "--method",
         action="append",
-        help="bits, small, columns, rotated, rows, blocks, elements, mix or hashed; default: all",
+        help="bits, untouched, small, columns, rotated, rows, blocks, elements, mix or hashed; default: all",
     )
     add(
         "--rotate",
@@ -325,10 +347,7 @@ def _add_frontier(commands: Commands) -> None:
     )
     add("--dtype", action="append", help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16")
     add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
-    add("--metric", help="by which methods are compared; default: the first that evaluate returns")
-    add("--less", action="append", metavar="METRIC", help="a metric of which less is better; default: ne, loss")
-    add("--tolerance", type=float, default=0.002, metavar="X", help="smaller differences do not count; default: 0.002")
-    add("--out", metavar="DIR", help="writes the table, a plot and trials.jsonl there, and goes on from the latter")
+    _add_measuring(parser)
     _add_json(parser)
     parser.set_defaults(run=run)
 
@@ -361,6 +380,20 @@ def _add_doctor(commands: Commands) -> None:
     parser = _subcommand(commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR)
     _add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--metric", help="by which they are compared; default: the first that evaluate returns")
+    add("--less", action="append", metavar="METRIC", help="a metric of which less is better; default: ne, loss")
+    add("--tolerance", type=float, metavar="X", help="smaller differences do not count; default: 0.002")
+    add("--out", metavar="DIR", help="writes the table, a plot and trials.jsonl there, and goes on from the latter")
+
+
+def _measuring(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of _add_measuring that were given."""
+    given = {"metric": options.metric, "lower_is_better": options.less, "tolerance": options.tolerance}
+    return {name: value for name, value in {**given, "out": options.out}.items() if value is not None}
 
 
 def _subcommand(commands: Commands, name: str, purpose: str, epilog: str) -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
-"""`frontier()`: what a trained model is worth at a few sizes, every method measured on the user's own data."""
+"""`frontier()` and `measure_plan()`: what a trained model is worth at a few sizes, measured on the user's own data."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,17 +18,22 @@ from dist_sparse.planning.candidates import Candidate
 from dist_sparse.planning.measure import Evaluate, Measurements, Train
 from dist_sparse.planning.methods import METHODS, Attempt, attempts
 from dist_sparse.planning.pages import write_pages
+from dist_sparse.planning.plan import Plan
 from dist_sparse.planning.results import Frontier, Point
+from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.modules import model_source
 
-__all__ = ["BUDGETS", "frontier"]
+__all__ = ["BUDGETS", "LOWER_IS_BETTER", "TOLERANCE", "frontier", "measure_plan"]
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 """Fractions of the tables' bytes."""
+
+LOWER_IS_BETTER = ("ne", "loss")
+TOLERANCE = 0.002
 
 
 def frontier(
@@ -42,8 +48,8 @@ def frontier(
     protect: str | list[str] | None = None,
     min_rows: int = 16,
     metric: str | None = None,
-    lower_is_better: Sequence[str] = ("ne", "loss"),
-    tolerance: float = 0.002,
+    lower_is_better: Sequence[str] = LOWER_IS_BETTER,
+    tolerance: float = TOLERANCE,
     out: str | os.PathLike[str] | None = None,
 ) -> Frontier:
     """Measure what a trained model is worth at a few sizes of its tables. Collective: every rank of the world must call
@@ -62,9 +68,9 @@ def frontier(
             that was trained as this one, with that fraction of the columns of its tables, or with ids hashed into that
             fraction of their rows.
         budgets: fractions of the tables' bytes.
-        methods: of ``"bits"``, ``"small"``, ``"columns"``, ``"rotated"``, ``"rows"``, ``"blocks"``, ``"elements"``,
-            ``"mix"`` and ``"hashed"``; None is all for which there is what ``"small"`` and ``"hashed"`` need of
-            ``train``.
+        methods: of those in :data:`~dist_sparse.planning.methods.METHODS`: ``"bits"``, ``"untouched"``, ``"small"``,
+            ``"columns"``, ``"rotated"``, ``"rows"``, ``"blocks"``, ``"elements"``, ``"mix"`` and ``"hashed"``. None is
+            all of them, without those for which ``train`` has nothing: ``"small"`` and ``"hashed"``.
         dtypes: to store what is left in.
         rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that nothing but dot products
             between them read.
@@ -96,7 +102,7 @@ def frontier(
         chosen = _methods(methods, train)
         shares = sorted({checks.level("budgets", each) for each in budgets}, reverse=True)
         kinds: Any = [checks.choice("dtypes", each, BITS) for each in dtypes]
-        tolerance = checks.number("tolerance", tolerance, least=0)
+        checks.number("tolerance", tolerance, least=0)
         kept = checks.name_list("protect", protect)
         located = model_source(model).locate()
         guarded = {data.name for data in model_source(model, include=kept).locate()} if kept else set()
@@ -105,38 +111,104 @@ def frontier(
         check_candidate(Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
-        folder = None if out is None else Path(out)
-        if folder is not None and world.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-    measurements = Measurements(model, evaluate, train, None if folder is None else folder / "trials.jsonl")
-    if metric is None:
-        metric = next(iter(measurements.full))
-    checks.choice("metric", metric, measurements.full)
+    untouched = untouched_rows(model, located, None)
+    measurements = _measurements(model, evaluate, train, out)
     by_budget: dict[float, list[Attempt]] = {}
     for share in shares:
-        bytes_ = round(share * measurements.table_bytes)
-        by_budget[share] = [*attempts(located, bytes_, methods=chosen, dtypes=kinds, rotate=rotate, pruned=pruned)]
-    everything = [attempt for some in by_budget.values() for attempt in some]
-    measured = measurements(everything, "frontier")
-    whole = Frontier(
-        table_bytes=measurements.table_bytes,
-        full=measurements.full,
-        metric=metric,
-        lower_is_better=tuple(lower_is_better),
-        tolerance=tolerance,
-        points=(),
-        trials=tuple(measured),
-    )
+        room = math.floor(share * measurements.table_bytes)
+        how: Any = {"methods": chosen, "dtypes": kinds, "rotate": rotate, "pruned": pruned, "untouched": untouched}
+        by_budget[share] = [*attempts(measurements.tables, room, **how)]
+    whole = _frontier(measurements, metric, lower_is_better, tolerance)
+    measured = measurements([attempt for some in by_budget.values() for attempt in some], "frontier")
     found, points = iter(measured), []
     for share, some in by_budget.items():
         here = [Point(budget=share, measured=next(found)) for _ in some]
         best = [_best(whole, [point for point in here if point.method == method]) for method in chosen]
         points += sorted(filter(None, best), key=lambda point: whole.loss(point.measured))
-    result = replace(whole, points=tuple(points))
-    if folder is not None:
-        with world.agreeing("frontier()"):
-            if world.rank == 0:
-                write_pages(result, folder)
+    return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
+
+
+def measure_plan(
+    model: nn.Module,
+    evaluate: Evaluate,
+    planned: Plan,
+    *,
+    metric: str | None = None,
+    lower_is_better: Sequence[str] = LOWER_IS_BETTER,
+    tolerance: float = TOLERANCE,
+    out: str | os.PathLike[str] | None = None,
+) -> Frontier:
+    """Measure what fits the budget of a plan, on the model as it was trained, and recommend by that. Collective: every
+    rank of the world must call it.
+
+    Smaller dense tables are left out: they have to be trained, see :func:`frontier`.
+
+    Args:
+        model: whose tables were planned for. Afterwards its weights are what they were.
+        evaluate, metric, lower_is_better, tolerance, out: as in :func:`frontier`.
+        planned: what :func:`~dist_sparse.plan` returned.
+
+    Raises:
+        ValueError: as :func:`frontier`.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import plan
+        >>> from dist_sparse.planning.frontier import measure_plan
+        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.randn(1000, 4) @ torch.randn(4, 16))
+        >>> ids = torch.arange(1000).view(200, 5)
+        >>> means = table(ids)
+        >>> planned = plan(table, "20%", rotate="table")
+        >>> found = measure_plan(table, lambda model: {"loss": float((model(ids) - means).abs().mean())}, planned)
+        >>> [str(point.measured.attempt.candidate) for point in found.points][0]
+        'int8, 50.0% of the columns, rotated'
+    """
+    names: dict[str, str] = {"full": "bits", "columns": "rotated", "rows": "mix"}
+    fitting = [choice for choice in planned.choices if choice.fits and choice.kind in names]
+    measurements = _measurements(model, evaluate, MappingProxyType({}), out)
+    if left_out := sorted({each.name for each in measurements.tables} ^ {each.name for each in planned.tables}):
+        raise ValueError(f"Invalid planned: it must be of all tables of the model; {left_out} are in one of them only.")
+    whole = _frontier(measurements, metric, lower_is_better, tolerance)
+    measured = measurements([Attempt(method=names[each.kind], candidate=each.candidate) for each in fitting], "plan")
+    budget = planned.budget / planned.dense_bytes
+    points = [Point(budget=budget, measured=each) for each in sorted(measured, key=whole.loss)]
+    return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
+
+
+def _measurements(
+    model: nn.Module, evaluate: Evaluate, train: Train, out: str | os.PathLike[str] | None
+) -> Measurements:
+    """Measurements with their file in a folder, which is made. Collective."""
+    world = group_over(world_ranks())
+    with world.agreeing("the folder of a frontier"):
+        if out is not None and world.rank == 0:
+            Path(out).mkdir(parents=True, exist_ok=True)
+    return Measurements(model, evaluate, train, None if out is None else Path(out, "trials.jsonl"))
+
+
+def _frontier(
+    measurements: Measurements, metric: str | None, lower_is_better: Sequence[str], tolerance: float
+) -> Frontier:
+    """A frontier without points."""
+    metric = next(iter(measurements.full)) if metric is None else metric
+    return Frontier(
+        table_bytes=measurements.table_bytes,
+        full=measurements.full,
+        metric=checks.choice("metric", metric, measurements.full),
+        lower_is_better=tuple(lower_is_better),
+        tolerance=checks.number("tolerance", tolerance, least=0),
+        points=(),
+        trials=(),
+    )
+
+
+def _written(result: Frontier, out: str | os.PathLike[str] | None) -> Frontier:
+    """Write the pages on rank 0. Collective."""
+    world = group_over(world_ranks())
+    with world.agreeing("the pages of a frontier"):
+        if out is not None and world.rank == 0:
+            write_pages(result, Path(out))
     return result
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from dist_sparse.planning.candidates import Candidate, SizedTable
+from dist_sparse.planning.choices import Choices
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.shards import COL, ROW
@@ -16,6 +17,7 @@ __all__ = ["METHODS", "Attempt", "Part", "attempts"]
 
 METHODS: Final = {
     "bits": "bits alone",
+    "untouched": "untouched rows removed",
     "small": "small dense",
     "columns": "columns",
     "rotated": "rotated columns",
@@ -64,6 +66,7 @@ def attempts(
     dtypes: Sequence[Dtype],
     rotate: Rotate,
     pruned: Sequence[str],
+    untouched: Mapping[str, int],
 ) -> Iterator[Attempt]:
     """Yield what a budget of bytes holds, by method and dtype: the most columns, or the lowest level.
 
@@ -77,6 +80,7 @@ def attempts(
         rotate: as in :func:`~dist_sparse.rotate`.
         pruned: names of the tables that may lose blocks; all of them have one level. Rotated columns are removed from
             any table.
+        untouched: by table, how many rows training has never touched.
     """
 
     def size(candidate: Candidate) -> int:
@@ -101,6 +105,10 @@ def attempts(
     if "bits" in methods:
         alone = [Candidate(dtype=dtype) for dtype in dict.fromkeys(("fp16", *dtypes))]
         yield from (Attempt(method="bits", candidate=each) for each in alone if each.dtype != "fp32" and fits(each))
+    if "untouched" in methods:
+        lossless = Choices(tables=tables, budget=budget, groups=(), cold=(), untouched=untouched).all()
+        without = [each.candidate for each in lossless if each.kind == "full" and each.fits and each.candidate.levels]
+        yield from (Attempt(method="untouched", candidate=each) for each in without if each.dtype in dtypes)
     for dtype in dtypes:
         if fits(Candidate(dtype=dtype)):
             continue

@@ -13,7 +13,18 @@ from dist_sparse.text import printable
 __all__ = ["write_pages"]
 
 _INK = "#808080"  # readable on light and dark pages
-_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#999999")
+_COLOURS = (
+    "#000000",
+    "#7F3C8D",
+    "#E69F00",
+    "#56B4E9",
+    "#0072B2",
+    "#009E73",
+    "#F0E442",
+    "#D55E00",
+    "#CC79A7",
+    "#999999",
+)
 """Of the methods, in their order (Okabe and Ito's palette, safe for the color-blind)."""
 
 

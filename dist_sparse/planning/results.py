@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dist_sparse.planning.candidates import Candidate
 from dist_sparse.planning.measure import Measured
 from dist_sparse.planning.methods import METHODS, Attempt
 from dist_sparse.text import block_shape_text, count, percent, table_lines
@@ -131,37 +132,37 @@ def _numbers(metrics: Mapping[str, float]) -> list[str]:
 
 def _left(attempt: Attempt) -> str:
     """What is left of the tables, in a few words."""
-    candidate = attempt.candidate
-    parts = []
+    candidate, parts = attempt.candidate, []
     if attempt.trained is not None:
         part, share = attempt.trained
         parts.append(f"{percent(share)} of the {part}")
     if candidate.columns < 1:
         parts.append(f"{percent(candidate.columns)} of the columns")
-    if candidate.levels:
-        what = {"row": "rows", "col": "columns", "1x1": "elements"}.get(
-            name := block_shape_text(candidate.block), f"{name} blocks"
-        )
-        kept = 1 - max(candidate.levels.values())
-        parts.append(f"{percent(kept)} of the {what}")
+    if attempt.method == "untouched":
+        parts.append("the touched rows")
+    elif candidate.levels:
+        parts.append(f"{percent(1 - max(candidate.levels.values()))} of the {_blocks(candidate)}")
     return ", ".join(parts) or "everything"
 
 
 def _advice(attempt: Attempt) -> str:
     """What to do, as the beginning of a sentence."""
-    candidate = attempt.candidate
+    candidate, parts = attempt.candidate, []
     served = "" if candidate.dtype == "fp32" else f", and serve it as {candidate.dtype}"
-    if attempt.method == "bits":
-        return f"Use {candidate.dtype}"
     if attempt.trained is not None:
         part, share = attempt.trained
         how = "a smaller table" if part == "columns" else "hashed ids"
         return f"Use {how}: train with {percent(share)} of the {part}{served}"
-    parts = []
     if candidate.columns < 1:
-        rotated = "rotated " if candidate.groups else ""
-        parts.append(f"{percent(1 - candidate.columns)} of the {rotated}columns")
+        parts.append(f"{percent(1 - candidate.columns)} of the rotated columns")
+    if attempt.method == "untouched":
+        return f"Remove the rows that training has never touched{served}"
     if candidate.levels:
-        what = METHODS["rows" if attempt.method == "mix" else attempt.method]
-        parts.append(f"{percent(max(candidate.levels.values()))} of the {what}")
-    return f"Remove {' and '.join(parts)} during training{served}"
+        parts.append(f"{percent(max(candidate.levels.values()))} of the {_blocks(candidate)}")
+    return f"Remove {' and '.join(parts)} during training{served}" if parts else f"Use {candidate.dtype}"
+
+
+def _blocks(candidate: Candidate) -> str:
+    """What ``levels`` removes."""
+    block = block_shape_text(candidate.block)
+    return {"row": "rows", "col": "columns", "1x1": "elements"}.get(block, f"{block} blocks")

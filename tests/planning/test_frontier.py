@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.cli.main import main
-from dist_sparse.planning.frontier import frontier
+from dist_sparse.planning.frontier import frontier, measure_plan
+from dist_sparse.planning.plan import plan
 from dist_sparse.planning.trials import serving
 
 IDS = torch.arange(400).view(80, 5)
@@ -116,6 +117,20 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
     assert found(model, budgets=[0.1], **options) and trained  # of another model
 
 
+def test_a_plan_is_measured(tmp_path: Path) -> None:
+    """All that fits, but smaller dense tables, the best first; exactly the bytes of the plan."""
+    model = table(4)
+    planned = plan(model, "20%", rotate="table", cold="weight")
+    result = measure_plan(model, error_of(model), planned, lower_is_better=["error"], tolerance=0.01, out=tmp_path)
+    expected = {c.candidate: c.served.total for c in planned.choices if c.fits and c.kind != "small"}
+    assert {p.measured.attempt.candidate: p.measured.bytes for p in result.points} == expected and len(expected) > 3
+    losses = [result.loss(point.measured) for point in result.points]
+    assert losses == sorted(losses) and result.recommended is not None
+    assert result.recommended.measured.attempt.candidate.groups == (("weight",),)
+    with pytest.raises(ValueError, match=r"must be of all tables of the model; .*'other', 'weight'"):
+        measure_plan(model, error_of(model), plan({"other": (400, 16)}, "20%"))
+
+
 def test_errors(tmp_path: Path) -> None:
     model = table(2)
     for options, message in (
@@ -143,5 +158,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words, "--less", "error", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [point["measured"]["attempt"]["method"] for point in told["points"]] == ["small", "bits"]
+    assert main(["plan", words[1], "--budget", "20%", "--measure", "--less", "error", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["budget"] == 5120 and told["measured"]["points"][0]["measured"]["bytes"] <= 5120
+    assert main(["plan", words[1], "--level", "0.5", "--measure"]) == 1
+    assert "--measure is for --budget" in capsys.readouterr().err
     assert main([*words, "--metric", "auc"]) == 1
     assert "Invalid metric='auc'" in capsys.readouterr().err
