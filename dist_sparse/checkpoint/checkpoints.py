@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
 from dist_sparse.checkpoint.folders import VALUES, Folders, Marker
+from dist_sparse.checkpoint.inspection import Inspection, inspect_checkpoint
 from dist_sparse.checkpoint.optimizers import OptimizerState, RowWiseState, gathered
-from dist_sparse.checkpoint.trees import as_json, filled, split
+from dist_sparse.checkpoint.trees import as_json, filled, quiet, split
 from dist_sparse.groups import Group, group_over, world_ranks
 
 if TYPE_CHECKING:
@@ -206,6 +207,14 @@ class Checkpoints:
         step = group.all_gather_json(steps[-1] if steps else None)[0]
         return None if step is None else self._load(step, model, optimizer, sparse, row_wise_state)
 
+    def inspect(self, step: int | None = None) -> Inspection:
+        """Return what the checkpoint of a step, or the newest one, holds, after verifying every byte. Local.
+
+        Raises:
+            ValueError: there is none, or a file is missing or damaged; names it.
+        """
+        return inspect_checkpoint(self._folders, step)
+
     def _due(self, step: int, force: bool) -> bool:
         checks.integer("step", step, least=0)
         due = force or step % self.every == 0
@@ -217,6 +226,7 @@ class Checkpoints:
         """Of all ranks, apart from other messages: DCP sends through it, in a thread if need be."""
         return group_over(world_ranks(), apart="checkpoints")
 
+    @quiet()
     def _collected(
         self, step: int, model: nn.Module, optimizer: Any, sparse: Any, extra: Json, staged: bool
     ) -> tuple[Tensors, dict[str, Json], Json]:
@@ -265,13 +275,14 @@ class Checkpoints:
             except OSError as error:  # the new one is whole; the next save sweeps again
                 warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
 
+    @quiet()
     def _load(self, step: int, model: nn.Module, optimizer: Any, sparse: Any, row_wise_state: RowWiseState) -> Resumed:
         from dist_sparse.checkpoint import storage
 
         group, folders = self._group(), self._folders
         with group.agreeing("resume_latest()"):
             marker = folders.read(step)
-            shared = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
+            shared = sorted(marker.files, key=lambda name: (-marker.sizes[name], name))
             folders.verify(marker, {storage.METADATA, VALUES, *shared[group.rank :: group.size]})
             metadata = storage.read_metadata(
                 folders.files, folders.path(step), {n: size for n, (size, _) in marker.files.items()}

@@ -22,7 +22,7 @@ from dist_sparse.checkpoint.streams import Counted, Entry, filesystem_of, read_c
 from dist_sparse.checks import integer
 from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
 
-__all__ = ["MARKER", "VALUES", "Folders", "Marker", "is_checkpoint"]
+__all__ = ["MARKER", "VALUES", "Folders", "Marker", "holds_steps", "step_of"]
 
 FORMAT: Final = "dist_sparse.checkpoint"
 VERSION: Final = 1
@@ -49,9 +49,14 @@ class Marker:
     files: Mapping[str, Entry]
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file, by name."""
+        return {name: size for name, (size, _) in self.files.items()}
+
+    @property
     def bytes(self) -> int:
         """Of all files."""
-        return sum(size for size, _ in self.files.values())
+        return sum(self.sizes.values())
 
 
 class Folders:
@@ -188,12 +193,16 @@ class Folders:
             sync_folder(folder)
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether a local path is named as the folder of a step, or holds such folders."""
-    folder = os.path.abspath(path)
-    return bool(
-        _STEP.fullmatch(_name(folder)) or (os.path.isdir(folder) and any(map(_STEP.fullmatch, os.listdir(folder))))
-    )
+def step_of(path: str | os.PathLike[str]) -> int | None:
+    """Return the step of which a path is the folder by its name; None of another name."""
+    found = _STEP.fullmatch(_name(os.path.abspath(path)))
+    return None if found is None else int(found[1])
+
+
+def holds_steps(path: str | os.PathLike[str]) -> bool:
+    """Return whether a local path is the folder of a step, or holds such folders."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return step_of(path) is not None or any(map(_STEP.fullmatch, names))
 
 
 def _name(path: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -25,9 +26,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from dist_sparse.checkpoint.streams import Counted, Entry
+from dist_sparse.checkpoint.trees import quiet
 from dist_sparse.facts import cut
+from dist_sparse.tables.chunked import ChunkedTensor
 
 __all__ = [
     "METADATA",
@@ -60,8 +64,23 @@ _CLASSES: Final = {
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU."""
-    return BlockingAsyncStager().stage(dict(tensors))  # the one of DCP's that knows ShardedTensors
+    """Return copies on the CPU. DCP's stagers copy the whole storage of each view: of each table, that of all tables
+    that FBGEMM keeps together."""
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, ShardedTensor):
+            shards = [
+                (tuple(shard.metadata.shard_offsets), shard.tensor.detach().to("cpu", copy=True))
+                for shard in tensor.local_shards()
+            ]
+            found[key] = ChunkedTensor(tensor.size(), tensor.dtype, shards, ())
+        elif isinstance(tensor, DTensor):
+            found |= BlockingAsyncStager().stage({key: tensor})
+        elif isinstance(tensor, ChunkedTensor):  # of masks: a copy already
+            found[key] = tensor
+        else:
+            found[key] = tensor.detach().to("cpu", copy=True)
+    return found
 
 
 def save_tensors(
@@ -205,7 +224,7 @@ class _Writer(FileSystemWriter):
 def _errors_of_ranks(action: str) -> Iterator[None]:
     """Raise what DCP reports of ranks as an OSError or a ValueError: its own exception passes ``except Exception``."""
     try:
-        with warnings.catch_warnings():
+        with quiet():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
     except CheckpointException as fault:

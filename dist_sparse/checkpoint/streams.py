@@ -12,7 +12,7 @@ __all__ = ["Counted", "Entry", "filesystem_of", "read_crc"]
 Entry = tuple[int, int]
 """Bytes of a file, and their CRC32."""
 
-_READ_AT_ONCE: Final = 1 << 22  # bytes
+_READ_AT_ONCE: Final = 1 << 19  # bytes, that stay in a core's cache for the checksum
 
 
 def filesystem_of(path: str) -> Any:
@@ -38,9 +38,10 @@ def filesystem_of(path: str) -> Any:
 def read_crc(files: Any, path: Any) -> Entry:
     """Return the bytes of a file and their CRC32."""
     size, crc = 0, 0
+    part = memoryview(bytearray(_READ_AT_ONCE))
     with files.create_stream(path, "rb") as stream:
-        while chunk := stream.read(_READ_AT_ONCE):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        while count := stream.readinto(part):
+            size, crc = size + count, zlib.crc32(part[:count], crc)
     return size, crc
 
 

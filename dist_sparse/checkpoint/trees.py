@@ -7,14 +7,24 @@ have tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["as_json", "filled", "split"]
+__all__ = ["as_json", "filled", "quiet", "split"]
 
 Json = Any
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what torch says at each attribute of the ShardedTensors that TorchRec's states are of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        yield
 
 
 def split(tree: object, key: str) -> tuple[dict[str, Tensor], dict[str, Json]]:

@@ -53,11 +53,13 @@ _EXAMPLES = f"""examples:
 {_STATUS}
 """
 
-_INSPECT = f"""example:
+_INSPECT = f"""examples:
   dist-sparse inspect runs/latest
+  dist-sparse inspect saved/step-00001000
 
 RUN is a folder that RunLog wrote; runs/latest is the run in runs that was started last. A run that crashed or still
-runs is shown as far as it went.
+runs is shown as far as it went. A folder of Checkpoints is listed; of one step, every byte is
+verified and each tensor is shown.
 
 {_STATUS}
 """
@@ -184,10 +186,14 @@ def _add_launch(commands: Commands) -> None:
 
 def _add_inspect(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
+        from dist_sparse.checkpoint.folders import holds_steps
+        from dist_sparse.checkpoint.inspection import summary
         from dist_sparse.report.run import read_run
         from dist_sparse.report.summary import inspect_json, inspect_text
 
         try:
+            if holds_steps(options.folder) and not options.json:
+                return _print(summary(options.folder))
             run = read_run(options.folder)
             text = json.dumps(inspect_json(run), indent=2, allow_nan=False) if options.json else inspect_text(run)
         except (RecursionError, MemoryError) as error:
@@ -196,8 +202,8 @@ def _add_inspect(commands: Commands) -> None:
             return _failed("inspect", error)
         return _print(text)
 
-    parser = _subcommand(commands, "inspect", "shows the tables and the config of a run", _INSPECT)
-    parser.add_argument("folder", metavar="RUN", help="the folder of the run")
+    parser = _subcommand(commands, "inspect", "shows the tables and the config of a run, or a checkpoint", _INSPECT)
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run, or of checkpoints")
     _add_json(parser)
     parser.set_defaults(run=run)
 

@@ -179,5 +179,5 @@ def test_metadata_holds_no_path_of_this_machine(job: Job, tmp_path: Path) -> Non
     assert str(tmp_path).encode() not in (tmp_path / STEP / ".metadata").read_bytes()
     folders = Folders(tmp_path)
     marker: Marker = folders.read(3)
-    sizes = {name: size for name, (size, _) in marker.files.items()}
-    assert "model.0.weight" in read_metadata(folders.files, folders.path(3), sizes).state_dict_metadata
+    found = read_metadata(folders.files, folders.path(3), marker.sizes)
+    assert "model.0.weight" in found.state_dict_metadata

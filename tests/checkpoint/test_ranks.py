@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from dist_sparse import Checkpoints
 from tests.checkpoint.faults import full_disk, inject, io_error, read_only
+from tests.checkpoint.kills import live
 from tests.checkpoint.ranks import SAVED, SHARDINGS, Job, compared, save
+from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -143,3 +145,22 @@ def test_a_damaged_file_is_refused_on_all_ranks(saved: Path, tmp_path: Path) -> 
         path.write_bytes(whole)
     dist.barrier()
     assert job.checkpoints.resume_latest(**job.parts) is not None
+
+
+def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> None:
+    """The newest committed checkpoint loads each time, and the end is that of a training without kills.
+
+    ``python -m tests.checkpoint.kills`` kills at random moments, under the launcher too.
+    """
+    root = tmp_path / "killed"
+    lives: list[tuple[dict[str, object], int]] = [
+        ({"rank": 1, "when_it_opens": "__1_0.distcp", "for_the": 3}, 2),
+        ({"rank": 0, "when_it_opens": "COMMITTED.tmp", "for_the": 2}, 3),
+        ({"rank": 0, "when_it_removes": "COMMITTED"}, 4),  # of an old one, when it sweeps
+    ]
+    for fault, newest in lives:
+        with pytest.raises(RanksFailed, match=rf"rank {fault['rank']} ----\ndied with exit code -9"):
+            run_ranks(2, live, root, 8, fault)
+        assert Checkpoints(root).steps()[-1] == newest
+    ended, whole = run_ranks(2, live, root, 8)[0], run_ranks(2, live, tmp_path / "whole", 8)[0]
+    assert ended.keys() == whole.keys() and all(torch.equal(ended[name], whole[name]) for name in whole)
