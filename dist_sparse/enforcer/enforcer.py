@@ -31,6 +31,7 @@ from dist_sparse.enforcer.fused import (
 )
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, same_storage
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
@@ -203,6 +204,11 @@ class MaskEnforcer:
         self._check_attached()
         found = {w.data_ptr(): (total, 0.0) for kernel in self._kernels for w, total in kernel.accumulators()}
         return found | {w.data_ptr(): (total, initial) for w, total, initial in self._dense.accumulators()}
+
+    def written(self) -> dict[int, Written]:
+        """Return which rows may have been written, live, by the address of the weights: of tables of fused optimizers
+        on a CPU, whose writes are all seen."""
+        return {address: rows for kernel in self._kernels for address, rows in kernel.written()}
 
     def begin_step(self) -> None:
         """Called by the sparsifier before a mask update."""

@@ -26,6 +26,8 @@ from dist_sparse.enforcer.drop import KeptIds, removed_rows
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, count_lookups, lookup_on, zero_rows
+from dist_sparse.enforcer.written import WrittenRows
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import ShardedData
 
@@ -101,6 +103,7 @@ class Kernel:
         # With an empty table beside others of another width, FBGEMM's CPU backward writes other rows than it was given.
         self._strays = self._on_cpu and min(map(len, views)) == 0 and len({view.shape[1] for view in views}) > 1
         self._adds = self._on_cpu and not self._strays and self._batch.pooling_mode.name == "SUM"
+        self._written: WrittenRows | None = None
         self._handles: list[RemovableHandle | Wrapped] = []
 
     def hook(self) -> None:
@@ -136,18 +139,35 @@ class Kernel:
                         zero_rows(slot.weight, slot.mask, rows)
             self._dirty.clear()
 
+    def written(self) -> Iterator[tuple[int, Written]]:
+        """Yield for each registered table on a CPU the address of its weights and the rows that may have been written,
+        live: all of them at the first call, since which writes are noted."""
+        if self._on_cpu and not self._strays:
+            slots = self._current()
+            if self._written is None:
+                self._written = WrittenRows(
+                    [len(view) for view in self._batch.split_embedding_weights()], self._features
+                )
+            for slot, of_table in zip(slots, self._written.tables, strict=True):
+                if slot is not None:
+                    yield slot.weight.data_ptr(), of_table
+
     def clean_all(self) -> None:
         """Zero what is removed in every row, dirty or not."""
         for slot in self._current():
             if slot is not None and slot.mask.removes:
                 slot.mask.apply_(slot.weight)
         self._dirty.clear()
+        if self._written is not None:
+            self._written.add_all()
 
     def mark_all(self) -> None:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
         for table in range(len(self.places)):
             self._dirty.add_all(table)
+        if self._written is not None:
+            self._written.add_all()
 
     def mark_in_sync(self) -> None:
         """Mark the current storage as in sync with the dirty rows."""
@@ -199,10 +219,15 @@ class Kernel:
         known = self._mask_version(), self._drops(), *storage[:3]
         if known != self._known:
             views = self._batch.split_embedding_weights()
-            self._slots = [
-                None if place is None else Slot(view.data, self._mask(place))
-                for place, view in zip(self.places, views, strict=True)
-            ]
+            before, self._slots = (
+                self._slots,
+                [
+                    None if place is None else Slot(view.data, self._mask(place))
+                    for place, view in zip(self.places, views, strict=True)
+                ],
+            )
+            if self._written is not None:
+                self._written.add_removed(before, self._slots)
             self._counted = [None if place is None else self._counts(place) for place in self.places]
             self._set_ids()
             slots = [self._slots[table] for table in self._features]
@@ -270,10 +295,15 @@ class Kernel:
             self._current()  # masks may have been updated since the lookup
             if self._strays:
                 self.mark_all()
-            elif handed is None and asked is not None:
-                self._dirty.add(*asked)
-            elif not self._only_kept or known != self._known:
-                self._dirty.add(*_ids_of(handed))
+            else:
+                may_revive = handed is None or not self._only_kept or known != self._known
+                if may_revive or self._written is not None:
+                    rows = asked if handed is None else _ids_of(handed)
+                    assert rows is not None
+                    if may_revive:
+                        self._dirty.add(*rows)
+                    if self._written is not None:
+                        self._written.add(*rows)
             if asked is not None and any(count is not None for count in self._counted):
                 count_lookups(self._counted, self._features, *asked)
 

@@ -252,6 +252,15 @@ class DirtyRows:
                 word, byte = words[first + touched].view(torch.uint8).view(-1, 8).nonzero().unbind(1)
                 yield (first + touched[word]) * 8 + byte
 
+    def clear_table(self, table: int) -> None:
+        """Mark every row of one table as clean."""
+        self._of(table).zero_()
+
+    def add_rows(self, table: int, rows: Tensor) -> None:
+        """Flag these rows of a table, int64 ``(n,)``."""
+        self._any = True
+        self._of(table).index_fill_(0, rows, 1)
+
     def clear(self) -> None:
         """Mark every row as clean."""
         if self._any:

@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.block_masks import ScoredTable, spread_replicas
+from dist_sparse.masking.block_masks import spread_replicas
+from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.selection import KEPT, Candidates, Segment, select_smallest
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from dist_sparse import checks
 from dist_sparse.groups import Facts, Replica, rank_in
-from dist_sparse.masking.block_masks import ScoredTable
+from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.keeping import Scored
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Preview
 from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
 
@@ -38,6 +40,15 @@ class _Known(NamedTuple):
     total: Tensor
     initial: float = 0.0
     share: int = 1
+
+    def of_rows(self, rows: slice | Tensor) -> Tensor:
+        """Return it for an element of these rows, float64 ``(rows, 1)`` or ``(rows, columns)``."""
+        return (
+            self.total.reshape(self.rect.rows, -1)[rows]
+            .to(torch.float64, copy=True)
+            .sub_(self.initial)
+            .div_(self.share)
+        )
 
 
 class ImportanceSparsifier(DataNormSparsifier):
@@ -125,13 +136,18 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the score of each element, float64; see the class."""
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
-        rect, total, initial, share = self._known_at(name, data, offset)
-        first = offset[0] - rect.row
-        rows = total.reshape(rect.rows, -1)[first : first + len(data)].double().sub_(initial).div_(share)
-        if self.scored_by == "norm_accumulator":
-            exact = data.double()
-            return exact.mul_(exact).mul_(rows.add_(_TINY))
-        return rows.expand(data.shape)
+        known = self._known_at(name, data, offset)
+        first = offset[0] - known.rect.row
+        of_rows = known.of_rows(slice(first, first + len(data)))
+        return _by_norm(data, of_rows) if self.scored_by == "norm_accumulator" else of_rows.expand(data.shape)
+
+    def row_measure(self, name: str, shard: Shard) -> Scored | None:
+        if self.scored_by == "norm":
+            return super().row_measure(name, shard)
+        if self.scored_by != "norm_accumulator":
+            return None  # counts decay in all rows; what is reset changes in rows that nothing has written
+        known = next(known for known in self._known[name] if known.rect == shard.rect)
+        return lambda data, rows: _by_norm(data, known.of_rows(rows)), (known.total.data_ptr(), known.initial)
 
     def score_tables(
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
@@ -152,6 +168,12 @@ class ImportanceSparsifier(DataNormSparsifier):
     def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
         try:
             return super().preview(level)
+        finally:
+            self._known = {}
+
+    def audit(self) -> dict[str, str]:
+        try:
+            return super().audit()
         finally:
             self._known = {}
 
@@ -216,6 +238,11 @@ class ImportanceSparsifier(DataNormSparsifier):
         whole = self.dense_store.weight(name)
         rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
         return _summed(name, Shard(rect, whole), self._totals())
+
+
+def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:
+    exact = data.double()
+    return exact.mul_(exact).mul_(of_rows.add_(_TINY))
 
 
 def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> _Known:

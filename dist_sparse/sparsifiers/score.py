@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -20,11 +20,13 @@ from torch import Tensor
 
 from dist_sparse.checks import choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
-from dist_sparse.masking.block_masks import Goal, MadeMasks, ScoredTable, cuts_of, new_masks, score_table, score_tables
+from dist_sparse.masking.block_masks import MadeMasks, new_masks
+from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
 from dist_sparse.masking.held import hold_removed
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.keeping import Keeper, Scored, check_kept
 from dist_sparse.sparsifiers.stats import TableStats, plain_stats, stats_of
 from dist_sparse.sparsifiers.step import make_masks
 from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, parse_block, resolve_block
@@ -78,6 +80,9 @@ class ScoreSparsifier(BaseDataSparsifier):
             level needs may, and of what else would be exchanged the blocks that score highest come back. For rows of
             tables that no column border cuts, and scores that removed rows keep. Below 1 a mask update takes up to
             seven all-reduces more.
+        full_every: with a :class:`~dist_sparse.MaskEnforcer`, scores of blocks that are one row high and at least 32
+            columns wide are kept between mask updates, 4 bytes a block, in tables of a fused optimizer on a CPU; only
+            rows that training has written are scored again, and all of them in one of so many updates. 1 keeps none.
         measure: how elements are scored: ``"L1"`` (``|x|``) or ``"L2"`` (``x * x``), which are quick, or None for
             :meth:`score`. A class that defines ``score`` without ``measure`` gets None.
 
@@ -100,6 +105,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     scope: Scope = "table"
     floors: Mapping[str, float] = MappingProxyType({})
     max_change: float = 1.0
+    full_every: int = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -115,6 +121,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: Any,
     ) -> None:
         sparse_block_shape = _shape(sparse_block_shape)
+        self._keeper = Keeper()
         self._whole_blocks = zeros_per_block is None
         if zeros_per_block is None:
             zeros_per_block = _area(sparse_block_shape)
@@ -211,6 +218,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         facts["sparsifier.scope"] = self.scope
         facts["sparsifier.floors"] = dict(self.floors)
         facts["sparsifier.max_change"] = self.max_change
+        integer("full_every", self.full_every, least=1)
 
     @property
     def reads_masks(self) -> bool:
@@ -226,8 +234,28 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
         self._check_held(goals)
+        goals = self._keeping(goals)
         scored = score_tables(list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()])
         return dict(zip(goals, scored, strict=True))
+
+    def row_measure(self, name: str, shard: Shard) -> Scored | None:
+        """Return how rows of a shard are scored that are not neighbours, and what else decides about their scores; None
+        if only whole shards can be scored: then no scores are kept."""
+        return None if self.measure is None else (self.measure, self.measure)
+
+    def _keeping(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
+        """The goals, with the scores that are kept."""
+        written = {} if self.enforcer is None else self.enforcer.written()
+        self._keeper.keep_to({name: goal.data for name, goal in goals.items()} if written else {})
+        if not written or self.full_every == 1 or self.max_change < 1:  # held blocks are noted in the scores
+            return dict(goals)
+        kept = {}
+        for name, goal in goals.items():
+            may = not goal.by_element and not goal.whole_columns
+            measure = partial(self.row_measure, name)
+            keeping = self._keeper.of(goal.data, goal.block, written, measure, self.full_every) if may else None
+            kept[name] = replace(goal, keeping=keeping)
+        return kept
 
     def select_masks(
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
@@ -238,6 +266,28 @@ class ScoreSparsifier(BaseDataSparsifier):
             tables = hold_removed(tables, [self.packed_store.masks(name) for name in names], self.max_change, group)
         made = new_masks(tables, group, rider, pooled=self.scope == "global")
         return dict(zip(names, made, strict=True))
+
+    def audit(self) -> dict[str, str]:
+        """As :meth:`BaseDataSparsifier.audit`; and compare the scores that are kept with scores of all rows, bit for
+        bit.
+
+        Raises:
+            ValueError: on every rank; names table and row, too where a weight was written in a way that torch does not
+                count, such as through ``.data``.
+        """
+        if self.enforcer is not None:
+            with self.packed_store.agreeing("audit()"):
+                self.enforcer.settle()
+                located = self.packed_store.locate()
+                kept = self.score_tables(located, self.data_groups)
+                every, self.full_every = self.full_every, 1
+                try:
+                    fresh = self.score_tables(located, self.data_groups)
+                finally:
+                    self.full_every = every
+                for name in kept:
+                    check_kept(kept[name], fresh[name])
+        return super().audit()
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.

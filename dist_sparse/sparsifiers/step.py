@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Facts, Group, Parcels, Rider, group_over
 from dist_sparse.masking.block_masks import MadeMasks, NewMask
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.digest import place_of, shared_weights
@@ -36,6 +37,11 @@ class Enforcer(Protocol):
     def accumulators(self) -> dict[int, tuple[Tensor, float]]:
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the address of the
         weights: live, one for each weight, or one for each row of a shard: ``(rows,)`` or ``(rows, 1)``."""
+        ...
+
+    def written(self) -> Mapping[int, Written]:
+        """Return which rows may have been written, live, by the address of the weights: of shards of which every write
+        is seen."""
         ...
 
     def settle(self) -> None:

@@ -1,0 +1,116 @@
+"""Mask updates that score only what was written equal the oracle, whatever writes the weights."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+
+from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer
+from dist_sparse.masking.kept_scores import KeptScores
+from tests.dist.cells import Cell, TableSpec, batch, build
+from tests.dist.enforcing import Run, kernels, pieces
+from tests.dist.plugin import on_ranks
+
+TABLES = (TableSpec("user", 1500, 32, ("user_id",)), TableSpec("item", 700, 64, ("item_id", "last_item_id")))
+PLANS = {
+    "row_wise": lambda: {"user": row_wise(), "item": table_wise(rank=0)},
+    "column_wise": lambda: {"user": table_wise(rank=0), "item": column_wise(ranks=[0, dist.get_world_size() - 1])},
+}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ages of kept scores after each of their updates: 0 where every row was scored."""
+    ages: list[int] = []
+    update = KeptScores.update
+
+    def noted(self: KeptScores, *args: object) -> None:
+        update(self, *args)  # type: ignore[arg-type]
+        ages.append(self.age)
+
+    monkeypatch.setattr(KeptScores, "update", noted)
+    return ages
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "plan", "block"),
+    [(1, "row_wise", (1, ROW)), (2, "row_wise", (1, 32)), (2, "column_wise", (1, ROW)), (2, "column_wise", (1, 32))],
+)
+def test_masks_are_those_of_the_oracle(
+    world: int, plan: str, block: tuple[int, int | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an order of events that the ranks share, with ids of their own."""
+    ages = counted(monkeypatch)
+    cell = Cell(plan, world, PLANS[plan](), TABLES)
+    model = build(cell)
+    run = Run(model, block)
+    run.sparsifier.full_every = 6
+    drawn, own = random.Random(plan), random.Random(dist.get_rank())
+    level = 0.5
+    for event in ["train"] * 3 + drawn.choices(["level", "train", "nothing", "write", "load"], (4, 4, 1, 1, 1), k=9):
+        if event == "level":
+            level = drawn.choice([0.2, 0.5, 0.55, 0.8])
+        elif event == "train":
+            run.train(batch(cell, seed=own.randrange(1000), size=8))
+        elif event == "write":  # torch counts it
+            with torch.no_grad():
+                for kernel in kernels(model):
+                    for stored in (kernel.emb_module.weights_dev, kernel.emb_module.weights_host):
+                        stored.mul_(1.5)
+        elif event == "load":
+            model.load_state_dict(build(cell).state_dict())
+            run.enforcer.settle()
+        run.move(level)
+        run.sparsifier.audit()
+    run.check_given_out()
+    assert not run.faults
+    if ages:  # not on ranks whose shards are cut or small
+        assert 0 in ages and max(ages) > 2, ages
+
+
+@on_ranks(2)
+def test_scores_that_know_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its state is reset, and after a reshard."""
+    ages = counted(monkeypatch)
+    cell = Cell("rows", 2, PLANS["row_wise"](), TABLES)
+    model = build(cell)
+    sparsifier = ImportanceSparsifier(sparsity_level=0.5)
+    sparsifier.add_model(model)
+    enforcer = MaskEnforcer(sparsifier, optimizer_state="reset").attach(model.fused_optimizer)
+    own = random.Random(dist.get_rank())
+    for level in (0.5, 0.5, 0.7, 0.6, 0.6, 0.4):
+        for _ in range(2):
+            model(batch(cell, seed=own.randrange(1000), size=8)).square().mean().backward()
+        for group in sparsifier.data_groups.values():
+            group["sparsity_level"] = level
+        sparsifier.full_every = 1
+        fresh = sparsifier.preview().masks
+        sparsifier.full_every = 100
+        sparsifier.step()
+        for name, masks in fresh.items():
+            for mask, expected in zip(sparsifier.packed_store.masks(name), masks, strict=True):
+                assert torch.equal(mask.bits, expected.bits), name
+        sparsifier.audit()
+    assert max(ages) > 5
+    enforcer.detach()
+
+
+@on_ranks(2)
+def test_what_is_not_seen_is_found_by_an_audit() -> None:
+    """On every rank, whoever holds the row."""
+    cell = Cell("rows", 2, PLANS["row_wise"](), TABLES)
+    model = build(cell)
+    run = Run(model, (1, ROW))
+    run.move(0.5)
+    run.sparsifier.audit()
+    if dist.get_rank() == 1:
+        [(_, _, view)] = [piece for kernel in kernels(model) for piece in pieces(kernel) if piece[0] == "user"]
+        view.data[3] += 1.0
+    with pytest.raises(ValueError, match=r"'user': 1 kept scores differ .* in row 753"):
+        run.sparsifier.audit()
+    run.sparsifier.full_every = 1
+    run.sparsifier.audit()
