@@ -1,15 +1,18 @@
-"""The configuration of each table of a model, by name or glob."""
+"""The configuration of each table of a model, by name or glob, and of a block shape."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from dist_sparse.tables.shards import ShardedData
+from torch import Tensor
 
-__all__ = ["model_overrides"]
+from dist_sparse.tables.shards import ShardedData, parse_block
+
+__all__ = ["area_of", "as_scored_matrix", "model_overrides", "shape_of"]
 
 
 def model_overrides(
@@ -53,3 +56,31 @@ def model_overrides(
 
 def _matches(data: ShardedData, glob: str) -> bool:
     return fnmatchcase(data.name, glob) or (data.fqn is not None and fnmatchcase(data.fqn, glob))
+
+
+def shape_of(block: Any) -> Any:
+    """Return a block shape given as text, parsed; anything else as it is, to be refused once a table is known."""
+    return parse_block(block) if isinstance(block, str) else block
+
+
+def area_of(block: Any) -> int | None:
+    """Return the elements of a block; None where the width of the table decides, or if it is no block (refused when
+    resolved)."""
+    if not isinstance(block, Sequence) or not all(isinstance(size, int) for size in block):
+        return None
+    return math.prod(block)
+
+
+def as_scored_matrix(name: str, data: Tensor) -> Tensor:
+    """Return ``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one real dimension as a
+    row.
+
+    Raises:
+        ValueError: more than two real dimensions.
+    """
+    if data.dim() == 2:
+        return data
+    real = [size for size in data.shape if size != 1]
+    if len(real) > 2:
+        raise ValueError(f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment.")
+    return data.reshape(real if len(real) == 2 else (1, data.numel()))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
-from dist_sparse.masking.block_scores import ScoredTable
+from dist_sparse.masking.block_scores import Goal, ScoredTable
 from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Written
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData
+from dist_sparse.tables.shards import Rect, Shard
 
 __all__ = ["Keeper", "Scored", "check_kept"]
 
@@ -22,41 +23,41 @@ class Keeper:
     def __init__(self) -> None:
         self._scores: dict[tuple[str, Rect], KeptScores] = {}
 
-    def of(
+    def goals(
         self,
-        data: ShardedData,
-        block: Block,
+        goals: Mapping[str, Goal],
         written: Mapping[int, Written],
-        measure: Callable[[Shard], Scored | None],
+        measure: Callable[[str, Shard], Scored | None],
         full_every: int,
-    ) -> Keeping | None:
-        """Return what is kept of a table; None if nothing is.
+    ) -> dict[str, Goal]:
+        """Return the goals of a mask update, with the scores that are kept.
 
         Args:
-            data: the table as it is stored now.
-            block: of its masks.
+            goals: by the name of the table.
             written: the rows that were written, by the address of the weights, of shards of which that is known.
-            measure: how a shard is scored; None if only whole shards can be.
+            measure: how a shard of a table is scored; None if only whole shards can be.
             full_every: as in :class:`~dist_sparse.masking.kept_scores.Keeping`.
         """
-        scores, measures, of = {}, {}, {}
-        for shard in () if data.replicated else data.shards:
-            seen = written.get(shard.tensor.data_ptr()) if KeptScores.fits(shard.rect, block) else None
-            known = None if seen is None else measure(shard)
-            if seen is None or known is None:
-                self._scores.pop((data.name, shard.rect), None)
+        before, self._scores = self._scores, {}
+        found = dict(goals)
+        for name, goal in goals.items():
+            if goal.by_element or goal.whole_columns or goal.data.replicated:
                 continue
-            kept = self._scores.get((data.name, shard.rect))
-            if kept is None or kept.written is not seen:
-                kept = self._scores[data.name, shard.rect] = KeptScores(seen)
-            scores[shard.rect] = kept
-            measures[shard.rect], of[shard.rect] = known
-        return Keeping(scores, measures, of, full_every) if scores else None
-
-    def keep_to(self, located: Mapping[str, ShardedData]) -> None:
-        """Forget the scores of all other shards."""
-        there = {(data.name, shard.rect) for data in located.values() for shard in data.shards}
-        self._scores = {place: kept for place, kept in self._scores.items() if place in there}
+            kept: dict[Rect, KeptScores] = {}
+            known: dict[Rect, Scored] = {}
+            for shard in goal.data.shards:
+                seen = written.get(shard.tensor.data_ptr()) if KeptScores.fits(shard.rect, goal.block) else None
+                how = None if seen is None else measure(name, shard)
+                if seen is not None and how is not None:
+                    scores = before.get((name, shard.rect))
+                    scores = KeptScores(seen) if scores is None or scores.written is not seen else scores
+                    kept[shard.rect] = self._scores[name, shard.rect] = scores
+                    known[shard.rect] = how
+            if kept:
+                measures = {rect: how for rect, (how, _) in known.items()}
+                of = {rect: what for rect, (_, what) in known.items()}
+                found[name] = replace(goal, keeping=Keeping(kept, measures, of, full_every))
+        return found
 
 
 def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:

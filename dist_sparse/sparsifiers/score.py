@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -26,10 +26,11 @@ from dist_sparse.masking.held import hold_removed
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.configs import area_of, as_scored_matrix, shape_of
 from dist_sparse.sparsifiers.keeping import Keeper, Scored, check_kept
 from dist_sparse.sparsifiers.stats import TableStats, plain_stats, stats_of
 from dist_sparse.sparsifiers.step import make_masks
-from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, parse_block, resolve_block
+from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, resolve_block
 
 __all__ = ["SCOPES", "BlockShape", "DataNormSparsifier", "Norm", "Preview", "Scope", "ScoreSparsifier"]
 
@@ -120,11 +121,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         zeros_per_block: int | None = None,
         **defaults: Any,
     ) -> None:
-        sparse_block_shape = _shape(sparse_block_shape)
-        self._keeper = Keeper()
+        sparse_block_shape = shape_of(sparse_block_shape)
+        self._keeper: Keeper | None = None
         self._whole_blocks = zeros_per_block is None
         if zeros_per_block is None:
-            zeros_per_block = _area(sparse_block_shape)
+            zeros_per_block = area_of(sparse_block_shape)
         super().__init__(
             data_list,
             sparsity_level=sparsity_level,
@@ -234,7 +235,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
         self._check_held(goals)
-        goals = self._keeping(goals)
+        if self.enforcer is None:
+            self._keeper = None
+        elif self.full_every > 1 and self.max_change == 1:  # held blocks are noted in the scores
+            self._keeper = self._keeper or Keeper()
+            goals = self._keeper.goals(goals, self.enforcer.written(), self.row_measure, self.full_every)
         scored = score_tables(list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()])
         return dict(zip(goals, scored, strict=True))
 
@@ -242,20 +247,6 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Return how rows of a shard are scored that are not neighbours, and what else decides about their scores; None
         if only whole shards can be scored: then no scores are kept."""
         return None if self.measure is None else (self.measure, self.measure)
-
-    def _keeping(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
-        """The goals, with the scores that are kept."""
-        written = {} if self.enforcer is None else self.enforcer.written()
-        self._keeper.keep_to({name: goal.data for name, goal in goals.items()} if written else {})
-        if not written or self.full_every == 1 or self.max_change < 1:  # held blocks are noted in the scores
-            return dict(goals)
-        kept = {}
-        for name, goal in goals.items():
-            may = not goal.by_element and not goal.whole_columns
-            measure = partial(self.row_measure, name)
-            keeping = self._keeper.of(goal.data, goal.block, written, measure, self.full_every) if may else None
-            kept[name] = replace(goal, keeping=keeping)
-        return kept
 
     def select_masks(
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
@@ -355,7 +346,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             raise NotImplementedError(f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored.")
         if self.max_change < 1:
             raise ValueError(f"Data {name!r}: max_change is for the tables of models, from add_model().")
-        matrix = _matrix(name, data.detach())
+        matrix = as_scored_matrix(name, data.detach())
         rect = Rect(0, 0, *matrix.shape)
         table = ShardedData(
             name=name,
@@ -398,10 +389,10 @@ class ScoreSparsifier(BaseDataSparsifier):
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Whole blocks stay whole when another block is given without zeros_per_block."""
         group = super()._overlaid(config, given)
-        group["sparse_block_shape"] = _shape(group["sparse_block_shape"])
-        whole = self._whole_blocks and config["zeros_per_block"] == _area(config["sparse_block_shape"])
+        group["sparse_block_shape"] = shape_of(group["sparse_block_shape"])
+        whole = self._whole_blocks and config["zeros_per_block"] == area_of(config["sparse_block_shape"])
         if whole and "zeros_per_block" not in given:
-            group["zeros_per_block"] = _area(group["sparse_block_shape"])
+            group["zeros_per_block"] = area_of(group["sparse_block_shape"])
         return group
 
 
@@ -464,11 +455,6 @@ def _places(columns: int, data: Tensor, offset: tuple[int, int]) -> Tensor:
     return torch.arange(first, first - data.shape[1], -1, device=data.device).expand(data.shape)
 
 
-def _shape(block: Any) -> Any:
-    """A block shape given as text, parsed; anything else as it is, to be refused once a table is known."""
-    return parse_block(block) if isinstance(block, str) else block
-
-
 def _check_pooled(data: ShardedData, block: Block) -> None:
     """Refuse tables whose blocks can't be compared with those of others.
 
@@ -482,24 +468,3 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
             f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do; {block} does not divide "
             f"{data.shape}."
         )
-
-
-def _area(block: Any) -> int | None:
-    """Elements of a block; None where the width of the table decides, or if it is no block (refused when resolved)."""
-    if not isinstance(block, Sequence) or not all(isinstance(size, int) for size in block):
-        return None
-    return math.prod(block)
-
-
-def _matrix(name: str, data: Tensor) -> Tensor:
-    """``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one real dimension as a row.
-
-    Raises:
-        ValueError: more than two real dimensions.
-    """
-    if data.dim() == 2:
-        return data
-    real = [size for size in data.shape if size != 1]
-    if len(real) > 2:
-        raise ValueError(f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment.")
-    return data.reshape(real if len(real) == 2 else (1, data.numel()))
