@@ -34,7 +34,7 @@ from tests.dist.harness import RanksFailed, run_ranks
 __all__ = ["live"]
 
 KILLS, RESTARTS = 20, 5
-_STEPS = 300
+_STEPS = 100
 _ROOT, _SEED = "CHECKPOINT_KILLS_ROOT", "CHECKPOINT_KILLS_SEED"  # in the environment of the ranks of the launcher
 
 
@@ -60,8 +60,10 @@ def live(root: Path, steps: int, fault: Mapping[str, object] | None = None) -> d
     return job.state()
 
 
-def _same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def _check(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    differing = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not differing, differing
 
 
 def _torn(root: Path) -> int:
@@ -82,7 +84,7 @@ def _by_this_process(root: Path, wanted: Mapping[str, Tensor]) -> None:
         steps = Checkpoints(root).steps()
         assert steps[-1:] >= before[-1:], (before, steps)
         print(f"kill {killed}: newest step {steps[-1] if steps else None}", flush=True)
-    assert _same(run_ranks(2, live, root, _STEPS)[0], wanted)
+    _check(run_ranks(2, live, root, _STEPS)[0], wanted)
     print(f"{killed} kills, {torn} of them while a checkpoint was written: the end is bit-equal")
 
 
@@ -92,7 +94,7 @@ def _by_torchrun(root: Path, wanted: Mapping[str, Tensor]) -> None:
     subprocess.run([*launch, str(Path(__file__).resolve())], env=env, check=True, timeout=550)
     lives = sorted(path.name for path in root.glob("life-*"))
     assert len(lives) == RESTARTS + 1, lives
-    assert _same(torch.load(root / "end.pt"), wanted)
+    _check(torch.load(root / "end.pt"), wanted)
     print(f"{RESTARTS} kills under the launcher: the end is bit-equal")
 
 
