@@ -1,0 +1,97 @@
+"""Subcommands `inspect` and `report`: what runs and checkpoints hold, as text, JSON and pages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from dist_sparse.cli.output import fail, show
+from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
+
+__all__ = ["add_inspect", "add_report"]
+
+_INSPECT = f"""examples:
+  dist-sparse inspect runs/latest
+  dist-sparse inspect saved/step-00001000
+
+RUN is a folder that RunLog wrote; runs/latest is the run in runs that was started last. A run that crashed or still
+runs is shown as far as it went. A folder of Checkpoints is listed; of one step, every byte is
+verified and each tensor is shown.
+
+{STATUS}
+"""
+
+_REPORT = f"""examples:
+  dist-sparse report runs/latest
+  dist-sparse report runs/latest --open
+  dist-sparse report runs/a runs/b runs/c --out comparison.html --no-png
+
+RUN is a folder that RunLog wrote; runs/latest is the run in runs that was started last. The first RUN is compared with
+the others; one alone with the runs in folders inside its own. The page needs no network. A run that crashed or still
+runs is shown as far as it went. PNGs need matplotlib.
+
+{STATUS}
+"""
+
+_COMPARISON = "comparison.html"
+
+
+def add_inspect(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        from dist_sparse.checkpoint.folders import holds_steps
+        from dist_sparse.checkpoint.inspection import summary
+        from dist_sparse.report.run import read_run
+        from dist_sparse.report.summary import inspect_json, inspect_text
+
+        try:
+            if holds_steps(options.folder) and not options.json:
+                return show(summary(options.folder))
+            run = read_run(options.folder)
+            text = json.dumps(inspect_json(run), indent=2, allow_nan=False) if options.json else inspect_text(run)
+        except (RecursionError, MemoryError) as error:
+            return fail("inspect", _too_much(options.folder, error))
+        except (ValueError, OSError) as error:
+            return fail("inspect", error)
+        return show(text)
+
+    parser = subcommand(commands, "inspect", "shows the tables and the config of a run, or a checkpoint", _INSPECT)
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run, or of checkpoints")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def add_report(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        import webbrowser
+
+        from dist_sparse.report.page import write_report
+        from dist_sparse.report.run import read_runs
+        from dist_sparse.report.summary import numbers, summary
+
+        try:
+            run = read_runs(options.folders)
+            out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
+            written = write_report(run, out, pngs=not options.no_png)
+            text = json.dumps(numbers(run), indent=2, allow_nan=False) if options.json else summary(run, written)
+        except (RecursionError, MemoryError) as error:
+            return fail("report", _too_much(", ".join(options.folders), error))
+        except (ValueError, OSError, ImportError) as error:
+            return fail("report", error)
+        shown = show(text)
+        if options.open and not webbrowser.open(written.resolve().as_uri()):
+            return fail("report", f"no browser was found to open {written.resolve().as_uri()}")
+        return shown
+
+    parser = subcommand(commands, "report", "writes charts of runs as one HTML file, and PNGs beside it", _REPORT)
+    parser.add_argument("folders", nargs="+", metavar="RUN", help="the folder of a run")
+    default = f"RUN/report.html, of several runs {_COMPARISON} in the first"
+    parser.add_argument("--out", metavar="FILE", help=f"the HTML file; default: {default}")
+    parser.add_argument("--open", action="store_true", help="opens the page in the browser")
+    parser.add_argument("--no-png", action="store_true", help="no PNGs; then matplotlib is not needed")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _too_much(folder: str, error: BaseException) -> str:
+    why = "its JSON is nested too deeply" if isinstance(error, RecursionError) else "there is not enough memory"
+    return f"{folder} holds no run that can be read: {why}."
