@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dist_sparse.cli.output import fail, flush, show
-from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
+from dist_sparse.cli.parsing import STATUS, Commands, Subcommand, add_json, closest, subcommand
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
 
@@ -78,9 +78,15 @@ def _main(words: Sequence[str] | None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version of the package and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=Subcommand)
     for add in (_add_launch, add_inspect, add_report, add_plan, add_frontier, _add_serve_check, _add_doctor):
         add(commands)
+    words = list(sys.argv[1:] if words is None else words)
+    if not words:
+        return show(parser.format_help().rstrip())
+    if words[0] not in (*commands.choices, "-h", "--help", "--version"):
+        kind = "option" if words[0].startswith("-") else "command"
+        parser.error(f"there is no {kind} {words[0]}{closest(words[0], [*commands.choices, '--help', '--version'])}")
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
-__all__ = ["STATUS", "Commands", "add_json", "subcommand"]
+__all__ = ["STATUS", "Commands", "Subcommand", "add_json", "closest", "subcommand"]
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Subcommand]"
 
 STATUS = "exit status: 0 success, 1 failure (one line says why), 2 invalid command line"
 
 
-def subcommand(commands: Commands, name: str, purpose: str, epilog: str) -> argparse.ArgumentParser:
+class Subcommand(argparse.ArgumentParser):
+    """Parser of one subcommand. An unknown option is reported first, with the closest known one: argparse alone reports
+    it last, with the usage of `dist-sparse`. Options are not abbreviated, since more options would change what they
+    stand for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(  # type: ignore[override]  # which has four overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        known = [*re.findall(r"--[a-z-]+", self.format_usage()), "--help"]
+        options = words[: words.index("--")] if "--" in words else words
+        for word in options if "-" in self.prefix_chars else ():
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known:
+                self.error(f"there is no option {option}{closest(option, known)}")
+        found, left = super().parse_known_args(words, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return found, left
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence: a full stop, and a question that has the closest of ``known``, if one is close."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f". Did you mean {close[0]}?" if close else "."
+
+
+def subcommand(commands: Commands, name: str, purpose: str, epilog: str) -> Subcommand:
     return commands.add_parser(
         name,
         help=purpose,

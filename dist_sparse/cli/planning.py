@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dist_sparse.cli.arguments import (
     EntryError,
@@ -54,34 +55,57 @@ where it was if --out is the same. Bytes are those that would be served, indexes
 """
 
 
+_MODES: Final = {
+    **dict.fromkeys(("--block", "--norm", "--batches"), ("--level",)),
+    **dict.fromkeys(("--rotate", "--cold"), ("--budget", "--measure")),
+    **dict.fromkeys(("--metric", "--less", "--tolerance", "--out"), ("--measure",)),
+}
+"""Options of `plan` that only some of its modes read: they are refused in others."""
+
+_OPTIONS: Final = {
+    "entry": "FUNCTION",
+    "budgets": "--budget",
+    "methods": "--method",
+    "dtypes": "--dtype",
+    "lower_is_better": "--less",
+    **{name: f"--{name}" for name in ("budget", "cold", "exclude", "include", "metric", "protect", "rotate")},
+    "tolerance": "--tolerance",
+}
+"""What a user typed, by the argument that it becomes."""
+
+
 def add_plan(commands: Commands) -> None:
     def measure(options: argparse.Namespace) -> int:
         from dist_sparse.planning.frontier import measure_plan
         from dist_sparse.planning.plan import plan
 
-        if options.budget is None:
-            return fail("plan", "--measure is for --budget.")
         try:
             model, evaluate, _ = model_and_evaluate(options.function)
             how = {"rotate": options.rotate, "cold": options.cold}
             answer = plan(model, options.budget, **how, include=options.include, exclude=options.exclude)
             found = measure_plan(model, evaluate, answer, **_measuring(options))
         except (ValueError, OSError) as error:
-            return fail("plan", error)
+            return fail("plan", _typed(error))
         if options.json:
             return show(json.dumps({"plan": answer.to_json(), "measured": found.to_json()}, indent=2))
         return show(f"{answer}\n\n{found}")
 
     def run(options: argparse.Namespace) -> int:
+        mode = "--measure" if options.measure else "--level" if options.budget is None else "--budget"
+        for option, modes in _MODES.items():
+            if mode not in modes and getattr(options, option.removeprefix("--")) is not None:
+                parser.error(f"{option} is for {' and '.join(modes)}.")
         if options.measure:
+            if options.budget is None:
+                parser.error("--measure is for --budget.")
             return measure(options)
         try:
             model, batches = model_and_batches(options.function)
         except EntryError as error:
-            return fail("plan", error)
+            return fail("plan", _typed(error))
         if batches is not None and not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
             rule = f"returned {type(batches).__name__} for batches; must be iterable, or None"
-            return fail("plan", f"Invalid entry={options.function!r}: {rule}.")
+            return fail("plan", f"Invalid FUNCTION={options.function!r}: {rule}.")
         chosen = {"include": options.include, "exclude": options.exclude}
         answer: Plan | DryRun
         try:
@@ -93,10 +117,10 @@ def add_plan(commands: Commands) -> None:
                 from dist_sparse.planning.dry_run import dry_run
 
                 some = None if batches is None else islice(batches, options.batches)
-                how = {"block": options.block, "norm": options.norm}
+                how: dict[str, Any] = {"block": options.block or (1, "ROW"), "norm": options.norm or "L2"}
                 answer = dry_run(model, level=options.level, batches=some, **how, **chosen)
         except ValueError as error:
-            return fail("plan", error)
+            return fail("plan", _typed(error))
         return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
     parser = subcommand(commands, "plan", "shows what a budget of bytes can hold, or what a level would prune", _PLAN)
@@ -115,8 +139,8 @@ def add_plan(commands: Commands) -> None:
         help="tables that only dot products between them read; may be repeated",
     )
     parser.add_argument("--cold", action="append", metavar="GLOB", help="tables of cold crossed features")
-    parser.add_argument("--block", type=parse_block, default=(1, "ROW"), help="such as 1x4, row or col; default: row")
-    parser.add_argument("--norm", type=str.upper, choices=("L1", "L2"), default="L2", help="default: L2")
+    parser.add_argument("--block", type=parse_block, help="such as 1x4, row or col; default: row")
+    parser.add_argument("--norm", type=str.upper, choices=("L1", "L2"), help="default: L2")
     parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
@@ -140,7 +164,7 @@ def add_frontier(commands: Commands) -> None:
                 **_measuring(options),
             )
         except (ValueError, OSError) as error:
-            return fail("frontier", error)
+            return fail("frontier", _typed(error))
         return show(json.dumps(found.to_json(), indent=2) if options.json else str(found))
 
     parser = subcommand(commands, "frontier", "measures what a trained model is worth at a few sizes", _FRONTIER)
@@ -178,6 +202,11 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     add("--less", action="append", metavar="METRIC", help="a metric of which less is better; default: ne, loss")
     add("--tolerance", type=float, metavar="X", help="smaller differences do not count; default: 0.002")
     add("--out", metavar="DIR", help="writes the table, a plot and trials.jsonl there, and goes on from the latter")
+
+
+def _typed(error: Exception) -> str:
+    """Return the message of an error about an argument, with the option instead of the argument."""
+    return re.sub(r"^Invalid (\w+)", lambda found: f"Invalid {_OPTIONS.get(found[1], found[1])}", str(error))
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:

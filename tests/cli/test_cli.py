@@ -28,6 +28,30 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "examples:" in out and "exit status: 0" in out
 
 
+def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("usage: dist-sparse") and "examples:" in said.out and not said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspec", "runs/latest"], "dist-sparse: error: there is no command inspec. Did you mean inspect?"),
+        (["zzz"], "dist-sparse: error: there is no command zzz."),
+        (["--vresion"], "dist-sparse: error: there is no option --vresion. Did you mean --version?"),
+        (["plan", "f.py:f", "--lvel=0.5"], "plan: error: there is no option --lvel. Did you mean --level?"),
+        (["report", "--zzz"], "dist-sparse report: error: there is no option --zzz."),
+        (["inspect", "a", "-x"], "dist-sparse inspect: error: unrecognized arguments: -x"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_was_meant(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    assert leaving.value.code == 2 and capsys.readouterr().err.endswith(f"{message}\n")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["--version"])
@@ -47,7 +71,6 @@ def test_each_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str
 
 
 WRONG = [
-    [],
     ["no-such-command"],
     ["--no-such-option"],
     ["inspect"],
@@ -59,6 +82,9 @@ WRONG = [
     ["plan", "file.py:function", "--level", "1", "--block", "4"],
     ["plan", "file.py:function", "--level", "1", "--block", "0x4"],
     ["plan", "file.py:function", "--level", "1", "--batches", "0"],
+    ["plan", "file.py:function", "--level", "1", "--measure"],
+    ["plan", "file.py:function", "--level", "1", "--cold", "x"],
+    ["plan", "file.py:function", "--budget", "1%", "--block", "row"],
 ]
 
 
@@ -177,8 +203,9 @@ def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
         (["plan", "no_such_module.at_all:one", "--level", "0"], "there is no module 'no_such_module' here."),
         (["plan", "one", "--level", "0"], "must be package.module:function or file.py:function."),
         (["plan", ".near:one", "--level", "0"], "must be package.module:function or file.py:function."),
-        (["plan", "{model}:two", "--level", "0", "--include", "x"], "Invalid include pattern 'x'"),
-        (["plan", "{model}:two", "--budget", "101%"], "Invalid budget='101%'"),
+        (["plan", "{model}:two", "--level", "0", "--include", "x"], "Invalid --include pattern 'x'"),
+        (["plan", "{model}:two", "--budget", "101%"], "Invalid --budget='101%'"),
+        (["frontier", "{model}:two", "--metric", "x"], "Invalid FUNCTION='"),
         (["plan", "{model}:driving", "--level", "0", "--include", "x"], "none of the tables a\\x1b[2J ("),
         (["plan", "{model}:three_things", "--level", "0"], "returned a tuple of 3; must return (model, batches)."),
         (["inspect", "{model}"], "holds no run: there is no run.json, which RunLog writes."),
