@@ -142,7 +142,7 @@ class Choices:
         """The levels that remove what training has never touched, where that saves more than the index takes."""
         found: dict[str, float] = {}
         for table in self.tables:
-            if rows := min(self.untouched.get(table.name, 0), table.shape[0] - 1):
+            if (rows := min(self.untouched.get(table.name, 0), table.shape[0] - 1)) > 0:
                 less = replace(candidate, levels={table.name: rows / table.shape[0]})
                 if less.served_bytes([table]).total < candidate.served_bytes([table]).total:
                     found |= less.levels

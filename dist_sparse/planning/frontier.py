@@ -22,7 +22,7 @@ from dist_sparse.planning.plan import Plan
 from dist_sparse.planning.results import Frontier, Point
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
-from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.modules import model_source
@@ -101,13 +101,15 @@ def frontier(
     with world.agreeing("frontier()") as facts:
         chosen = _methods(methods, train)
         shares = sorted({checks.level("budgets", each) for each in budgets}, reverse=True)
+        if not shares:
+            raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
         kinds: Any = [checks.choice("dtypes", each, BITS) for each in dtypes]
         checks.number("tolerance", tolerance, least=0)
         kept = checks.name_list("protect", protect)
         located = model_source(model).locate()
         guarded = {data.name for data in model_source(model, include=kept).locate()} if kept else set()
         pruned = [d.name for d in located if d.shape[0] >= min_rows and d.name not in guarded]
-        groups = () if rotate == "table" else tuple(map(tuple, rotate))
+        groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
         check_candidate(Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
@@ -166,11 +168,13 @@ def measure_plan(
     """
     names: dict[str, str] = {"full": "bits", "columns": "rotated", "rows": "mix"}
     fitting = [choice for choice in planned.choices if choice.fits and choice.kind in names]
+    methods = ["untouched" if each.kind == "full" and each.candidate.levels else names[each.kind] for each in fitting]
     measurements = _measurements(model, evaluate, MappingProxyType({}), out)
     if left_out := sorted({each.name for each in measurements.tables} ^ {each.name for each in planned.tables}):
         raise ValueError(f"Invalid planned: it must be of all tables of the model; {left_out} are in one of them only.")
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
-    measured = measurements([Attempt(method=names[each.kind], candidate=each.candidate) for each in fitting], "plan")
+    tried = [Attempt(method=name, candidate=each.candidate) for name, each in zip(methods, fitting, strict=True)]
+    measured = measurements(tried, "plan")
     budget = planned.budget / planned.dense_bytes
     points = [Point(budget=budget, measured=each) for each in sorted(measured, key=whole.loss)]
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)

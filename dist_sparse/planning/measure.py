@@ -110,7 +110,10 @@ class Measurements:
             found = evaluate(model)
             if not isinstance(found, Mapping) or not found:
                 raise ValueError(f"evaluate() returned {found!r}; must return metrics by name.")
-            metrics = {str(name): float(value) for name, value in found.items()}
+            try:
+                metrics = {str(name): float(value) for name, value in found.items()}
+            except TypeError:
+                raise ValueError(f"evaluate() returned {found!r}; values must be numbers.") from None
             for name, value in metrics.items():
                 if not math.isfinite(value):
                     raise ValueError(f"evaluate() returned {name}={value}; must be finite.")

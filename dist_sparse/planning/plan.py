@@ -12,11 +12,11 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.planning.candidates import Candidate, SizedTable, TableShape, dense_bytes
+from dist_sparse.planning.candidates import SizedTable, TableShape, dense_bytes
 from dist_sparse.planning.choices import Choice, Choices
 from dist_sparse.planning.rules import recommend
 from dist_sparse.planning.traffic import untouched_rows
-from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.modules import model_source
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
 from dist_sparse.training.budget import parse_budget
@@ -180,13 +180,9 @@ def _shapes(tables: Any) -> list[TableShape]:
 
 def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...], ...]:
     """The groups of ``rotate``, of tables that are there."""
-    if rotate is None or rotate == "table":
-        return () if rotate is None else tuple((table.name,) for table in tables)
-    groups = Candidate(groups=tuple(rotate)).groups
     columns = {table.name: table.shape[1] for table in tables}
+    groups = () if rotate is None else tuple(map(tuple, rotation_groups(rotate, columns)))
     for group in groups:
-        if unknown := [name for name in group if name not in columns]:
-            raise ValueError(f"Invalid {rotate=}: {unknown} are none of the tables {list(columns)}.")
         if len({columns[name] for name in group}) > 1:
             raise ValueError(f"Invalid {rotate=}: {list(group)} have {[columns[name] for name in group]} columns.")
     return groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.shards import COL, ShardedData
 
-__all__ = ["Rotate", "rotate"]
+__all__ = ["Rotate", "rotate", "rotation_groups"]
 
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
 """``"table"``: each table by itself. Otherwise groups of names."""
@@ -144,16 +144,41 @@ def _groups(tables: Any, sparsifier: BaseDataSparsifier) -> list[list[str]]:
     names, plain = sparsifier.packed_store.names, sparsifier.dense_store.names
     if plain:
         raise ValueError(f"Plain data can't be rotated, but {list(plain)} was given to add_data(): use add_model().")
-    if isinstance(tables, str):
-        if tables != "table":
-            raise ValueError(f'Invalid {tables=}: must be "table", or groups of names such as [["user", "item"]].')
+    return rotation_groups(tables, names, "tables")
+
+
+def rotation_groups(rotate: Any, tables: Iterable[str], argument: str = "rotate") -> list[list[str]]:
+    """Return the groups of tables that ``rotate`` names; of ``"table"`` each table alone.
+
+    Args:
+        rotate: what a caller passed.
+        tables: the names that there are.
+        argument: what the caller calls it.
+
+    Raises:
+        ValueError: it is neither ``"table"`` nor groups of such names, each in one group only.
+
+    Example::
+
+        >>> from dist_sparse.rotation.rotate import rotation_groups
+        >>> rotation_groups("table", ["user", "item"]), rotation_groups([("user", "item")], ["user", "item"])
+        ([['user'], ['item']], [['user', 'item']])
+    """
+    names = list(tables)
+    if isinstance(rotate, str) and rotate == "table":
         return [[name] for name in names]
-    groups = [[group] if isinstance(group, str) else list(group) for group in tables]
-    if unknown := [name for name in _names(groups) if name not in names]:
-        raise ValueError(f"Invalid {tables=}: {unknown} are not registered; {names} are.")
-    if len(set(_names(groups))) < len(_names(groups)) or not all(groups):
-        raise ValueError(f"Invalid {tables=}: must be groups of names, each name in one group only.")
-    return groups
+    if not (
+        isinstance(rotate, (list, tuple))
+        and all(isinstance(group, (list, tuple)) and group for group in rotate)
+        and all(isinstance(name, str) for name in _names(rotate))
+    ):
+        rule = 'must be "table", or groups of names such as [["user", "item"]]'
+        raise ValueError(f"Invalid {argument}={rotate!r}: {rule}.")
+    if unknown := [name for name in _names(rotate) if name not in names]:
+        raise ValueError(f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {names}.")
+    if len(set(_names(rotate))) < len(_names(rotate)):
+        raise ValueError(f"Invalid {argument}={rotate!r}: each name must be in one group only.")
+    return [list(group) for group in rotate]
 
 
 def _names(groups: Sequence[Sequence[str]]) -> list[str]:

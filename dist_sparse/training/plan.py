@@ -15,7 +15,7 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.optimizers import same_storage
-from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.schedulers.ready import (
     ConstantDataScheduler,
@@ -154,13 +154,17 @@ def _block(block: Any) -> tuple[int | str, int | str]:
         raise ValueError(f"Invalid {block=}: {rule}.") from None
 
 
-def left_dense(model: nn.Module, located: Sequence[ShardedData], plan: Plan) -> dict[str, str]:
-    """Return the tables that are not pruned, with the reason: protected ones, frozen ones, and those with fewer than
-    ``min_rows`` rows.
+def left_dense(
+    model: nn.Module, located: Sequence[ShardedData], plan: Plan, rotate: Rotate | None = None
+) -> dict[str, str]:
+    """Return the tables that are not pruned, with the reason: protected ones, frozen ones, those with fewer than
+    ``min_rows`` rows, and, if groups of tables are rotated, those in no group: nothing could make them narrower.
 
     Raises:
-        ValueError: none is pruned, or a glob of ``plan.protect`` matches no table.
+        ValueError: none is pruned, a glob of ``plan.protect`` matches no table, or a table to rotate is left dense.
     """
+    names = [data.name for data in located]
+    rotated = names if rotate is None else [name for group in rotation_groups(rotate, names) for name in group]
     for pattern in plan.protect:
         if not any(_matches(data, pattern) for data in located):
             raise ValueError(f"Invalid protect: {pattern!r} matches none of {[data.name for data in located]}.")
@@ -175,6 +179,10 @@ def left_dense(model: nn.Module, located: Sequence[ShardedData], plan: Plan) -> 
             reasons[data.name] = "frozen (requires_grad=False)"
         elif data.shape[0] < plan.min_rows and (not whole or any(tables(tensor) for tensor in whole)):
             reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
+        elif data.name not in rotated:
+            reasons[data.name] = "in no group of rotate"
+    if rotate is not None and rotate != "table" and (refused := {n: reasons[n] for n in rotated if n in reasons}):
+        raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons

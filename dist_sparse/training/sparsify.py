@@ -328,8 +328,8 @@ def sparsify(
         auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that can't be edited.
             With gradient accumulation, steps are optimizer steps.
         rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask update as by
-            :func:`~dist_sparse.rotate`. Of columns the score decides nothing then, but ``"frequency"`` weighs rows by
-            their lookups.
+            :func:`~dist_sparse.rotate`; tables in no group are left dense. Of columns the score decides nothing then,
+            but ``"frequency"`` weighs rows by their lookups.
         max_change: with ``score="frequency"`` or ``"accumulator"``, the largest fraction of a table's blocks that
             change their state in one mask update, beyond what the level needs: see
             :class:`~dist_sparse.ScoreSparsifier`.
@@ -381,7 +381,7 @@ def sparsify(
             raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by their place.")
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
-        unpruned = left_dense(model, located, plan)
+        unpruned = left_dense(model, located, plan, rotate)
         final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"

@@ -131,6 +131,20 @@ def test_a_plan_is_measured(tmp_path: Path) -> None:
         measure_plan(model, error_of(model), plan({"other": (400, 16)}, "20%"))
 
 
+def test_untouched_rows_of_a_plan_are_called_so() -> None:
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(400, 16)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    touched = torch.arange(100)[None]
+    model(touched).sum().backward()
+    optimizer.step()
+    before = model(touched).detach()
+    planned = plan(model, "10%", optimizer=optimizer)
+    result = measure_plan(model, lambda model: {"loss": float((model(touched).detach() - before).abs().max())}, planned)
+    assert {point.method for point in result.points} == {"untouched"}
+    assert "Remove the rows that training has never touched, and serve it as int8" in result.recommendation
+
+
 def test_errors(tmp_path: Path) -> None:
     model = table(2)
     for options, message in (
@@ -139,11 +153,16 @@ def test_errors(tmp_path: Path) -> None:
         ({"metric": "auc"}, "Invalid metric='auc'"),
         ({"train": {"dim": table}}, "Invalid train of ['dim']"),
         ({"budgets": [20]}, "Invalid budgets=20"),
-        ({"rotate": [["weight", "item"]]}, "'item' of the candidate is none of the model's tables ['weight']"),
+        ({"rotate": [["weight", "item"]]}, "['item'] are none of the tables ['weight']"),
+        ({"budgets": []}, "Invalid budgets=[]"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             frontier(model, error_of(model), **options)  # type: ignore[arg-type]
-    for metrics, message in (({}, r"returned {}"), ({"auc": float("nan")}, "returned auc=nan; must be finite")):
+    for metrics, message in (
+        ({}, r"returned {}"),
+        ({"auc": None}, "values must be numbers"),
+        ({"auc": float("nan")}, "returned auc=nan; must be finite"),
+    ):
         with pytest.raises(ValueError, match=message):
             frontier(model, lambda model, metrics=metrics: metrics)  # type: ignore[misc]
 

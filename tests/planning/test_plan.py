@@ -144,6 +144,13 @@ def test_for_people_and_for_programs() -> None:
     assert said["tables"][2] == {"name": "cross", "shape": [500_000, 64], "dtype": "torch.float32"}
 
 
+def test_tables_without_rows() -> None:
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 16), "empty": nn.EmbeddingBag(0, 16)})
+    assert used(plan(model, "40%")) == [("full", "int8", 16)]
+    optimizer = torch.optim.Adagrad(model.parameters())
+    assert plan(model, "40%", optimizer=optimizer).untouched == {"user": 64, "empty": 0}
+
+
 def test_tables_of_a_model() -> None:
     model = Crossed().half()
     answer = plan(model, "60%", exclude="user")
@@ -157,6 +164,7 @@ def test_tables_of_a_model() -> None:
         ({"budget": "ten"}, "budget='ten'"),
         ({"rotate": [["user", "items"]]}, r"\['items'\] are none of the tables"),
         ({"rotate": [["user", "item"]], "model": {"user": (9, 8), "item": (9, 4)}}, r"have \[8, 4\] columns"),
+        ({"rotate": ["user", "item"]}, 'must be "table", or groups of names'),
         ({"cold": "cross*"}, "'cross\\*' matches none"),
         ({"exclude": "user"}, "they are for models"),
         ({"model": {"user": 9}}, r"Invalid shape 9 of 'user'"),

@@ -73,6 +73,9 @@ def test_columns_go_while_training(schedule: str, tables: Any) -> None:
     for table in rotated:
         assert bool(table.weight[:, :4].any(0).all()) and not table.weight[:, 4:].any()
     assert sparse.sparsity == 0.5 and not model.item.weight[3].any()  # padding
+    others = {"item": "in no group of rotate"} if tables == [["user"]] else {}
+    assert sparse.left_dense == others and bool(model.item.weight.any(0).all()) == bool(others)
+    assert compact(model, sparse, optimizer=optimizer).item.weight.shape[1] == (8 if others else 4)
 
 
 def test_it_costs_less_than_columns_as_they_are() -> None:
@@ -156,9 +159,10 @@ class Other(BaseDataSparsifier):
     ("model", "tables", "block", "message"),
     [
         (Towers, "tables", "col", 'must be "table", or groups'),
-        (Towers, [["user", "items"]], "col", r"\['items'\] are not registered; \['user', 'item'\] are"),
-        (Towers, [["user"], ["user", "item"]], "col", "each name in one group only"),
-        (Towers, [[]], "col", "must be groups of names"),
+        (Towers, [["user", "items"]], "col", r"\['items'\] are none of the tables \['user', 'item'\]"),
+        (Towers, [["user"], ["user", "item"]], "col", "each name must be in one group only"),
+        (Towers, [[]], "col", 'must be "table", or groups of names'),
+        (Towers, ["user", "item"], "col", 'must be "table", or groups of names'),
         (Towers, "table", "row", r"'user' can't be rotated: its blocks are \(1, 'ROW'\)"),
         (lambda: Towers(max_norm=1.0), "table", "col", "'item' can't be rotated: max_norm"),
         (Tied, [["user", "item"]], "col", r"'item' can't be rotated: the modules \['item', 'again'\] share its weight"),
