@@ -61,5 +61,8 @@ class _OfTable:
     def rows(self) -> Tensor:
         return torch.cat([torch.empty(0, dtype=torch.int64), *self._rows.rows(self._table)])
 
+    def add(self, rows: Tensor) -> None:
+        self._rows.add_rows(self._table, rows)
+
     def clear(self) -> None:
         self._rows.clear_table(self._table)

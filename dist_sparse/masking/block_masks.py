@@ -187,15 +187,17 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
     # a threshold of 0 that holds for all that is removed. Other scores imply nothing.
     norm = table.goal.measure in ("L1", "L2")
     clean = norm and threshold.bits == 0 and decision is None
-    if table.goal.keeping is not None and shard.rect in table.goal.keeping.scores:
-        # What was removed before is zero: whoever sees all writes has zeroed it again.
-        clean = clean or (decision is None and table.goal.keeping.scores[shard.rect].age > 0)
+    scores = None if table.goal.keeping is None or decision is not None else table.goal.keeping.scores.get(shard.rect)
+    # What was removed before is zero: whoever sees all writes has zeroed it again.
+    clean = clean or (scores is not None and scores.age > 0)
     kept, dirty = BitWriter(grid.blocks, device), None if clean else BitWriter(grid.blocks, device)
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
         if dirty is not None:
             stale = gone & (bits != 0) if norm else gone
             dirty.add(stale if decision is None else stale & (bits != REMOVED_CLEAN))
+            if scores is not None:  # they are about to be zeroed, whether the masks before removed them or not
+                scores.written.add((gone & (bits != 0)).nonzero().flatten() // grid.cols)
         kept.add(~gone)
     mask = BlockMask(shard.rect, table.goal.block, kept.close())
     return NewMask(mask, None if dirty is None else dirty.close())

@@ -37,6 +37,10 @@ class Written(Protocol):
         """Return their numbers, int64 ``(n,)``, ascending; None if it may be any."""
         ...
 
+    def add(self, rows: Tensor) -> None:
+        """Add some, int64 ``(n,)``."""
+        ...
+
     def clear(self) -> None:
         """Forget them."""
         ...

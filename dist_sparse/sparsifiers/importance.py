@@ -147,7 +147,12 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by != "norm_accumulator":
             return None  # counts decay in all rows; what is reset changes in rows that nothing has written
         known = next(known for known in self._known[name] if known.rect == shard.rect)
-        return lambda data, rows: _by_norm(data, known.of_rows(rows)), (known.total.data_ptr(), known.initial)
+        # Backwards write the sums too, in the rows that they write; torch counts all other writes, such as a load.
+        return lambda data, rows: _by_norm(data, known.of_rows(rows)), (
+            known.total.data_ptr(),
+            known.total._version,
+            known.initial,
+        )
 
     def score_tables(
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]

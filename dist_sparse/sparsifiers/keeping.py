@@ -73,6 +73,6 @@ def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
             row = rect.row + int(wrong[0]) // kept.bits.shape[1]
             raise ValueError(
                 f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the weights, the first "
-                f"in row {row}: weights were written in a way that torch does not count. With full_every=1 no scores "
-                "are kept."
+                f"in row {row}: weights were written in a way that torch does not count. After apply_masks() "
+                "every row is scored again; with full_every=1 no scores are kept."
             )

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_sparse.checks import choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
@@ -112,6 +112,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         super().__init_subclass__(**kwargs)
         if "score" in cls.__dict__ and "measure" not in cls.__dict__:
             cls.measure = None  # type: ignore[assignment, method-assign]  # not the norm of a parent
+        if "score" in cls.__dict__ and "row_measure" not in cls.__dict__:
+            cls.row_measure = ScoreSparsifier.row_measure  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -279,6 +281,10 @@ class ScoreSparsifier(BaseDataSparsifier):
                 for name in kept:
                     check_kept(kept[name], fresh[name])
         return super().audit()
+
+    def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
+        super().apply_masks(to)
+        self._keeper = None  # it is called after writes that torch does not count
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.

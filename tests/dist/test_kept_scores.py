@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
 from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer
@@ -96,6 +98,51 @@ def test_scores_that_know_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None
                 assert torch.equal(mask.bits, expected.bits), name
         sparsifier.audit()
     assert max(ages) > 5
+    enforcer.detach()
+
+
+class Weighted(ImportanceSparsifier):
+    """A score of a user's own."""
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        rows = torch.arange(offset[0], offset[0] + len(data)).unsqueeze(1)
+        return super().score(name, data, offset=offset, **config) * (1 + rows % 7)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("event", ["sums are loaded", "apply_masks", "every row", "score"])
+def test_scores_change_without_a_backward(event: str) -> None:
+    """What a mask update can't see of its own accord has every row scored."""
+    cell = Cell("rows", 2, PLANS["row_wise"](), TABLES)
+    model = build(cell)
+    sparsifier = (Weighted if event == "score" else ImportanceSparsifier)(sparsity_level=0.5)
+    sparsifier.add_model(model)
+    enforcer = MaskEnforcer(sparsifier).attach(model.fused_optimizer)
+    views = [view for kernel in kernels(model) for _, _, view in pieces(kernel)]
+
+    def update() -> None:
+        model(batch(cell, seed=dist.get_rank(), size=8)).square().mean().backward()
+        sparsifier.step()
+
+    for _ in range(3):
+        update()
+    if event == "sums are loaded":
+        other = build(cell)
+        other(batch(cell, seed=5, size=64)).square().mean().backward()
+        model.fused_optimizer.load_state_dict(other.fused_optimizer.state_dict())
+    elif event == "apply_masks":
+        for view in views:
+            view.data[::3] *= 3.0
+        sparsifier.apply_masks()
+    elif event == "every row":  # removed rows that were revived unseen are found, and zeroed again
+        for view in views:
+            view.data[::3] += 0.01
+        sparsifier.full_every = 2
+        update()
+        sparsifier.full_every = 100
+    for _ in range(2):
+        update()
+        sparsifier.audit()
     enforcer.detach()
 
 
