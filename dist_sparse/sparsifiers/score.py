@@ -308,10 +308,12 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Refuse levels, by the name of each sharded table, that no mask update could reach. Local.
 
         Raises:
-            ValueError: with the scope ``"global"``; names what is in the way.
+            ValueError: with the scope ``"global"`` or a ``max_change``; names what is in the way.
         """
         configs = {name: {**self.data_groups[name], "sparsity_level": level} for name, level in levels.items()}
-        self._check_pool({name: self._goal(self.packed_store.find(name), config) for name, config in configs.items()})
+        goals = {name: self._goal(self.packed_store.find(name), config) for name, config in configs.items()}
+        self._check_pool(goals)
+        self._check_held(goals)
 
     def _check_pool(self, goals: Mapping[str, Goal]) -> None:
         """Refuse tables that can't be selected from together. The same on every rank."""

@@ -150,7 +150,12 @@ def test_refused_on_all_ranks() -> None:
     for score, says in ((None, "score=None: removed blocks come back with"), ("norm", "score='norm'")):
         with pytest.raises(ValueError, match=says):
             sparsify(model, optimizer_of(model), level=0.5, end=1, score=score, max_change=0.1)  # type: ignore[arg-type]
+    limited: dict[str, Any] = {"level": 0.5, "end": 9, "score": "frequency", "max_change": 0.1, "min_rows": 0}
+    with pytest.raises(ValueError, match="no border of a shard cuts"):  # now, not once masks are updated
+        sparsify(model, optimizer_of(model), **limited)
     rows = build(cells(2)["row_wise"])
+    with pytest.raises(ValueError, match="is for scope='table'"):
+        sparsify(rows, optimizer_of(rows), scope="global", **limited)
     with sparsify(rows, optimizer_of(rows), level=0.5, end=4, min_rows=0, score="frequency", max_change=0.1) as sparse:
         assert sparse.sparsifier.max_change == 0.1
         state = sparse.state_dict()
