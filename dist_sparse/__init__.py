@@ -54,7 +54,7 @@ _MODULE_OF = {
     "RunLog": "report.run_log",
     "ScoreSparsifier": "sparsifiers.score",
     "SparseTraining": "training.sparsify",
-    "TableStats": "sparsifiers.stats",
+    "TableStats": "records",
     "compact": "serving.compact",
     "describe": "sparsifiers.stats",
     "export": "serving.export",

@@ -23,6 +23,7 @@ from dist_sparse.planning.frontier import frontier as frontier
 from dist_sparse.planning.plan import plan as plan
 from dist_sparse.planning.simulate import simulate as simulate
 from dist_sparse.quantization.quantize import post_training_sparse_quantize as post_training_sparse_quantize
+from dist_sparse.records import TableStats as TableStats
 from dist_sparse.report.run_log import RunLog as RunLog
 from dist_sparse.rotation.rotate import rotate as rotate
 from dist_sparse.schedulers.base import BaseDataScheduler as BaseDataScheduler
@@ -42,7 +43,6 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifie
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier as ImportanceSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
-from dist_sparse.sparsifiers.stats import TableStats as TableStats
 from dist_sparse.sparsifiers.stats import describe as describe
 from dist_sparse.tables.shards import COL as COL
 from dist_sparse.tables.shards import ROW as ROW

@@ -16,7 +16,7 @@ _INSPECT = f"""examples:
 
 RUN is a folder that RunLog wrote; runs/latest is the run in runs that was started last. A run that crashed or still
 runs is shown as far as it went. A folder of Checkpoints is listed; of one step, every byte is
-verified and each tensor is shown.
+verified and each tensor is shown, for which torch is needed.
 
 {STATUS}
 """
@@ -50,7 +50,7 @@ def add_inspect(commands: Commands) -> None:
             text = json.dumps(inspect_json(run), indent=2, allow_nan=False) if options.json else inspect_text(run)
         except (RecursionError, MemoryError) as error:
             return fail("inspect", _too_much(options.folder, error))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             return fail("inspect", error)
         return show(text)
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.masks import pack, positions
 from dist_sparse.masking.pools import Pool
+from dist_sparse.records import LEADING_SHIFT
 
 __all__ = [
     "HISTOGRAM",
     "KEPT",
     "LEADING_BUCKETS",
-    "LEADING_SHIFT",
     "NOT_FINITE",
     "REMOVED",
     "REMOVED_CLEAN",
@@ -48,7 +48,7 @@ REMOVED = -1
 REMOVED_CLEAN = -2
 """Likewise, when this shard's part of the block is zero already."""
 
-LEADING_SHIFT, LEADING_BUCKETS = 20, 2048
+LEADING_BUCKETS = 2048
 """The leading 11 of the 31 bits that a score has."""
 
 HISTOGRAM = 1 + LEADING_BUCKETS

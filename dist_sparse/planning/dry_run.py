@@ -20,9 +20,9 @@ from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.planning.lookups import TableIds, read_ids
+from dist_sparse.records import TableStats
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm
-from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import ROW, Rect, ShardedData
 from dist_sparse.text import block_shape_text, mib, number_of, shape_text, table_lines
 

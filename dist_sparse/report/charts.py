@@ -11,13 +11,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
+from dist_sparse.records import MaskChange
 from dist_sparse.report.comparison import baseline, named, points
 from dist_sparse.report.figures import Bar, BarChart, Chart, DotChart, Dots, Line, LineChart, Point
 from dist_sparse.report.run import Run, Series
 from dist_sparse.report.summary import due_totals
 from dist_sparse.report.table_charts import MOST_TABLES, table_charts
 from dist_sparse.report.thinning import smoothed, thinned
-from dist_sparse.sparsifiers.recorder import MaskChange
 from dist_sparse.text import duration, number_of, percent
 
 __all__ = ["charts"]

@@ -26,8 +26,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 import dist_sparse
 from dist_sparse.text import shortened
 
@@ -293,6 +291,8 @@ def _why(error: Exception) -> str:
 
 def _about() -> dict[str, Any]:
     import shlex  # which `import dist_sparse` need not load
+
+    import torch.distributed as dist  # a run is read without it
 
     return {
         "format": FORMAT,

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_sparse.masking.selection import LEADING_SHIFT
-from dist_sparse.sparsifiers.recorder import MaskChange
+from dist_sparse.records import LEADING_SHIFT, MaskChange
 
 __all__ = ["LAST_BUCKET", "Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
 

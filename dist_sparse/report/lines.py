@@ -6,17 +6,14 @@ Names are strings, counts are not negative, numbers are finite. What no RunLog w
 from __future__ import annotations
 
 import math
+import re
 import sys
 from array import array
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.report.histograms import LAST_BUCKET, Scored, bucket_of
-from dist_sparse.sparsifiers.recorder import MaskChange, StepRecord
-from dist_sparse.sparsifiers.stats import TableStats
-from dist_sparse.tables.shards import COL, ROW
 from dist_sparse.text import shortened
 
 __all__ = [
@@ -83,9 +80,9 @@ def histogram(table: Mapping[str, Any]) -> Scored:
 
 
 def table_stats(table: Mapping[str, Any]) -> TableStats:
-    dtype = getattr(torch, string(table["dtype"]))
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {shortened(table['dtype'])}")
+    dtype = string(table["dtype"])
+    if re.fullmatch(r"(b?float|u?int|complex|bool)[a-z0-9_]*", dtype) is None:
+        raise ValueError(f"dtype {shortened(dtype)}")
     rows, columns = table["shape"]
     block = table["sparse_block_shape"]
     return TableStats(
@@ -94,7 +91,7 @@ def table_stats(table: Mapping[str, Any]) -> TableStats:
         dtype=dtype,
         sharding=string(table["sharding"]),
         shards=count(table["shards"]),
-        sparse_block_shape=None if block is None else (_side(block[0], COL), _side(block[1], ROW)),
+        sparse_block_shape=None if block is None else (_side(block[0], "COL"), _side(block[1], "ROW")),
         target=optional(_level, table["target"]),
         **{
             name: count(table[name]) for name in ("blocks", "removed_blocks", "mask_bytes", "table_bytes", "kept_bytes")

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dist_sparse.records import StepRecord, TableStats
 from dist_sparse.report.artifacts import Artifact, read_artifacts
 from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import Latest, Scored, scored
@@ -32,8 +33,6 @@ from dist_sparse.report.lines import (
     table_stats,
 )
 from dist_sparse.report.traffic import Traffic, read_traffic
-from dist_sparse.sparsifiers.recorder import StepRecord
-from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.text import shortened
 
 __all__ = ["DueStep", "Run", "Series", "Spent", "read_run", "read_runs"]

@@ -39,12 +39,13 @@ from torch import Tensor, nn
 from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.records import MaskChange, StepRecord
 from dist_sparse.report.folder import RUN, LogFile, check_config, check_log, open_log
 from dist_sparse.report.histograms import Latest, scored
 from dist_sparse.report.summary import table_json
 from dist_sparse.report.traffic import traffic
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.recorder import MaskChange, Recorder, StepRecord
+from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 

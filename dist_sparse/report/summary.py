@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_sparse.records import MaskChange, TableStats
 from dist_sparse.report.comparison import HEAD, baseline, compare, delta_text, headline, row_cells
 from dist_sparse.report.run import DueStep, Run
-from dist_sparse.sparsifiers.recorder import MaskChange
-from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.text import (
     amount,
     block_shape_text,

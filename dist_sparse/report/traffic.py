@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dist_sparse.groups import group_over
 from dist_sparse.report.lines import count
-from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.stats import dead_flags
+
+if TYPE_CHECKING:
+    from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["Traffic", "read_traffic", "traffic"]
 
@@ -56,6 +54,11 @@ def read_traffic(held: Mapping[str, Any]) -> Traffic:
 
 def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
     """Return the traffic of each table of which it is known. Collective: one small all-reduce per table."""
+    import torch  # a run is read without it
+
+    from dist_sparse.groups import group_over
+    from dist_sparse.sparsifiers.stats import dead_flags
+
     packed = sparsifier.packed_store
     if not sparsifier.counts_lookups:
         return {}

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_sparse.checks import choice
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.records import TableStats
 from dist_sparse.rotation.outputs import is_turned, move_bases
 from dist_sparse.serving.kept_rows import kept_rows
 from dist_sparse.serving.sites import (
@@ -32,7 +33,6 @@ from dist_sparse.serving.sites import (
 from dist_sparse.serving.steppers import Stepped, Steppers
 from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.stats import TableStats
 from dist_sparse.tables.shards import Source
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.sparsifiers.stats import TableStats
 
 __all__ = ["Inspection"]
 

@@ -19,73 +19,17 @@ import torch
 from dist_sparse.groups import Group, Rider, group_over, traffic
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, count_bits
-from dist_sparse.masking.selection import LEADING_SHIFT, Threshold
+from dist_sparse.masking.selection import Threshold
+from dist_sparse.records import LEADING_SHIFT, MaskChange, StepRecord
 from dist_sparse.sparsifiers.stats import dead_flags, target_of
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
-__all__ = ["MaskChange", "Recorder", "StepRecord"]
+__all__ = ["Recorder"]
 
 Ranks = tuple[int, ...] | None
 
 _COUNTS = 4
 """Removed blocks, flipped ones, regrown ones, dead rows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions
-class MaskChange:
-    """What one mask update changed in one table, over all ranks.
-
-    Args:
-        name: of the table.
-        target: the configured sparsity_level; None without one.
-        threshold: the largest score that was removed; None where none decides (nothing or everything is pruned, or the
-            masks are a user's own).
-        scores: a histogram of all blocks' scores before the update: ``(smallest score of a bucket, blocks)``, eight
-            buckets an octave, empty ones left out, zeros by themselves; empty where there is no threshold.
-        blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
-        removed_blocks: how many of them are removed now.
-        flipped_blocks: how many are no longer what they were; None if the block shape has changed.
-        regrown_blocks: how many of those were removed before.
-        dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank sees a whole row.
-    """
-
-    name: str
-    target: float | None
-    threshold: float | None
-    scores: tuple[tuple[float, int], ...]
-    blocks: int
-    removed_blocks: int
-    flipped_blocks: int | None
-    regrown_blocks: int | None
-    dead_rows: int | None
-
-    @property
-    def sparsity(self) -> float:
-        """Achieved: removed_blocks / blocks; 0 for an empty table."""
-        return self.removed_blocks / self.blocks if self.blocks else 0.0
-
-    @property
-    def churn(self) -> float | None:
-        """The share of blocks that flipped."""
-        return None if self.flipped_blocks is None else self.flipped_blocks / max(self.blocks, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One mask update.
-
-    Args:
-        number: of the mask update since recording began, from 1.
-        seconds: that it took on this rank.
-        collectives, bytes: that this rank took part in, and handed to them.
-        tables: what changed in each.
-    """
-
-    number: int
-    seconds: float
-    collectives: int
-    bytes: int
-    tables: tuple[MaskChange, ...]
 
 
 @dataclass

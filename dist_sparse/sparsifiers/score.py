@@ -25,10 +25,11 @@ from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_t
 from dist_sparse.masking.held import hold_removed
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
+from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.configs import area_of, as_scored_matrix, shape_of
 from dist_sparse.sparsifiers.keeping import Keeper, Scored, check_kept
-from dist_sparse.sparsifiers.stats import TableStats, plain_stats, stats_of
+from dist_sparse.sparsifiers.stats import plain_stats, stats_of
 from dist_sparse.sparsifiers.step import make_masks
 from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, resolve_block
 

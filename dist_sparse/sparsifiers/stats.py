@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group, Parcels, group_over
 from dist_sparse.masking.masks import BlockMask, count_bits, pack, unpack
+from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
 from dist_sparse.sparsifiers.digest import element_counts, mask_hash, shape_hash, shared_bits
 from dist_sparse.sparsifiers.moving import mask_bytes
@@ -23,7 +23,6 @@ from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.text import block_shape_text, block_text, shape_text, table_lines
 
 __all__ = [
-    "TableStats",
     "audit",
     "count_removed",
     "count_revived",
@@ -48,55 +47,6 @@ class Registered(Protocol):
     data_groups: dict[str, dict[str, Any]]
     dense_store: DenseStore
     packed_store: PackedStore
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableStats:
-    """Sparsity and size of one table, over all ranks.
-
-    Args:
-        name: of the table.
-        shape: global (rows, columns); of plain data as a matrix.
-        dtype: of the weights.
-        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"``, ``"dtensor"`` or ``"plain"``.
-        shards: number of distinct pieces over all ranks.
-        sparse_block_shape: as configured; None for a sparsifier without blocks.
-        target: configured sparsity_level; None without one.
-        blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
-        removed_blocks: how many of them are removed.
-        mask_bytes: bytes of masks over all ranks.
-        table_bytes: bytes of the dense table, one replica.
-        kept_bytes: bytes of its kept elements.
-
-    Example::
-
-        >>> import torch
-        >>> from dist_sparse import DataNormSparsifier
-        >>> sparsifier = DataNormSparsifier(sparsity_level=0.75, sparse_block_shape="row", norm="L2")
-        >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(100, 16))
-        >>> sparsifier.step()
-        >>> [stats] = sparsifier.table_stats()
-        >>> stats.name, stats.sparsity, stats.kept_bytes
-        ('weight', 0.75, 1600)
-    """
-
-    name: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    sharding: str
-    shards: int
-    sparse_block_shape: tuple[int | str, int | str] | None
-    target: float | None
-    blocks: int
-    removed_blocks: int
-    mask_bytes: int
-    table_bytes: int
-    kept_bytes: int
-
-    @property
-    def sparsity(self) -> float:
-        """Achieved: removed_blocks / blocks; 0 for an empty table."""
-        return self.removed_blocks / self.blocks if self.blocks else 0.0
 
 
 def table_stats(sparsifier: Registered) -> list[TableStats]:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from dist_sparse import RunLog
+from dist_sparse.checkpoint.folders import MARKER
 from dist_sparse.cli.main import main
 from dist_sparse.report.run_log import RUN
+from tests.report.test_run_log import train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -237,6 +239,39 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / RUN).write_text('{"format": 99}')
     assert main(["inspect", str(tmp_path)]) == 1
     assert "has format 99; this release reads and writes 1" in capsys.readouterr().err
+
+
+def test_runs_are_read_without_torch(tmp_path: Path) -> None:
+    """In a process in which it can't be imported; what is printed is the same."""
+    train(tmp_path / "run")
+    (tmp_path / "saved" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "saved" / "step-00000001" / MARKER).touch()
+    code = (
+        "import sys; sys.modules['torch'] = None; from dist_sparse.cli.main import main\n"
+        "print([main(line.split()) for line in sys.stdin])"
+    )
+    lines = ["inspect run", "inspect run --json", "report run --no-png", "report run run --no-png", "inspect saved"]
+    done = run_code(code, tmp_path, "\n".join(lines))
+    assert done.stdout.endswith("[0, 0, 0, 0, 1]\n"), done.stderr
+    assert "float32" in done.stdout and (tmp_path / "run" / "comparison.html").exists()
+    assert run_code(code.replace("sys.modules['torch'] = None; ", ""), tmp_path, lines[0]).stdout in (
+        done.stdout.partition("{")[0] + "[0]\n"
+    )
+    [line] = done.stderr.splitlines()
+    assert line.startswith("dist-sparse inspect: ")
+
+
+def run_code(code: str, folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 def test_doctor_as_a_module(tmp_path: Path) -> None:

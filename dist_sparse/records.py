@@ -1,0 +1,123 @@
+"""What is known of tables and of mask updates, as plain values.
+
+Needs no torch: sparsifiers measure them where it is, and `dist-sparse inspect` and `report` read them where it is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LEADING_SHIFT", "MaskChange", "StepRecord", "TableStats"]
+
+LEADING_SHIFT: Final = 20
+"""A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions
+class MaskChange:
+    """What one mask update changed in one table, over all ranks.
+
+    Args:
+        name: of the table.
+        target: the configured sparsity_level; None without one.
+        threshold: the largest score that was removed; None where none decides (nothing or everything is pruned, or the
+            masks are a user's own).
+        scores: a histogram of all blocks' scores before the update: ``(smallest score of a bucket, blocks)``, eight
+            buckets an octave, empty ones left out, zeros by themselves; empty where there is no threshold.
+        blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
+        removed_blocks: how many of them are removed now.
+        flipped_blocks: how many are no longer what they were; None if the block shape has changed.
+        regrown_blocks: how many of those were removed before.
+        dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank sees a whole row.
+    """
+
+    name: str
+    target: float | None
+    threshold: float | None
+    scores: tuple[tuple[float, int], ...]
+    blocks: int
+    removed_blocks: int
+    flipped_blocks: int | None
+    regrown_blocks: int | None
+    dead_rows: int | None
+
+    @property
+    def sparsity(self) -> float:
+        """Achieved: removed_blocks / blocks; 0 for an empty table."""
+        return self.removed_blocks / self.blocks if self.blocks else 0.0
+
+    @property
+    def churn(self) -> float | None:
+        """The share of blocks that flipped."""
+        return None if self.flipped_blocks is None else self.flipped_blocks / max(self.blocks, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One mask update.
+
+    Args:
+        number: of the mask update since recording began, from 1.
+        seconds: that it took on this rank.
+        collectives, bytes: that this rank took part in, and handed to them.
+        tables: what changed in each.
+    """
+
+    number: int
+    seconds: float
+    collectives: int
+    bytes: int
+    tables: tuple[MaskChange, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStats:
+    """Sparsity and size of one table, over all ranks.
+
+    Args:
+        name: of the table.
+        shape: global (rows, columns); of plain data as a matrix.
+        dtype: of the weights; in a run that was read, its name, such as ``"float32"``.
+        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"``, ``"dtensor"`` or ``"plain"``.
+        shards: number of distinct pieces over all ranks.
+        sparse_block_shape: as configured; None for a sparsifier without blocks.
+        target: configured sparsity_level; None without one.
+        blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
+        removed_blocks: how many of them are removed.
+        mask_bytes: bytes of masks over all ranks.
+        table_bytes: bytes of the dense table, one replica.
+        kept_bytes: bytes of its kept elements.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.75, sparse_block_shape="row", norm="L2")
+        >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(100, 16))
+        >>> sparsifier.step()
+        >>> [stats] = sparsifier.table_stats()
+        >>> stats.name, stats.sparsity, stats.kept_bytes
+        ('weight', 0.75, 1600)
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype | str
+    sharding: str
+    shards: int
+    sparse_block_shape: tuple[int | str, int | str] | None
+    target: float | None
+    blocks: int
+    removed_blocks: int
+    mask_bytes: int
+    table_bytes: int
+    kept_bytes: int
+
+    @property
+    def sparsity(self) -> float:
+        """Achieved: removed_blocks / blocks; 0 for an empty table."""
+        return self.removed_blocks / self.blocks if self.blocks else 0.0
