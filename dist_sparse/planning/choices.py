@@ -10,14 +10,55 @@ from typing import Final, Literal, TypeAlias
 from dist_sparse.planning.candidates import Candidate, ServedBytes, SizedTable
 from dist_sparse.serving.manifest import Dtype
 
-__all__ = ["Choice", "Choices", "Kind"]
+__all__ = ["Choice", "Choices", "Kind", "column_fractions", "least_removed", "worth_rotating"]
 
 Kind: TypeAlias = Literal["full", "small", "columns", "rows"]
 
 DTYPES: Final[tuple[Dtype, ...]] = ("fp32", "fp16", "int8", "int4")
 
 _STEPS: Final = 1 << 20
-"""Levels of rows are multiples of one part in so many."""
+"""Levels that are tried are multiples of one part in so many."""
+
+
+def least_removed(candidate: Candidate, names: Sequence[str], tables: Sequence[SizedTable], budget: int) -> Candidate:
+    """Return a candidate with the lowest common level of the tables ``names`` at which ``tables`` take no more than
+    ``budget`` bytes; the highest level below 1 if none is low enough.
+
+    Args:
+        candidate: its levels are the least.
+    """
+    some = [table for table in tables if table.name in names]
+    others = candidate.served_bytes([table for table in tables if table.name not in names]).total
+
+    def at(step: int) -> Candidate:
+        levels = {name: max(step / _STEPS, candidate.levels.get(name, 0.0)) for name in names}
+        return replace(candidate, levels={**candidate.levels, **levels})
+
+    def fits(step: int) -> bool:
+        return others + at(step).served_bytes(some).total <= budget
+
+    found = at(bisect_left(range(_STEPS - 1), True, key=fits))
+    return replace(found, levels={**found.levels, **{table.name: found.level(table) for table in some}})
+
+
+def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
+    """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all of it, ascending."""
+    widest = max(table.shape[1] for table in tables)
+    return [width / widest for width in range(4, widest, 4)]
+
+
+def worth_rotating(
+    groups: Sequence[Sequence[str]], tables: Sequence[SizedTable], dtype: Dtype, columns: float
+) -> tuple[tuple[str, ...], ...]:
+    """Return the groups without tables that are turned back of which the basis takes more than they lose."""
+    named = {table.name: table for table in tables}
+
+    def saves(name: str) -> bool:
+        alone = Candidate(dtype=dtype, columns=columns, groups=((name,),))
+        whole = replace(alone, columns=1.0)
+        return alone.served_bytes([named[name]]).total < whole.served_bytes([named[name]]).total
+
+    return tuple(tuple(group) for group in groups if len(group) > 1 or saves(group[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,58 +126,35 @@ class Choices:
     def _rows(self) -> Iterator[Choice]:
         """Cold tables without rows, at widths that do not fit with them: the fewer columns, the fewer rows go."""
         kind: Kind = "columns" if self.groups else "small"
-        widest = self._widest_table(kind)
+        widest = max(table.shape[1] for table in self._narrowed(kind))
         fractions = [min(width / widest, 1.0) for width in (4, 8, 16, widest)]
         for dtype in ("int8", "int4") if self.cold else ():
             for fraction in dict.fromkeys(fractions):
-                if not self._choice(kind, dtype, fraction).fits and (choice := self._fewest_rows(dtype, fraction)).fits:
-                    yield choice
-
-    def _fewest_rows(self, dtype: Dtype, fraction: float) -> Choice:
-        """The lowest level of cold tables that fits; the highest if none does."""
-        all_rows = self._choice("rows", dtype, fraction)
-        cold = [table for table in self.tables if table.name in self.cold]
-        others = all_rows.served.total - all_rows.candidate.served_bytes(cold).total
-
-        def at(step: int) -> Candidate:
-            before = all_rows.candidate.levels
-            levels = {name: max(step / _STEPS, before.get(name, 0.0)) for name in self.cold}
-            return replace(all_rows.candidate, levels={**before, **levels})
-
-        def fits(step: int) -> bool:
-            return others + at(step).served_bytes(cold).total <= self.budget
-
-        return self._priced("rows", at(bisect_left(range(_STEPS - 1), True, key=fits)))
+                if not self._choice(kind, dtype, fraction).fits:
+                    all_rows = self._choice("rows", dtype, fraction).candidate
+                    fewest = self._priced("rows", least_removed(all_rows, self.cold, self.tables, self.budget))
+                    if fewest.fits:
+                        yield fewest
 
     def _fractions(self, kind: Kind) -> list[float]:
-        """Multiples of 4 columns, as fractions of the widest table that may be narrower, ascending."""
-        widest = self._widest_table(kind)
-        return [width / widest for width in range(4, widest, 4)]
+        return column_fractions(self._narrowed(kind))
 
-    def _widest_table(self, kind: Kind) -> int:
-        narrowed = {name for group in self.groups for name in group} if kind == "columns" else None
-        return max(table.shape[1] for table in self.tables if narrowed is None or table.name in narrowed)
+    def _narrowed(self, kind: Kind) -> list[SizedTable]:
+        """The tables that may be narrower."""
+        names = {name for group in self.groups for name in group}
+        return [table for table in self.tables if kind != "columns" or table.name in names]
 
     def _choice(self, kind: Kind, dtype: Dtype, fraction: float, lossless: bool = True) -> Choice:
         candidate = Candidate(dtype=dtype, columns=fraction)
         if self.groups and fraction < 1 and kind in ("columns", "rows"):
-            candidate = replace(candidate, groups=self._worth(dtype, fraction))
+            candidate = replace(
+                candidate, groups=worth_rotating(self.groups, self.tables, dtype, fraction) or self.groups
+            )
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate) if lossless else {}))
 
     def _priced(self, kind: Kind, candidate: Candidate) -> Choice:
         served = candidate.served_bytes(self.tables)
         return Choice(kind=kind, candidate=candidate, served=served, fits=served.total <= self.budget)
-
-    def _worth(self, dtype: Dtype, fraction: float) -> tuple[tuple[str, ...], ...]:
-        """The groups, without tables that are turned back of which the basis takes more than they lose."""
-        named = {table.name: table for table in self.tables}
-
-        def bytes_of(name: str, columns: float) -> int:
-            alone = Candidate(dtype=dtype, columns=columns, groups=((name,),))
-            return alone.served_bytes([named[name]]).total
-
-        found = [g for g in self.groups if len(g) > 1 or bytes_of(g[0], fraction) < bytes_of(g[0], 1.0)]
-        return tuple(found) or self.groups
 
     def _untouched_levels(self, candidate: Candidate) -> dict[str, float]:
         """The levels that remove what training has never touched, where that saves more than the index takes."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from dist_sparse.planning.candidates import Candidate, SizedTable
-from dist_sparse.planning.choices import Choices
-from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.planning.choices import Choices, column_fractions, least_removed, worth_rotating
+from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.shards import COL, ROW
 
@@ -38,8 +37,6 @@ _BLOCKS: Final[Mapping[str, tuple[int | str, int | str]]] = {
     "blocks": (1, 4),
     "elements": (1, 1),
 }
-_STEPS: Final = 10_000
-"""A level is a multiple of one in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +88,11 @@ def attempts(
 
     def removing(dtype: Dtype, block: str, columns: float = 1.0, groups: Groups = ()) -> Candidate | None:
         """With the lowest level that fits."""
+        whole = Candidate(dtype=dtype, block=_BLOCKS[block], columns=columns, groups=groups)
+        found = least_removed(whole, pruned, tables, budget)
+        return found if fits(found) else None
 
-        def at(step: int) -> Candidate:
-            levels = dict.fromkeys(pruned, step / _STEPS)
-            return Candidate(dtype=dtype, levels=levels, block=_BLOCKS[block], columns=columns, groups=groups)
-
-        step = bisect_left(range(_STEPS), True, key=lambda step: fits(at(step)))
-        if step == _STEPS or not pruned:
-            return None
-        found = at(step)
-        return replace(found, levels={each.name: found.level(each) for each in tables if each.name in pruned})
-
+    groups = rotation_groups(rotate, [table.name for table in tables])
     if "bits" in methods:
         alone = [Candidate(dtype=dtype) for dtype in dict.fromkeys(("fp16", *dtypes))]
         yield from (Attempt(method="bits", candidate=each) for each in alone if each.dtype != "fp32" and fits(each))
@@ -112,11 +103,11 @@ def attempts(
     for dtype in dtypes:
         if fits(Candidate(dtype=dtype)):
             continue
-        widths = _fractions(tables)
+        widths = column_fractions(tables)[::-1]
         narrow = next((f for f in widths if fits(Candidate(dtype=dtype, columns=f))), None)
         if narrow is not None and "small" in methods:
             yield Attempt(method="small", candidate=Candidate(dtype=dtype), trained=("columns", narrow))
-        turned = [Candidate(dtype=dtype, columns=f, groups=_groups(tables, rotate, dtype, f)) for f in widths]
+        turned = [Candidate(dtype=dtype, columns=f, groups=worth_rotating(groups, tables, dtype, f)) for f in widths]
         turned = [each for each in turned if each.groups]
         first = next((i for i, each in enumerate(turned) if fits(each)), len(turned))
         if first < len(turned) and "rotated" in methods:
@@ -131,20 +122,3 @@ def attempts(
         smallest = min(map(lambda dtype: Candidate(dtype=dtype), dtypes), key=size)
         if budget < size(smallest):
             yield Attempt(method="hashed", candidate=smallest, trained=("rows", budget / size(smallest)))
-
-
-def _fractions(tables: Sequence[SizedTable]) -> list[float]:
-    """Fractions of columns that leave a multiple of 4 of the widest table, the largest first."""
-    widest = max(table.shape[1] for table in tables)
-    return [width / widest for width in range((widest - 1) // 4 * 4, 0, -4)]
-
-
-def _groups(tables: Sequence[SizedTable], rotate: Rotate, dtype: Dtype, columns: float) -> Groups:
-    """The tables that are rotated: of ``"table"`` those that take less with the basis that turns them back."""
-    if rotate != "table":
-        return tuple(tuple(group) for group in rotate)
-
-    def size(table: SizedTable, groups: Groups) -> int:
-        return Candidate(dtype=dtype, columns=columns if groups else 1.0, groups=groups).served_bytes([table]).total
-
-    return tuple((table.name,) for table in tables if size(table, ((table.name,),)) < size(table, ()))

@@ -180,7 +180,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", words[1], "--budget", "20%", "--measure", "--less", "error", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["plan"]["budget"] == 5120 and told["measured"]["points"][0]["measured"]["bytes"] <= 5120
-    assert main(["plan", words[1], "--level", "0.5", "--measure"]) == 1
+    with pytest.raises(SystemExit):
+        main(["plan", words[1], "--level", "0.5", "--measure"])
     assert "--measure is for --budget" in capsys.readouterr().err
     assert main([*words, "--metric", "auc"]) == 1
-    assert "Invalid metric='auc'" in capsys.readouterr().err
+    assert "Invalid --metric='auc'" in capsys.readouterr().err
