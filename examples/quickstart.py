@@ -1,6 +1,8 @@
 """Sparsify a TorchRec model, in one process and under torchrun."""
 
+import logging
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, sparsify
+
+logging.disable(logging.WARNING)  # TorchRec's notices about its own internals
+warnings.simplefilter("ignore", FutureWarning)
 
 if "RANK" in os.environ:  # under torchrun
     dist.init_process_group("gloo")

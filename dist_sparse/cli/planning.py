@@ -20,6 +20,7 @@ from dist_sparse.cli.arguments import (
 )
 from dist_sparse.cli.output import fail, show
 from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
+from dist_sparse.cli.quiet import quiet
 
 if TYPE_CHECKING:
     from dist_sparse.planning.dry_run import DryRun
@@ -95,9 +96,10 @@ def add_plan(commands: Commands) -> None:
         for option, modes in _MODES.items():
             if mode not in modes and getattr(options, option.removeprefix("--")) is not None:
                 parser.error(f"{option} is for {' and '.join(modes)}.")
+        if options.measure and options.budget is None:
+            parser.error("--measure is for --budget.")
+        quiet()
         if options.measure:
-            if options.budget is None:
-                parser.error("--measure is for --budget.")
             return measure(options)
         try:
             model, batches = model_and_batches(options.function)
@@ -153,6 +155,7 @@ def add_frontier(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         from dist_sparse.planning.frontier import BUDGETS, frontier
 
+        quiet()
         try:
             found = frontier(
                 *model_and_evaluate(options.function),

@@ -261,6 +261,29 @@ def test_runs_are_read_without_torch(tmp_path: Path) -> None:
     assert line.startswith("dist-sparse inspect: ")
 
 
+def test_torchrecs_notices_are_kept_out_of_a_plan(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    (tmp_path / "model.py").write_text(SHARDED)
+    code = "from dist_sparse.cli.main import main; main(input().split())"
+    done = run_code(code, tmp_path, "plan model.py:sharded --level 0.5")
+    assert "500    0.5000" in done.stdout and done.stderr == "WARNING:mine:mine\n"
+
+
+SHARDED = """
+import logging, torch, torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+
+def sharded():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    item = EmbeddingBagConfig(name="item", num_embeddings=1000, embedding_dim=16, feature_names=["item_id"])
+    model = DistributedModelParallel(EmbeddingBagCollection(tables=[item]), device=torch.device("cpu"))
+    model(KeyedJaggedTensor(["item_id"], torch.arange(64), lengths=torch.ones(64, dtype=torch.int64))).values()
+    logging.getLogger("mine").warning("mine")
+    return model, None
+"""
+
+
 def run_code(code: str, folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
