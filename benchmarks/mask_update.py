@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import fresh, keep
 
-__all__ = ["CASES", "main", "table"]
+__all__ = ["CASES", "kept_table", "main", "table"]
 
 DIM = 64
 MB = 1_000_000 // (DIM * 4)  # rows of a megabyte
@@ -54,19 +54,29 @@ MANY = [
 def main() -> int:
     """Runs the cases, prints the table, writes the dated result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["one", "ranks"], help="only the one-process cases, or only those over ranks")
+    parser.add_argument(
+        "--only", choices=["one", "ranks", "kept"], help="only these: in one process, over ranks, kept scores"
+    )
+    parser.add_argument("--data", type=Path, help="an interactions .npz, as examples/two_tower/main.py takes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     options = parser.parse_args()
-    chosen = {"one": [1], "ranks": [2, 4], None: [1, 2, 4]}[options.only]
+    chosen = {"one": [1], "ranks": [2, 4], "kept": [], None: [1, 2, 4]}[options.only]
     cases = [c for c in [*CASES, *MANY] if c["ranks"] in chosen]
     found = []
     for case in tqdm(cases, disable=not sys.stderr.isatty()):
         threads = 2 if case["ranks"] == 1 and "tables" not in case else 1
         module = "benchmarks.many_tables_case" if "tables" in case else "benchmarks.mask_update_case"
         found.append({**fresh(module, case, case["ranks"], threads), "threads_per_rank": threads})
-    text = table(found)
-    print(text)
-    keep(options.out, "mask-update", found, text)
+    if options.only in ("kept", None):
+        data = None if options.data is None else str(options.data.resolve())
+        case = {"rows": 1_000_000, "dim": DIM, "touched": 10_000, "data": data}
+        kept = fresh("benchmarks.kept_scores_case", case, 1, 2)
+        keep(options.out, "kept-scores", [kept], text := kept_table(kept))
+        print(text, end="\n\n")
+    if found:
+        text = table(found)
+        print(text)
+        keep(options.out, "mask-update", found, text)
     return 0
 
 
@@ -134,6 +144,26 @@ def table(found: list[dict[str, Any]]) -> str:
     if len(small) > 2:
         parts.append("\n".join(small))
     return "\n\n".join(parts)
+
+
+def kept_table(found: dict[str, Any]) -> str:
+    """The figures of kept scores as a markdown table with what they mean."""
+    lines = [
+        f"Whole rows L2, {found['rows']:,} x {found['dim']}, an attached enforcer, a training step before each mask "
+        f"update. every row: `full_every=1`. torch.ao: {_ms(found['ancestor_s'])}. growing: the level rises by 1% of "
+        "the rows.",
+        "",
+        "| ids | rows touched | growing | every row / growing | torch.ao / growing | steady | every row / steady "
+        "| torch.ao / steady |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    every = found["ids"]["every row"]
+    for name, of in found["ids"].items():
+        row = [name, f"{of['touched']:,}"]
+        for kind in ("growing_s", "steady_s"):
+            row += [_ms(of[kind]), f"{every[kind] / of[kind]:.1f} x", f"**{found['ancestor_s'] / of[kind]:.0f} x**"]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def _ms(seconds: float) -> str:

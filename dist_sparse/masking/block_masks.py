@@ -197,7 +197,7 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
             stale = gone & (bits != 0) if norm else gone
             dirty.add(stale if decision is None else stale & (bits != REMOVED_CLEAN))
             if scores is not None:  # they are about to be zeroed, whether the masks before removed them or not
-                scores.written.add((gone & (bits != 0)).nonzero().flatten() // grid.cols)
+                scores.written.add((start + (gone & (bits != 0)).nonzero().flatten()) // grid.cols)
         kept.add(~gone)
     mask = BlockMask(shard.rect, table.goal.block, kept.close())
     return NewMask(mask, None if dirty is None else dirty.close())

@@ -139,7 +139,8 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
             segment = Segment(grid.row, columns, goal.grid.cols, counts=counts)
             kept = goal.keeping.scores[shard.rect]
             kept.update(shard, data.shape, goal.block, goal.keeping, partial(_score_all, goal, shard))
-            segment.add(kept.bits)
+            for piece in torch.split(kept.bits, max(1, _COUNTED // grid.cols)):
+                segment.add(piece)
             segment.first_histogram = kept.histogram
         else:
             segment = Segment(grid.row, columns, goal.grid.cols, counts=counts)
