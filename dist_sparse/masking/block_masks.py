@@ -194,7 +194,7 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
         if dirty is not None:
-            stale = gone & (bits != 0) if norm else gone
+            stale = gone & bits.to(torch.bool) if norm else gone
             dirty.add(stale if decision is None else stale & (bits != REMOVED_CLEAN))
             if scores is not None:  # they are about to be zeroed, whether the masks before removed them or not
                 scores.written.add((start + (gone & (bits != 0)).nonzero().flatten()) // grid.cols)

@@ -152,7 +152,7 @@ def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor
 
 def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w`` alone: neighbours
-    in pairs while ``w`` is even, then one by one.
+    in pairs while ``w`` is even, then one by one. ``parts`` may be overwritten.
 
     torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its order changes with the
     position of the column) nor for one long row (it may be split over threads): so the last dimension is made
@@ -161,7 +161,7 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     width = parts.shape[-1]
     if width <= _FEW:
         while width % 2 == 0 and width > 2:
-            parts, width = parts[..., 0::2] + parts[..., 1::2], width // 2
+            parts, width = parts[..., 0::2].add_(parts[..., 1::2]), width // 2
         if width == 1:
             return parts[..., 0] if out is None else out.copy_(parts[..., 0])
         total = torch.add(parts[..., 0], parts[..., 1], out=out)

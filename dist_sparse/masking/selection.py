@@ -182,9 +182,11 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
         scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are kept would leave holes
             in the heap.
     """
-    out = None if scratch is None else scratch[: bits.numel()]
-    leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
-    counts = torch.bincount(leading, minlength=LEADING_BUCKETS)
+    leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=None if scratch is None else scratch[: bits.numel()])
+    copies = 4 if bits.is_cpu and bits.numel() % 64 == 0 else 1  # adding to the same bucket twice in a row is slow
+    if copies > 1:
+        leading.view(-1, 64).add_(torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS))
+    counts = torch.bincount(leading, minlength=copies * LEADING_BUCKETS).view(copies, LEADING_BUCKETS).sum(0)
     zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
     counts[0] -= zeros[0]
     return torch.cat([zeros, counts])
@@ -360,7 +362,7 @@ class _Search:
         few: list[Tensor] | None = [] if self._few is None else None
         seen = found = 0
         for chunk in self._few if self._few is not None else self._keys():
-            inside = chunk if self._shift is None else chunk[(chunk >> self._shift) == self._prefix]
+            inside = chunk if self._shift is None else chunk[(chunk >> self._shift).eq_(self._prefix).to(torch.bool)]
             if self._first is not None and self._prefix == 0:
                 inside = inside[inside != 0]  # zeros have a bucket of their own
             if inside.numel():
@@ -481,8 +483,7 @@ def _first(table: Candidates) -> Tensor:
 
 
 def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tensor]:
-    """Global indices of the blocks that score exactly ``threshold``: those this rank owns, or all that it
-    sees."""
+    """Global indices of the blocks that score exactly ``threshold``: those this rank owns, or all that it sees."""
     for segment in table.segments:
         if segment.tied is not None and (segment.counts or not counted):
             yield segment.ids(segment.tied)
@@ -492,8 +493,7 @@ def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tenso
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:
-    """Shifts and bucket counts that find an index below ``blocks`` in as few rounds as 2048 buckets allow, three at
-    most."""
+    """Shifts and bucket counts that find an index below ``blocks`` in the fewest rounds of 2048 buckets, at most 3."""
     need = max(1, (blocks - 1).bit_length())
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)
