@@ -19,6 +19,11 @@ _ROWS_BELOW: Final = 0.05
 """Share of the bytes of touched rows below which removing rows of cold crossed features was worth it."""
 
 
+_TIE_BELOW: Final = 0.07
+"""Share of the bytes below which rotated columns gained nothing over small dense tables with a learning rate of their
+own, and lost recall."""
+
+
 def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
     """Return which of the candidates ``found`` to use, and why in a few sentences. Several are to be measured, the
     likeliest first; none means that nothing fits."""
@@ -52,6 +57,8 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     if not fewer:
         return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
     if narrow == "columns":
+        if choices.budget < _TIE_BELOW * dense_bytes(choices.tables):
+            fewer = best("small", "int8", "int4") + fewer
         return fewer, (
             "Rotated columns, removed during training, had an AUC up to 0.009 above the best small dense table of the "
             "same bytes. With learning rates tuned for each, 0.001 was left at 10% of the bytes and nothing at 5%, at "

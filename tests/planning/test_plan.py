@@ -32,7 +32,11 @@ def used(answer: Plan) -> list[tuple[str, str, int]]:
         ("27%", [("full", "int8", 64)], [("full", "int8", 64)]),
         ("20%", [("full", "int4", 64), ("columns", "int8", 44)], [("full", "int4", 64), ("small", "int8", 44)]),
         ("9.4%", [("columns", "int8", 20), ("columns", "int4", 40)], [("small", "int8", 20), ("small", "int4", 40)]),
-        ("4.7%", [("columns", "int8", 8), ("columns", "int4", 16)], [("small", "int8", 8), ("small", "int4", 16)]),
+        (
+            "4.7%",
+            [("small", "int8", 8), ("small", "int4", 16), ("columns", "int8", 8), ("columns", "int4", 16)],
+            [("small", "int8", 8), ("small", "int4", 16)],
+        ),
         ("1%", [], []),
     ],
 )
