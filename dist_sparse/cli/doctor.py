@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -25,6 +25,8 @@ from dist_sparse.tables.versions import advised, check_versions, fitting
 from dist_sparse.text import table_lines
 
 __all__ = ["Diagnosis", "Finding", "examine", "installed"]
+
+_RED, _GREEN, _YELLOW = 31, 32, 33
 
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OPTIONAL: Final = {
@@ -69,16 +71,31 @@ class Diagnosis:
         return {"can_train": self.can_train, "findings": [dataclasses.asdict(each) for each in self.findings]}
 
     def __str__(self) -> str:
-        """Return a text table and the commands."""
-        rows = [(each.what, each.status, "needed" if each.needed else "optional", each.says) for each in self.findings]
-        lines = table_lines(("what", "status", "", "finding"), rows)
+        return self.text()
+
+    def text(self, colors: bool = False) -> str:
+        """Return the conclusion, a table of what is needed and one of what is optional, and the commands."""
+        broken = [each.what for each in self.findings if each.needed and each.status != "ok"]
+        lines = [f"This can't train: {', '.join(broken)}." if broken else "Everything needed to train is here."]
+        if colors:
+            lines = [_colored(lines[0], _RED if broken else _GREEN)]
+        for needed, head in ((True, "needed"), (False, "optional")):
+            group = [each for each in self.findings if each.needed == needed]
+            table = table_lines((head, "status", "finding"), [(each.what, each.status, each.says) for each in group])
+            at = table[1].index(" ")  # the end of the first column
+            for row, each in enumerate(group, start=2) if colors else ():
+                color = _GREEN if each.status == "ok" else _RED if needed else _YELLOW
+                table[row] = table[row][:at] + table[row][at:].replace(each.status, _colored(each.status, color), 1)
+            lines += ["", *table] if group else []
         fixes = [f"  {each.what}: {each.fix}" for each in self.findings if each.fix is not None]
         lines += ["", "To fix:", *fixes] if fixes else []
         if any(" URL" in line for line in fixes):
             lines.append("  URL is that of PyTorch's package index for your CUDA version, or for CPUs.")
-        broken = [each.what for each in self.findings if each.needed and each.status != "ok"]
-        end = f"This can't train: {', '.join(broken)}." if broken else "Everything needed to train is here."
-        return "\n".join([*lines, "", end])
+        return "\n".join(lines)
+
+
+def _colored(text: str, color: int) -> str:
+    return f"\x1b[{color}m{text}\x1b[0m"
 
 
 def installed() -> dict[str, str]:
@@ -96,6 +113,7 @@ def examine(
     versions: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
     cuda: bool | None = None,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> Diagnosis:
     """Run all checks; takes as long as TorchRec needs to load, at most two minutes for each of three probes.
 
@@ -103,22 +121,22 @@ def examine(
         versions: as :func:`installed` returns them, which is the default.
         environment: variables to check and to run the probes with; those of the process by default.
         cuda: whether torch sees a GPU; probed by default.
+        progress: called with what is checked next, before what may take long.
     """
     versions = installed() if versions is None else versions
     environment = os.environ if environment is None else environment
+    progress("torch")
     torch = ask_torch(environment) if "torch" in versions else Torch(fault="torch is not installed")
     cuda = torch.gpus > 0 if cuda is None else cuda
-    return Diagnosis(
-        findings=(
-            *_python_and_torch(versions, torch),
-            *_torchrec(versions, environment, cuda, torch),
-            *_devices(versions, environment, cuda, torch),
-            *_addresses(),
-            *_launching(environment),
-            *(_package(name, versions, f"for {use}") for name, use in _OPTIONAL.items()),
-            _torchx(versions),
-        )
-    )
+    findings = [*_python_and_torch(versions, torch)]
+    progress("TorchRec and FBGEMM")
+    findings += _torchrec(versions, environment, cuda, torch)
+    progress("devices and communication")
+    findings += _devices(versions, environment, cuda, torch)
+    findings += _addresses()
+    findings += _launching(environment)
+    findings += [_package(name, versions, f"for {use}") for name, use in _OPTIONAL.items()]
+    return Diagnosis(findings=(*findings, _torchx(versions)))
 
 
 def _python_and_torch(versions: Mapping[str, str], torch: Torch) -> Iterator[Finding]:

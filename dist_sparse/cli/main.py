@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dist_sparse.cli.output import fail, flush, show
+from dist_sparse.cli.output import fail, flush, progress, show, use_colors
 from dist_sparse.cli.parsing import STATUS, Commands, Subcommand, add_json, closest, subcommand
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
@@ -47,9 +47,11 @@ checked to be valid, and that every table was compared with its model. Needs tor
 _DOCTOR = """examples:
   dist-sparse doctor
   dist-sparse doctor --json
+  dist-sparse doctor --color never
 
-Checks Python, torch, TorchRec and FBGEMM, communication backends, addresses and environment variables, and prints what
-is wrong and the command that fixes it. Changes nothing; takes as long as TorchRec needs to load.
+Checks Python, torch, TorchRec and FBGEMM, communication backends, addresses and environment variables, and prints the
+conclusion, what is wrong and the command that fixes it. Changes nothing; takes as long as TorchRec needs to load.
+NO_COLOR is respected.
 
 exit status: 0 this machine can train, 1 something needed is missing or wrong, 2 invalid command line
 """
@@ -141,11 +143,14 @@ def _add_doctor(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         from dist_sparse.cli.doctor import examine
 
-        found = examine()
-        status = show(json.dumps(found.to_json(), indent=2) if options.json else str(found))
+        found = examine(progress=progress)
+        progress("")
+        colors = use_colors(options.color)
+        status = show(json.dumps(found.to_json(), indent=2) if options.json else found.text(colors))
         return status or (0 if found.can_train else 1)
 
     parser = subcommand(commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR)
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on terminals")
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -12,13 +12,25 @@ import sys
 
 from dist_sparse.text import printable
 
-__all__ = ["fail", "flush", "show"]
+__all__ = ["fail", "flush", "progress", "show", "use_colors"]
 
 
 def fail(command: str, why: Exception | str) -> int:
     lines = str(why).split("\n")  # which may hold names of a model or a log
     print(f"dist-sparse {command}: " + "\n".join(map(printable, lines)), file=sys.stderr)
     return 1
+
+
+def progress(what: str) -> None:
+    """Say on a terminal what is checked, in one line that the next call replaces; nothing elsewhere."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"\r\x1b[K{f'checking {what} ...' if what else ''}", end="", file=sys.stderr, flush=True)
+
+
+def use_colors(choice: str) -> bool:
+    """Return whether to color stdout; ``auto`` does on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return choice == "always" or (choice == "auto" and terminal and not os.environ.get("NO_COLOR"))
 
 
 def show(text: str) -> int:

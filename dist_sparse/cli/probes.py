@@ -65,7 +65,9 @@ def fails(code: str, environment: Mapping[str, str]) -> str | None:
 
 def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
     """Run ``code`` in a process of its own; return its error, if any, and its output."""
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])])
+    others = environment.get("PYTHONPATH", "").split(os.pathsep)
+    # An empty folder in PYTHONPATH is the current one too.
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *(folder for folder in others if folder not in ("", "."))])
     try:
         done = subprocess.run(
             # -P: without it the current folder comes first on sys.path, and its json.py or torch.py would run.

@@ -14,6 +14,7 @@ import pytest
 
 from dist_sparse.cli import doctor, probes
 from dist_sparse.cli.doctor import Diagnosis, Finding, examine, installed
+from dist_sparse.cli.output import use_colors
 
 GOOD = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 
@@ -39,7 +40,7 @@ def test_this_machine() -> None:
     assert answer.can_train, str(answer)
     assert status["versions fit"] == status["a lookup"] == status["gloo"] == "ok"
     assert all((each.fix is None) or each.status != "ok" for each in answer.findings)
-    assert str(answer).endswith("Everything needed to train is here.")
+    assert str(answer).startswith("Everything needed to train is here.\n\nneeded ")
     said = json.loads(json.dumps(answer.to_json()))
     assert said["can_train"] and {each["what"] for each in said["findings"]} == set(status)
     assert {"torch", "torchrec"} <= set(installed())
@@ -193,7 +194,7 @@ def test_the_current_folder_is_not_imported_from(name: str, tmp_path: Path, monk
     """A folder from somebody else: nothing in it runs, or is taken for torch."""
     (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\nraise ImportError('not the real one')\n")
     monkeypatch.chdir(tmp_path)
-    found = probes.ask_torch({key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
+    found = probes.ask_torch({**os.environ, "PYTHONPATH": f".{os.pathsep}"})
     assert found.fault is None and found.version.startswith("2.")
     assert not (tmp_path / "ran").exists()
 
@@ -253,6 +254,24 @@ def test_torchx_goes_beside_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert fix is not None
     command = "install --no-deps --target torchx-only -r requirements/torchx.txt"
     assert fix.endswith(f"-m pip {command}") and command in Path("docs/launching.md").read_text()
+
+
+def test_colors_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Diagnosis(
+        findings=(
+            Finding(what="ok", status="ok", needed=True, says="1"),
+            Finding(what="missing", status="missing", needed=False, says="x"),
+        )
+    )
+    text = answer.text(colors=True)
+    assert "\nok      \x1b[32mok\x1b[0m" in text and "\nmissing   \x1b[33mmissing\x1b[0m  x" in text
+    assert re.sub(r"\x1b\[\d+m", "", text) == str(answer) and "\x1b" not in str(answer)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert use_colors("auto") and use_colors("always") and not use_colors("never")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_colors("auto") and use_colors("always")
 
 
 def test_only_what_is_needed_decides() -> None:
