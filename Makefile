@@ -42,6 +42,7 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@touch $@
 
 train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, sparsified, small and dense
+	@echo 'Training on $(NPROC) process(es), three runs: dense, sparsified, small and dense. About a minute; torch and TorchRec load first.'
 	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
 
 frontier: $(READY)  ## what the DLRM of make train is worth at 50, 20, 10 and 5% of its tables' bytes: table, plot; a minute

@@ -66,8 +66,14 @@ def main(options: argparse.Namespace) -> None:
         block=options.block, norm=options.norm, level=options.level, every=options.every, score=options.score
     )
 
-    def finished(result: Result) -> Result:
-        say(f"{result.name}: done after {time.perf_counter() - started:.0f} s")
+    number, count = 0, 2 + len(options.dims or [DIM])
+
+    def trained(name: str, settings: Settings, folder: Path, sparsity: Sparsity | None = None) -> Result:
+        nonlocal number
+        number += 1
+        say(f"run {number} of {count}: {name}")
+        result = run(name, dataset, settings, folder, sparsity, saved(name))
+        say(f"{name}: done after {time.perf_counter() - started:.0f} s")
         return result
 
     def saved(name: str) -> Checkpoints | None:
@@ -76,13 +82,11 @@ def main(options: argparse.Namespace) -> None:
         return Checkpoints(options.checkpoint / name.replace(" ", "_"), every=options.checkpoint_every)
 
     # The report compares a run with those in folders inside its own.
-    dense = finished(run("dense", dataset, settings, options.run_dir / "dense", checkpoints=saved("dense")))
-    sparse = finished(run("sparsified", dataset, settings, options.run_dir, sparsity, saved("sparsified")))
+    dense = trained("dense", settings, options.run_dir / "dense")
+    sparse = trained("sparsified", settings, options.run_dir, sparsity)
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
-        folder = options.run_dir / f"dense_dim_{dim}"
-        name = f"dense dim {dim}"
-        results.append(finished(run(name, dataset, narrowed(settings, dim), folder, checkpoints=saved(name))))
+        results.append(trained(f"dense dim {dim}", narrowed(settings, dim), options.run_dir / f"dense_dim_{dim}"))
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
@@ -90,11 +94,12 @@ def main(options: argparse.Namespace) -> None:
     say(f"\n{overhead(sparse)}")
     if rank == 0:
         served = serve([result.artifacts for result in results])
-        say(f"\nReport: {write_report(options.run_dir).resolve().as_uri()}")
+        page = write_report(options.run_dir).resolve()
         say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
         say(f"{served_table(served)}\n\n{advice(served, sparse.name)}")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")
         say(f"Checked: logits from the fp32 artifacts differ from those of the trained models by at most {exact:.0e}.")
+        say(f"\nThe report, to open in a browser: {page.as_uri()}")
 
 
 def same_bytes(dense: Result, sparse: Result) -> int:

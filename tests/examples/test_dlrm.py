@@ -371,6 +371,8 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         delta = float(artifact.get("delta") or 0)
         assert delta == pytest.approx(float(artifact["AUC"]) - float(whole["AUC"]), abs=1.01e-4)
     assert float(re.findall(r"trained models by at most (\S+)\.\n", result.text)[0]) < 1e-5
+    assert [f"run {number} of 3: {run}" in result.text for number, run in enumerate(result.runs, start=1)] == [True] * 3
+    assert result.text.rstrip().rpartition("\n")[2].startswith("The report, to open in a browser: file:///")
     for run in result.runs.values():
         assert 0.4 < float(run["AUC"]) <= 1
         assert float(run["NE"]) > 0
