@@ -206,7 +206,7 @@ class _CurveDataScheduler(ReadyDataScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return every attribute but the sparsifier, and a mapping ``final`` as pairs: of a mapping
         torch.distributed.checkpoint loads the keys alone that are here already."""
-        pairs = {"final": list(self.final.items())} if isinstance(self.final, dict) else {}
+        pairs = {"final": list(map(list, self.final.items()))} if isinstance(self.final, dict) else {}
         return {**super().state_dict(), **pairs}
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

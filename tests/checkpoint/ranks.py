@@ -48,7 +48,7 @@ class Job:
         self.optimizer = optimizer_of(self.model, tables=lambda params: RowWiseAdagrad(params, lr=0.1))
         self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm="L2")
         self.sparsifier.add_model(self.model)
-        self.scheduler = CubicDataScheduler(self.sparsifier, "sparsity_level", final=0.7, begin=0, end=10, every=2)
+        self.scheduler = CubicDataScheduler(self.sparsifier, "sparsity_level", final={"*": 0.7}, end=10, every=2)
         self.enforcer = MaskEnforcer(self.sparsifier).attach(self.optimizer)
         self.checkpoints = Checkpoints(root, **settings)
 
