@@ -30,6 +30,7 @@ from dist_sparse.tables.modules import model_source
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.copies import build_copies, copied_cells, first_copy
 from tests.dist.enforcing import loss_of, optimizer_of
+from tests.dist.harness import run_ranks
 from tests.dist.plugin import on_ranks
 
 TYPES = ("table_wise", "row_wise", "column_wise", "two_shards", "data_parallel", "table_row_wise", "mixed")
@@ -38,7 +39,11 @@ BLOCKS = {"user": (1, ROW), "item": (1, 4), "tiny": (COL, 1), "word": (3, 5), "w
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("saved")
+    """Masks as 1, 2 and 4 ranks have saved them, on every sharding."""
+    made = tmp_path_factory.mktemp("saved")
+    for world in (1, 2, 4):
+        run_ranks(world, save_all, world, made)
+    return made
 
 
 def made(model: nn.Module, level: float) -> DataNormSparsifier:
@@ -49,9 +54,8 @@ def made(model: nn.Module, level: float) -> DataNormSparsifier:
     return sparsifier
 
 
-@on_ranks(1, 2, 4)
-def test_save(world: int, folder: Path) -> None:
-    """For :func:`test_load`, on every sharding; half of them in the background."""
+def save_all(world: int, folder: Path) -> None:
+    """Save on every sharding, half of them in the background."""
     for i, name in enumerate(TYPES):
         sparsifier = made(build(cells(world)[name]), 0.6)
         scheduler = LinearDataScheduler(sparsifier, final={"user": 0.6, "w*": 0.7}, initial=0.6, end=9)
