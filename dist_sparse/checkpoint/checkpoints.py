@@ -240,7 +240,8 @@ class Checkpoints:
             optimizers = OptimizerState(optimizer, _inner(model))
             described = optimizers.described()
             tensors = {**tensors, **optimizers.tensors, **_rng()}
-        states = {key: part.state_dict() for key, part in _parts(sparse)}  # of some shardings collective
+            parts = _parts(sparse)
+        states = {key: part.state_dict() for key, part in parts}  # of some shardings collective
         with group.agreeing("save()") as facts:
             for key, state in states.items():
                 more, others = split(state, key)
@@ -289,7 +290,8 @@ class Checkpoints:
             )
             values = folders.values(step)
             tree = _inner(model).state_dict()
-        trees = {key: part.state_dict() for key, part in _parts(sparse)}  # of some shardings collective
+            parts = _parts(sparse)
+        trees = {key: part.state_dict() for key, part in parts}  # of some shardings collective
         with group.agreeing("resume_latest()"):
             weights, held = split(tree, "model")
             masks: Tensors = {}
@@ -307,7 +309,7 @@ class Checkpoints:
         path = folders.path(step)
         # Masks first: what does not fit them is refused before a weight is read.
         storage.load_tensors(folders.files, path, metadata, masks, group.process_group)
-        for key, part in _parts(sparse):
+        for key, part in parts:
             part.load_state_dict(filled(trees[key], key, values["state"]))
         storage.load_tensors(folders.files, path, metadata, rest, group.process_group)
         tree.update(filled(tree, "model", values["state"]))
@@ -323,11 +325,15 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _parts(sparse: Any) -> list[tuple[str, Stateful]]:
-    if sparse is None:
-        return []
-    if isinstance(sparse, Mapping):
-        return [(f"sparse.{name}", part) for name, part in sparse.items()]
-    return [("sparse", sparse)]
+    """What was passed as ``sparse``, by key."""
+    named = sparse.items() if isinstance(sparse, Mapping) else () if sparse is None else [("", sparse)]
+    for _, part in named:
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ValueError(
+                f"Invalid sparse of type {type(part).__name__}: must be what sparsify() returns, a sparsifier, or "
+                "several objects with state_dict() by name."
+            )
+    return [(f"sparse.{name}" if name else "sparse", part) for name, part in named]
 
 
 def _rng() -> Tensors:

@@ -30,6 +30,7 @@ MARKER: Final = "COMMITTED"
 VALUES: Final = "values.json"
 
 _STEP: Final = re.compile(r"step-(\d{8,})")
+_BROKEN_ADDRESS: Final = re.compile(r"[a-z][a-z0-9+]+:/(?!/)")
 _FILE: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _LONGEST: Final = 1 << 26  # bytes of JSON that are read: 64 MiB
 
@@ -66,11 +67,13 @@ class Folders:
         root: the folder; a path, or an address that fsspec knows.
 
     Raises:
-        ValueError: fsspec does not know the address.
+        ValueError: fsspec does not know the address, or it was passed as a Path.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         given = os.fspath(root)
+        if _BROKEN_ADDRESS.match(given):  # pathlib makes one slash of two: it would be a folder of this machine
+            raise ValueError(f"Invalid root={given!r}: pass an address as a string, not as a Path.")
         self.local = "://" not in given
         self.root = os.path.abspath(given) if self.local else given.rstrip("/")
         self.files = filesystem_of(self.root)

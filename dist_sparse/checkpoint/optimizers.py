@@ -30,6 +30,9 @@ RowWiseState = Literal["refuse", "merge"]
 
 _PREFIX: Final = "optimizer"
 _NO_OPTIONS: Final = ("params", "param_names")
+_OF_FUSED: Final = {"params", "lr"}
+_OF_SCHEDULERS: Final = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Options of the groups of fused optimizers; those that torch's learning rate schedulers add to groups."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ class OptimizerState:
             choice: what happens to row-wise state of a table that was cut into other columns.
 
         Raises:
-            ValueError: a parameter was not stepped when the checkpoint was saved, or row-wise state is refused.
+            ValueError: a parameter was not stepped when the checkpoint was saved, or by another class of optimizer, or
+                row-wise state is refused.
         """
         options = {key: found for found, keys in saved["groups"] for key in keys}
         changes = [change for part in self._parts for change in _option_changes(part, options)]
@@ -236,6 +240,13 @@ def _option_changes(part: _Part, saved: Mapping[str, Json]) -> Iterator[Callable
                     f"{keys[0]!r} and {differing[0]!r} had another {name!r} each, and are in one group now."
                 )
             yield _change(group, name, value)
+        lost = {name: key for key in keys for name in saved[key].keys() - group.keys() - _OF_SCHEDULERS}
+        if lost and not group.keys() <= _OF_FUSED:
+            name = min(lost)
+            raise ValueError(
+                f"{lost[name]!r} was saved with the option {name!r}, which {type(part.optimizer).__name__} does not "
+                "have: it was stepped by another class of optimizer."
+            )
 
 
 def _alike(ours: Json, theirs: Json) -> bool:

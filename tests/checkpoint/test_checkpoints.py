@@ -102,6 +102,8 @@ def another(kind: str) -> dict[str, Any]:
         parts["optimizer"] = job.optimizers[0]
     elif kind == "other optimizer":
         parts["optimizer"] = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
+    elif kind == "class of optimizer":
+        parts["optimizer"] = [torch.optim.SGD(job.model[0].parameters(), lr=0.1), job.optimizers[1]]
     elif kind == "dtype":
         parts |= {"model": copy.deepcopy(job.model).double(), "optimizer": None}
     elif kind == "shape":
@@ -116,6 +118,7 @@ def another(kind: str) -> dict[str, Any]:
         ("no optimizer", r"'optimizer.0.weight.\w+' and \d+ more of the checkpoint would be dropped"),
         ("one optimizer", r"'optimizer.2.bias.exp_avg' and \d+ more of the checkpoint would be dropped"),
         ("other optimizer", r"'0.weight' and '2.bias' had another 'lr' each, and are in one group now"),
+        ("class of optimizer", r"'0.weight' was saved with the option 'eps', which SGD does not have"),
         ("dtype", r"'model.0.weight' was saved with shape \(50, 8\) and torch.float32, and is .* torch.float64 now"),
         ("shape", r"'model.0.weight' was saved with shape \(50, 8\) and .* of shape \(51, 8\)"),
         ("dense", r"'sparse.* of the checkpoint would be dropped"),
@@ -144,6 +147,10 @@ def test_arguments() -> None:
             Checkpoints("here", **wrong)
     with pytest.raises(ValueError, match=r"Invalid root='nowhere://at/all': Protocol not known"):
         Checkpoints("nowhere://at/all")
+    with pytest.raises(ValueError, match=r"Invalid root='s3:/here': pass an address as a string"):
+        Checkpoints(Path("s3://here"))
+    with pytest.raises(ValueError, match=r"Invalid sparse of type int: must be what sparsify\(\) returns"):
+        Checkpoints("here").save(1, model=nn.Linear(1, 1), sparse=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Invalid optimizer of type str"):
         Checkpoints("here").save(1, model=nn.Linear(1, 1), optimizer="Adam")
     with pytest.raises(ValueError, match=r"a parameter of shape \(2, 3\), which is none of the model's"):
