@@ -255,6 +255,7 @@ class _Tables:
             world = len(tilings[name])
             self._tables[name] = ShardedData(
                 name=name,
+                fqn=name,
                 shape=shape,
                 dtype=torch.float32,
                 sharding="simulated",

@@ -294,7 +294,7 @@ def test_one_call() -> None:
     for wrong in faults:
         with pytest.raises(ValueError, match="rank 1: "):
             sparsify(again, whole.optimizers(again), **(plan | wrong if rank == 1 else plan))
-    for junk in (None, {}, {**states[0], "scheduler": 5}):
+    for junk in (None, {}, {**states[0], "schedule": 5}):
         with pytest.raises(ValueError, match="rank 1: "):
             resumed.load_state_dict(junk if rank == 1 else states[0])
     check_zero(pieces(again, False), masks_of(resumed.sparsifier, pieces(again, False)))

@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("torchrec")
 
+from dist_sparse.tables.chunked import ChunkedTensor
 from dlrm import interactions, movielens
 from dlrm.batches import DataError
 from optim_scheduler import checkpoint
@@ -78,6 +79,8 @@ def same(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, ChunkedTensor):
+        return same(left.writes, right.writes) and same(left.kept, right.kept)
     if isinstance(left, torch.Tensor):
         return torch.equal(left.to_dense(), right.to_dense())
     return bool(left == right)
