@@ -70,7 +70,7 @@ def main() -> int:
     if options.only in ("kept", None):
         data = None if options.data is None else str(options.data.resolve())
         case = {"rows": 1_000_000, "dim": DIM, "touched": 10_000, "data": data}
-        kept = fresh("benchmarks.kept_scores_case", case, 1, 2)
+        kept = {**fresh("benchmarks.kept_scores_case", case, 1, 2), "data": options.data and options.data.name}
         keep(options.out, "kept-scores", [kept], text := kept_table(kept))
         print(text, end="\n\n")
     if found:

@@ -219,26 +219,6 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self._settle()
         return store.weight(name) if return_original else store.effective(name)
 
-    def get_mask(self, name: str) -> Tensor:
-        """Return the mask, 1 = kept, 0 = removed.
-
-        Of plain data it is the live object, whose in-place edits count; of a sharded table this rank's only shard,
-        unpacked (int8); inside :meth:`update_mask` the one being updated.
-
-        Raises:
-            ValueError: unknown, or a table with several shards or none on this rank, or with shards that have moved
-                since the last step.
-        """
-        return self._store(name).mask(name)
-
-    def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
-        """Return this rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in their order.
-
-        Raises:
-            ValueError: unknown name, or the shards have moved since the last step.
-        """
-        return self._store(name).local_masks(name)
-
     def step(self) -> None:
         """Update all masks, if enabled; else read nothing and send nothing. Collective if sharded tables are
         registered.
@@ -398,11 +378,6 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             ValueError: no mask update could follow the configuration; names the table, the value and the rule.
         """
         return (1, 1)
-
-    def _store(self, name: str) -> DenseStore | PackedStore:
-        if name not in self.data_groups:
-            raise ValueError(f"data with specified name does not exist: {name!r}; known are {list(self.data_groups)}")
-        return self.packed_store if name in self.packed_store else self.dense_store
 
     def _settle(self) -> None:
         """Before weights are returned."""

@@ -28,8 +28,24 @@ class Inspection:
     recorder: Recorder | None
 
     def get_mask(self, name: str) -> Tensor:
-        """Return the mask of one name, 1 = kept, 0 = removed."""
-        raise NotImplementedError
+        """Return the mask, 1 = kept, 0 = removed.
+
+        Of plain data it is the live object, whose in-place edits count; of a sharded table this rank's only shard,
+        unpacked (int8); inside :meth:`update_mask` the one being updated.
+
+        Raises:
+            ValueError: unknown, or a table with several shards or none on this rank, or with shards that have moved
+                since the last step.
+        """
+        return self._store(name).mask(name)
+
+    def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
+        """Return this rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard, in their order.
+
+        Raises:
+            ValueError: unknown name, or the shards have moved since the last step.
+        """
+        return self._store(name).local_masks(name)
 
     def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:
         """Return the global mask, int8 ``(rows, columns)``. Collective over the ranks of a sharded table. For tests and
@@ -84,3 +100,8 @@ class Inspection:
     def stop_recording(self) -> None:
         """Forget :meth:`record`'s recorder. Every rank must call it, or none; does not communicate."""
         self.recorder = None
+
+    def _store(self, name: str) -> DenseStore | PackedStore:
+        if name not in self.data_groups:
+            raise ValueError(f"data with specified name does not exist: {name!r}; known are {list(self.data_groups)}")
+        return self.packed_store if name in self.packed_store else self.dense_store

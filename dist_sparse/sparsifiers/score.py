@@ -222,7 +222,6 @@ class ScoreSparsifier(BaseDataSparsifier):
         facts["sparsifier.scope"] = self.scope
         facts["sparsifier.floors"] = dict(self.floors)
         facts["sparsifier.max_change"] = self.max_change
-        integer("full_every", self.full_every, least=1)
 
     @property
     def reads_masks(self) -> bool:
@@ -240,7 +239,9 @@ class ScoreSparsifier(BaseDataSparsifier):
         self._check_held(goals)
         if self.enforcer is None:
             self._keeper = None
-        elif self.full_every > 1 and self.max_change == 1:  # held blocks are noted in the scores
+        elif (
+            integer("full_every", self.full_every, least=1) > 1 and self.max_change == 1
+        ):  # held blocks are noted in the scores
             self._keeper = self._keeper or Keeper()
             goals = self._keeper.goals(goals, self.enforcer.written(), self.row_measure, self.full_every)
         scored = score_tables(list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()])
