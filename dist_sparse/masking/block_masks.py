@@ -18,16 +18,8 @@ from dist_sparse.masking.cuts import CutTable, Decision, Owned, exchange_partial
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
-from dist_sparse.masking.selection import (
-    KEPT,
-    REMOVED,
-    REMOVED_CLEAN,
-    Candidates,
-    JointScores,
-    Segment,
-    Threshold,
-    select_smallest,
-)
+from dist_sparse.masking.segments import KEPT, REMOVED, REMOVED_CLEAN, JointScores, Segment
+from dist_sparse.masking.selection import Candidates, Threshold, select_smallest
 from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["MadeMasks", "NewMask", "new_masks", "spread_replicas"]

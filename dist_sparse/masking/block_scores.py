@@ -24,7 +24,7 @@ from dist_sparse.masking.scores import (
     element_scores,
     to_scores,
 )
-from dist_sparse.masking.selection import HISTOGRAM, KEPT, JointScores, Segment, first_histogram
+from dist_sparse.masking.segments import HISTOGRAM, KEPT, JointScores, Segment, first_histogram
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "ScoredTable", "cuts_of", "score_table", "score_tables"]

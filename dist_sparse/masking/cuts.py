@@ -23,7 +23,7 @@ from torch import Tensor
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.masking.masks import pack, unpack
 from dist_sparse.masking.scores import block_sums, block_widths, to_scores
-from dist_sparse.masking.selection import KEPT, Segment
+from dist_sparse.masking.segments import KEPT, Segment
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
 
 __all__ = ["CutTable", "Decision", "Owned", "Partials", "exchange_partials", "find_cuts", "return_decisions"]

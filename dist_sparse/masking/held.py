@@ -18,7 +18,8 @@ from dist_sparse.groups import Group
 from dist_sparse.masking.block_masks import spread_replicas
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.masking.selection import KEPT, Candidates, Segment, select_smallest
+from dist_sparse.masking.segments import KEPT, Segment
+from dist_sparse.masking.selection import Candidates, select_smallest
 
 __all__ = ["hold_removed", "most_held"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.scores import SMALL, Measure, block_sums, block_widths, to_scores
-from dist_sparse.masking.selection import NOT_FINITE, first_histogram
+from dist_sparse.masking.segments import NOT_FINITE, first_histogram
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 __all__ = ["Keeping", "KeptScores", "RowMeasure", "Written"]
