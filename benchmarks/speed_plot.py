@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from benchmarks.sweep_plot import INK
 
 RESULTS = Path(__file__).with_name("results")
-IMAGE = Path(__file__).parents[1] / "docs" / "images" / "speed.png"
-_OURS, _OTHERS = "#009E73", "#999999"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+OURS, GREY = "#009E73", "#999999"
 
 
 def newest(kind: str) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def bars(axes: Axes, title: str, times: dict[str, float]) -> None:
     """Draw horizontal bars of milliseconds, ours in color."""
     labels = list(times)[::-1]
     values = [1000 * times[label] for label in labels]
-    drawn = axes.barh(labels, values, color=[_OURS if "dist_sparse" in label else _OTHERS for label in labels])
+    drawn = axes.barh(labels, values, color=[OURS if "dist_sparse" in label else GREY for label in labels])
     axes.bar_label(drawn, [f"{value:,.0f} ms" for value in values], padding=4)
     axes.tick_params(left=False)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
@@ -42,7 +42,7 @@ def bars(axes: Axes, title: str, times: dict[str, float]) -> None:
     axes.margins(x=0.18)
 
 
-def main() -> None:
+def main(image: Path = IMAGES / "speed.png") -> None:
     """Write the image."""
     alone = next(c for c in newest("mask-update") if c["block"] == "rows" and c["ranks"] == 1 and "ancestor_s" in c)
     step = next(c for c in newest("enforce") if c["block"] == "rows" and "ancestor_s" in c and c["model"] == "tables")
@@ -62,7 +62,8 @@ def main() -> None:
             "Training step, 8 tables of 1M x 64",
             {"table.mul_(mask)": step["whole_s"], "dist_sparse": step["ours_s"], "no sparsity": step["plain_s"]},
         )
-        figure.savefig(IMAGE)
+        figure.savefig(image)
+        plt.close(figure)
 
 
 if __name__ == "__main__":

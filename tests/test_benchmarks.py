@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks import serving_plot, speed_plot
 from benchmarks.compact import report as report_compact
 from benchmarks.enforce import CASES, report
 from benchmarks.mask_update import GATHER, table
@@ -77,3 +80,9 @@ def test_a_small_case_of_compact_tables_runs(ranks: int) -> None:
     assert all(found[key] > 0 for key in ("dense_s", "masked_s", "compact_step_s", "compact_s"))
     assert found["table_bytes"] == 2 * 3000 * 260 // ranks and found["compact_bytes"] == 2 * 600 * 260 // ranks
     assert "2 x 3,000 x 64" in report_compact([found])
+
+
+def test_the_newest_results_can_be_drawn(tmp_path: Path) -> None:
+    for number, plot in enumerate((serving_plot, speed_plot)):
+        plot.main(tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").stat().st_size > 10_000

@@ -1,13 +1,16 @@
 """The code in README.md and docs/ runs, prints what they say, and uses names that exist.
 
 The Python blocks of a file run in order in one fresh process, as a reader would paste them. A ``text`` block right
-after a Python block is what it prints. A block that can't run here says so, visibly, in its first line:
-``# Not run in CI: <reason>``. A ``diff`` block is a whole script with the lines to add: what it leads to runs as a
-Python block does, and what it starts from runs too, in a process of its own.
+after a Python block is what it prints. A block that needs names of those before it says so in its first line, visibly:
+``# Continues the code above``; and one that can't run here: ``# Not run in CI: <reason>``. A ``diff`` block is a whole
+script with the lines to add: what it leads to runs as a Python block does, and what it starts from runs too, in a
+process of its own.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import re
 from pathlib import Path
@@ -21,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TIMEOUT = 120
 OPT_OUT = re.compile(r"# Not run in CI: \S.{9,}")
+CONTINUES = "# Continues the code above\n"
 FENCE = re.compile(r"^```(?P<kind>[^`\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 # Runs blocks by themselves, so that tracebacks name the line of the document; the output of each is written to a file.
@@ -97,10 +101,33 @@ def to_run(file: Path) -> list[Block]:
 @pytest.mark.parametrize("file", [file for file in FILES if to_run(file)], ids=lambda file: file.name)
 def test_python_blocks_run_and_print_what_the_document_says(file: Path, tmp_path: Path) -> None:
     blocks = to_run(file)
-    if any("torchrec" in block.code for block in blocks):
-        pytest.importorskip("torchrec")
+    for package in ("torchrec", "tensorboard"):
+        if any(package in block.code.lower() for block in blocks):
+            pytest.importorskip(package)
     for block, printed in zip(blocks, run(file.name, blocks, tmp_path), strict=True):
         assert printed == (block.output or ""), f"{file.name}, the Python block at line {block.line}"
+
+
+def borrowed(code: str) -> set[str]:
+    """The names that code reads and nothing in it binds: those of the blocks before it."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+            bound.add(node.name or "")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return {node.id for node in names} - bound - set(dir(builtins)) - {"__file__"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_blocks_that_continue_others_say_so(file: Path) -> None:
+    for block in to_run(file):
+        says = block.code.startswith(CONTINUES)
+        assert says == bool(borrowed(block.code)), f"line {block.line}: {CONTINUES.strip()!r}; {borrowed(block.code)}"
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if any(block.kind == "diff" for block in read(file))])
@@ -139,6 +166,12 @@ def test_shell_commands_exist(file: Path) -> None:
         if words and Path(words[0]).name in ("python", "torchrun"):
             for script in (word for word in words if word.endswith(".py")):
                 assert (ROOT / script).is_file(), f"{file.name}: `{command}`"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_pages_say_how_to_activate_the_environment_before_its_command(file: Path) -> None:
+    before, used, _ = re.split(r"(dist-sparse [a-z]|\Z)", file.read_text(encoding="utf-8"), maxsplit=1)
+    assert not used or re.search(r"activated?\b", before), "says nothing of the environment"
 
 
 def test_the_readme_has_the_two_commands() -> None:

@@ -76,7 +76,7 @@ class TestSite:
 
     def test_drawings_are_in_the_page(self, copy: Path) -> None:
         page = (copy / "site" / "concepts.html").read_text()
-        assert len(re.findall(r'<figure class="ds-figure"><svg role="img" aria-label="[^"]{40,}', page)) == 2
+        assert len(re.findall(r'<figure class="ds-figure"><svg role="img" aria-label="[^"]{40,}', page)) == 3
         assert "images/blocks.svg" not in page
 
     def test_what_pages_link_to_outside_of_docs_is_there(self, copy: Path) -> None:
