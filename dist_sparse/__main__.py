@@ -1,8 +1,10 @@
-"""Runs `python -m dist_sparse` as the command `dist-sparse`."""
+"""Runs `python -m dist_sparse` as the command `dist-sparse`, which imports nothing from the current folder."""
 
 import sys
 
-from dist_sparse.cli.main import main
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder: a json.py in it would be imported instead of Python's
+    from dist_sparse.cli.main import main
+
     sys.exit(main())

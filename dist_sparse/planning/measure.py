@@ -21,6 +21,7 @@ from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import TableShape, dense_bytes
 from dist_sparse.planning.methods import Attempt, Part
 from dist_sparse.planning.trials import serving
+from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source
 
@@ -59,7 +60,8 @@ class Measurements:
         full: its metrics as it is.
 
     Raises:
-        ValueError: metrics are no finite numbers, or differ between ranks, or the file can't be read; on every rank.
+        ValueError: weights or metrics are no finite numbers, metrics differ between ranks, or the file can't be read;
+            on every rank.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Measurements:
         self._file = file if self._world.rank == 0 else None
         with self._world.agreeing("measuring a model") as facts:
             self.tables = _shapes(model)
+            check_range(model_source(model).locate(), "fp32")  # of weights that are not finite no metric says which
             facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
         self.table_bytes = dense_bytes(self.tables)
         self.full = self._metrics(model, evaluate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -76,7 +77,8 @@ class Plan:
         lines = [f"budget {budget} of {size(self.dense_bytes)} in {number_of(len(self.tables), 'table')}", ""]
         lines += table_lines(head, rows, right=range(3, len(head)))
         lines += ["", *self._never(), self.why]
-        lines += [f"{place}. {_calls(choice, self.tables)}" for place, choice in enumerate(self.recommended, start=1)]
+        for place, choice in enumerate(self.recommended, start=1):
+            lines += ["", f"{place}. {_KINDS[choice.kind]}, {choice.candidate.dtype}:", *_calls(choice, self.tables)]
         return "\n".join(lines)
 
     def _cells(self, choice: Choice) -> list[str]:
@@ -202,17 +204,22 @@ def _json(choice: Choice) -> dict[str, Any]:
     return {"kind": choice.kind, "candidate": asdict(choice.candidate), "served": served, "fits": choice.fits}
 
 
-def _calls(choice: Choice, tables: Sequence[SizedTable]) -> str:
-    """The calls that make a candidate."""
-    candidate, calls = choice.candidate, []
+def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
+    """The lines that make a candidate of a trained ``model`` and the ``optimizer`` that steps it."""
+    candidate, sparse, lines = choice.candidate, None, []
     if candidate.columns < 1 and candidate.groups:
         groups = [list(group) for group in candidate.groups]
         level = f"{1 - candidate.columns:.6g}"
-        calls.append(f'sparsify(level={level}, block="col", schedule="one_shot", rotate={groups}), compact()')
+        lines += [
+            f'sparse = sparsify(model, optimizer, level={level}, block="col", rotate={groups}, end=0)',
+            "sparse.step()",
+            "model = compact(model, sparse)  # then train on, with the new fused optimizer",
+        ]
     elif candidate.columns < 1:
         widths = [candidate.shape(table)[1] for table in tables]
-        calls.append(f"embedding_dim={', '.join(map(str, dict.fromkeys(widths)))}")
+        lines.append(f"# of a model that was trained with embedding_dim={', '.join(map(str, dict.fromkeys(widths)))}")
     if candidate.levels:
-        levels = {name: round(level, 9) for name, level in candidate.levels.items()}
-        calls.append(f'sparsify(level={levels}, block="row")')
-    return ", ".join([*calls, f'export(dtype="{candidate.dtype}")'])
+        sparse = "sparse"
+        levels = {glob.escape(name): round(level, 9) for name, level in candidate.levels.items()}
+        lines += [f'sparse = sparsify(model, optimizer, level={levels}, block="row", end=0)', "sparse.step()"]
+    return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']

@@ -84,7 +84,9 @@ class Frontier:
         within = f"{self.metric} {self.full[self.metric]:.4f} of the whole model"
         if point is None:
             if not self.points:
-                return "Nothing fits the budgets."
+                return (
+                    "Nothing fits the budgets that can be tried on this model; smaller dense tables have to be trained."
+                )
             point = min(self.points, key=lambda each: self.loss(each.measured))
             lead = f"Nothing comes within {self.tolerance:g} of the {within}; nearest is this: "
             return lead + _advice(point.measured.attempt) + self._figures(point)

@@ -160,7 +160,7 @@ def test_plan_of_a_budget(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["plan", f"{model}:no_batches", "--budget", "40%"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("budget 1.88 KiB, 40.0% of 4.69 KiB in 2 tables") and out.endswith(
-        '1. export(dtype="int8")\n'
+        '1. all columns, int8:\nexport(model, None, "served", dtype="int8")\n'
     )
     words = ["--budget", "1 KiB", "--rotate", "user,item", "--cold", "us*", "--json"]
     assert main(["plan", f"{model}:no_batches", *words]) == 0
@@ -298,7 +298,8 @@ def run_code(code: str, folder: Path, text: str) -> subprocess.CompletedProcess[
 
 
 def test_doctor_as_a_module(tmp_path: Path) -> None:
-    """In a process of its own, in another folder; the exit status matches the text."""
+    """In a process of its own, in another folder, of which nothing is imported; the exit status matches the text."""
+    (tmp_path / "json.py").write_text("raise ImportError('not the real one')")
     words = [sys.executable, "-m", "dist_sparse", "doctor", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "none0"}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)

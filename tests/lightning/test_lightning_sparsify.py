@@ -245,8 +245,9 @@ class TestSearchesForALearningRate:
             Tuner(searching).lr_find(module, batches(), num_training=5, update_attr=False)
         assert callback.training is None
 
-    def test_while_it_goes_on(self, tmp_path: Path) -> None:
-        """What the search did to weights, masks and counts is undone."""
+    @pytest.mark.parametrize("how", [{}, {"block": "col", "rotate": "table", "optimizer_state": "reset"}], ids=str)
+    def test_while_it_goes_on(self, how: dict[str, Any], tmp_path: Path) -> None:
+        """What the search did to weights, masks, bases and counts is undone."""
 
         class Again(LearningRateFinder):
             def on_fit_start(self, *_: Any) -> None:
@@ -256,13 +257,16 @@ class TestSearchesForALearningRate:
                 if trainer.current_epoch == 0:
                     self.lr_find(trainer, pl_module)
 
-        plain, module, callback = Net(), Net(), SparsifyCallback(**PLAN)
-        fit(plain, SparsifyCallback(**PLAN), tmp_path)
+        how = {**PLAN, **how}
+        plain, module, callback = Net(), Net(), SparsifyCallback(**how)
+        fit(plain, SparsifyCallback(**how), tmp_path)
         module.lr = 0.1
         searching = Again(num_training_steps=5, update_attr=False)
         fit(module, callback, tmp_path, searching, num_sanity_val_steps=0)
         assert callback.training is not None and callback.training.scheduler.last_epoch == 12
-        assert module.trained[:5] == [0] * 5 and module.trained[5:] == plain.trained
+        assert len(module.trained) == 17 and module.trained[5:] == plain.trained
+        searched, trained = module.state_dict(), plain.state_dict()
+        assert all(torch.equal(searched[name], value) for name, value in trained.items())
 
 
 class TestRefusals:

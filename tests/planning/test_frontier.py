@@ -165,6 +165,9 @@ def test_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             frontier(model, lambda model, metrics=metrics: metrics)  # type: ignore[misc]
+    model.weight.data[3, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"Table 'weight' .* has the value nan"):
+        measure_plan(model, lambda model: {"loss": float(model.weight.sum())}, plan(model, "20%"))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

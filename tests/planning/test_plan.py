@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dist_sparse import plan, sparsify
+from dist_sparse import compact, export, plan, sparsify
 from dist_sparse.planning.candidates import Candidate, TableShape, dense_bytes
 from dist_sparse.planning.plan import Plan
 
@@ -70,6 +71,7 @@ def test_rows_of_cold_tables_below_5_percent() -> None:
     assert used(below) == [("small", "int4", 4), ("rows", "int8", 4), ("rows", "int8", 8)]
     assert [list(choice.candidate.levels) for choice in below.recommended] == [[], ["cross"], ["cross"]]
     assert "rows" not in {kind for kind, *_ in used(plan(CROSSED, "6%", cold="cross"))}
+    assert used(plan(TOWERS, "1.2%", cold="item")) == [("rows", "int4", 4)], "no table of all rows is that small"
 
 
 def test_small_tables_are_not_turned_back() -> None:
@@ -102,7 +104,7 @@ def trained(optimizer: Any) -> tuple[Crossed, torch.optim.Optimizer]:
     return model, stepping
 
 
-def test_rows_that_training_has_never_touched() -> None:
+def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.Adagrad)
     answer = plan(model, "10%", optimizer=optimizer)
     assert answer.untouched == {"user": 0, "cross": 750}
@@ -112,10 +114,26 @@ def test_rows_that_training_has_never_touched() -> None:
     assert "750 of 1,000 rows of cross. Removing them is lossless." in str(answer)
     users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
     before = model.user(users), model.cross(crossed)
-    with sparsify(model, optimizer, level=dict(choice.candidate.levels), end=0) as sparse:
-        sparse.step()
-        assert sparse.sparsifier.full_mask("cross").any(1).sum() == 250
+    assert paste(answer, 1, model, optimizer, tmp_path)["sparse"].sparsifier.full_mask("cross").any(1).sum() == 250
     assert torch.equal(model.user(users), before[0]) and torch.equal(model.cross(crossed), before[1])
+
+
+def paste(answer: Plan, place: int, model: nn.Module, optimizer: Any, folder: Path) -> dict[str, Any]:
+    """Run what a plan prints for a recommended choice; the artifact takes the bytes that were planned."""
+    code = str(answer).split(f"\n\n{place}. ")[1].split("\n\n")[0].partition("\n")[2]
+    names = {"model": model, "optimizer": optimizer, "sparsify": sparsify, "compact": compact, "export": export}
+    exec(code.replace('"served"', repr(str(folder / "served"))), names)
+    planned = answer.recommended[place - 1].candidate.file_bytes(answer.tables)
+    assert (folder / "served" / "tables.safetensors").stat().st_size == planned
+    return names
+
+
+def test_what_is_printed_makes_what_was_planned(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.SGD)
+    answer = plan(model, "13%", rotate=[["user", "cross"]])
+    assert used(answer) == [("columns", "int8", 4), ("columns", "int4", 8)]
+    made = paste(answer, 2, model, optimizer, tmp_path)["model"]
+    assert made.user.weight.shape == (50, 8) and made.cross.weight.shape == (1000, 8)
 
 
 def test_traffic_that_is_not_known() -> None:
@@ -138,10 +156,11 @@ def test_a_few_idle_rows_stay() -> None:
 def test_for_people_and_for_programs() -> None:
     answer = plan(CROSSED, "9.4%", rotate=[list(CROSSED)])
     assert str(answer).splitlines()[0] == "budget 13.1 MiB, 9.4% of 139 MiB in 3 tables"
-    assert str(answer).splitlines()[-1] == (
-        '2. sparsify(level=0.375, block="col", schedule="one_shot", '
-        """rotate=[['user', 'item', 'cross']]), compact(), export(dtype="int4")"""
-    )
+    assert str(answer).splitlines()[-5:-2] == [
+        "2. rotated columns removed, int4:",
+        "sparse = sparsify(model, optimizer, level=0.375, block=\"col\", rotate=[['user', 'item', 'cross']], end=0)",
+        "sparse.step()",
+    ]
     said = json.loads(json.dumps(answer.to_json()))
     assert (said["budget"], said["dense_bytes"]) == (answer.budget, dense_bytes(answer.tables))
     assert Candidate(**said["recommended"][0]["candidate"]) == answer.recommended[0].candidate
