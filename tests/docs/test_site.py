@@ -7,11 +7,13 @@ import inspect
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 import dist_sparse
+from tests.report.browser import chromium, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "site", "runs")
@@ -121,26 +123,54 @@ class TestSite:
                 if not method.startswith("_") and any(method in vars(base) for base in homes):
                     assert any(f"{base.__name__}.{method}" in anchors for base in homes), f"{name}.{method}"
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            {
-                "[x](nowhere.md)": "nowhere.md",
-                "[x](concepts.md#nowhere)": "#nowhere",
-                "[x](../benchmarks/nowhere.md)": "../benchmarks/nowhere.md",
-            },
-            {"::: dist_sparse.nowhere": "dist_sparse.nowhere"},  # ends the build before links are looked at
-        ],
-        ids=["links", "names"],
-    )
-    def test_what_leads_nowhere_stops_the_build(self, copy: Path, wrong: dict[str, str]) -> None:
-        page = copy / "docs" / "notebooks.md"
-        text = page.read_text()
-        page.write_text("\n\n".join([text, *wrong, ""]))
-        try:
-            done = built(copy)
-        finally:
-            page.write_text(text)
-        assert done.returncode != 0
-        for named in wrong.values():
-            assert named in done.stdout + done.stderr
+    def test_what_leads_nowhere_stops_the_build(self, copy: Path, tmp_path: Path) -> None:
+        """A site of two pages, with all else as it is, so that it is built in seconds."""
+        for name in ("Makefile", "dist_sparse", "requirements"):
+            (tmp_path / name).symlink_to(copy / name)
+        (tmp_path / "docs").mkdir()
+        (tmp_path / "docs" / "hooks").symlink_to(copy / "docs" / "hooks")
+        settings = (copy / "mkdocs.yml").read_text()
+        (tmp_path / "mkdocs.yml").write_text(re.sub(r"^nav:\n(?: .*\n|\n)+", "", settings, flags=re.MULTILINE))
+        (tmp_path / "docs" / "other.md").write_text("# Other\n")
+        links = ("nowhere.md", "other.md#nowhere", "../benchmarks/nowhere.md")
+        wrong = {"::: dist_sparse.nowhere": ["dist_sparse.nowhere"]}  # ends the build before links are looked at
+        wrong |= {"\n".join(f"[x]({link})" for link in links): [link.removeprefix("other.md") for link in links]}
+        for text, named in {"[x](other.md#other)": [], **wrong}.items():
+            (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{text}\n")
+            done = built(tmp_path)
+            assert (done.returncode != 0) == bool(named), done.stdout + done.stderr
+            for name in named:
+                assert name in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.browser
+@pytest.mark.skipif(
+    chromium() is None, reason="NO CHROMIUM: the site was not looked at in a browser (apt-get install chromium)"
+)
+def test_the_site_works_when_opened_from_files(copy: Path, tmp_path: Path) -> None:
+    """On a phone and a desktop, light and dark, with its search; nothing is fetched."""
+    site = copy / "site"
+    with opened(tmp_path) as browser:
+        for number, name in enumerate(("index", "results", "tutorial", "notebook", "api/sparsify")):
+            for width in (390, 1400):
+                dark = (number + width) % 4 == 0
+                browser.open(site / f"{name}.html", width, dark=dark)
+                assert browser.value("document.documentElement.scrollWidth") <= width, name
+                assert browser.value("document.body.dataset.mdColorScheme") == ("slate" if dark else "default"), name
+                assert browser.value("[...document.images].every((image) => image.naturalWidth > 0)"), name
+                assert not [url for url in browser.requested if not url.startswith(("file:", "data:"))], name
+        browser.value("""
+            const box = document.querySelector(".md-search__input");
+            box.focus();
+            box.value = "checkpoint";
+            box.dispatchEvent(new Event("keyup", {bubbles: true}));
+        """)
+        until = time.monotonic() + 30
+        while not (
+            found := browser.value('[...document.querySelectorAll(".md-search-result__link")].map((a) => a.href)')
+        ):
+            assert time.monotonic() < until, "the search finds nothing"
+            time.sleep(0.05)
+        assert any(address.startswith((site / "checkpoints.html").as_uri()) for address in found)
