@@ -35,9 +35,9 @@ def test_is_committed_with_its_outputs() -> None:
     """The site shows them. Figures may differ in the last digit between machines, so the shape is compared."""
     notebook = nbformat.read(FILE, as_version=4)
     nbformat.validate(notebook)
-    assert [cell["execution_count"] for cell in notebook.cells if cell["cell_type"] == "code"] == list(range(1, 11))
+    assert [cell["execution_count"] for cell in notebook.cells if cell["cell_type"] == "code"] == list(range(1, 12))
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
     assert text(notebook, "stderr") == "" and "removed weights are 0" in text(notebook)
 
 
@@ -64,7 +64,7 @@ def test_ties_count_half() -> None:
 @pytest.mark.slow
 def test_draws_and_warns_of_nothing(executed: Any) -> None:
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
     assert text(executed, "stderr") == ""
 
 
