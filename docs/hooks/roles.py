@@ -1,7 +1,7 @@
-"""How do the docstrings' ``:class:`~dist_sparse.X``` become links?
+"""How do the docstrings' ``:class:`~dist_sparse.X``` become links, and ``Example::`` a section?
 
-The docstrings use the roles of reStructuredText, the site is Markdown. What has a place in the site becomes a link; the
-rest is shown as code.
+The docstrings use the roles and literal blocks of reStructuredText, the site is Markdown. What has a place in the site
+becomes a link; the rest is shown as code.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import griffe
 __all__ = ["Roles"]
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`(?P<short>~?)(?P<name>[\w.]+)`")
+_EXAMPLE = re.compile(r"^Example::\n\n", re.MULTILINE)
 
 
 class Roles(griffe.Extension):
-    """Rewrites the roles of every docstring that is read."""
+    """Rewrites the roles and examples of every docstring that is read."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for each object of the package, outermost last."""
         if obj.docstring is not None:
-            obj.docstring.value = _ROLE.sub(lambda role: _link(obj, role), obj.docstring.value)
+            text = _ROLE.sub(lambda role: _link(obj, role), obj.docstring.value)
+            obj.docstring.value = _EXAMPLE.sub("Examples:\n", text)
 
 
 def _link(obj: griffe.Object, role: re.Match[str]) -> str:
