@@ -173,6 +173,18 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
 
     Raises:
         ValueError: as :func:`read_run`.
+
+    Example::
+
+        >>> import tempfile
+        >>> from dist_sparse import RunLog
+        >>> from dist_sparse.report import read_runs
+        >>> folders = [tempfile.mkdtemp(), tempfile.mkdtemp()]
+        >>> for name, folder in zip(["rows", "columns"], folders):
+        ...     RunLog(folder, name=name).close()
+        >>> runs = read_runs(folders)
+        >>> runs.name, list(runs.compared)
+        ('rows', ['columns'])
     """
     if len(folders) == 1:
         return read_run(folders[0])

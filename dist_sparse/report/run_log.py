@@ -57,7 +57,22 @@ _SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} |
 
 
 class Sink(Protocol):
-    """Receiver of a run's numbers, such as TensorBoard."""
+    """Receiver of a run's numbers, such as TensorBoard.
+
+    Example::
+
+        >>> import tempfile
+        >>> from dist_sparse import RunLog
+        >>> class Printer:
+        ...     def scalars(self, step, values):
+        ...         print(step, values)
+        ...     def close(self):
+        ...         print("end")
+        >>> with RunLog(tempfile.mkdtemp(), sinks=[Printer()]) as log:
+        ...     log.step(7, loss=0.5)
+        7 {'loss': 0.5}
+        end
+    """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Take the values of one step, by name."""

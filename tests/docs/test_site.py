@@ -19,6 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "site", "runs")
 IN_MODULES = {"groups": ["set_timeout", "traffic", "reset_traffic"], "lightning": None}
 """Public names of modules; None is all of ``__all__``."""
+RETURNED = {
+    *("Artifact", "Choice", "CompactIds", "DryRun", "Exported", "Frontier", "Inspection", "Plan", "Prediction"),
+    *("Resumed", "Run", "Served", "ServedBytes", "ServedModel", "Simulation", "TableDryRun", "TableShape", "Traffic"),
+}
+"""What functions return: their examples show it."""
+NO_EXAMPLE = {"ReadyDataScheduler", "row_wise"} | {"COL", "ROW"}
+"""A base class, a module; and strings, whose example is on their page."""
 
 
 def documented() -> list[str]:
@@ -36,6 +43,18 @@ def test_every_public_name_has_one_place() -> None:
         names += [f"{path}.{name}" for name in some or importlib.import_module(path).__all__]
     assert not set(names) - set(documented()), "not in docs/api"
     assert len(documented()) == len(set(documented()))
+
+
+def test_every_reference_has_an_example() -> None:
+    """In its docstring, which is where CI runs it."""
+    without = set()
+    for name in documented():
+        module, _, last = name.rpartition(".")
+        if module == "dist_sparse.lightning":
+            pytest.importorskip("lightning")
+        if ">>> " not in (getattr(importlib.import_module(module), last).__doc__ or ""):
+            without.add(last)
+    assert without == RETURNED | NO_EXAMPLE
 
 
 def built(folder: Path) -> subprocess.CompletedProcess[str]:
