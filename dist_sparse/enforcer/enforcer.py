@@ -48,24 +48,25 @@ _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 class MaskEnforcer:
     """Keeps removed weights at zero in every forward. Never communicates, unless it finds that shards have moved.
 
-    Between a backward and the next lookup, rows that the backward wrote are *dirty*: they may hold other values than
-    zero where they are removed. They are cleaned before a lookup reads them, in a mask update before scoring, in
-    ``get_data`` and ``state_dict`` of the sparsifier, in ``state_dict()`` of the model, before the ``sync()`` of a
-    DMPCollection, and in :meth:`settle`. What plain optimizers step is clean as soon as their ``step()`` returns.
+    Between a backward and the next lookup, rows that the backward wrote are *dirty*: removed weights in them may be
+    nonzero. They are cleaned before a lookup reads them, in a mask update before scoring, in ``get_data`` and
+    ``state_dict`` of the sparsifier, in ``state_dict()`` of the model, before the ``sync()`` of a DMPCollection, and in
+    :meth:`settle`. Weights that plain optimizers step are clean as soon as ``step()`` returns.
 
     Args:
         sparsifier: everything registered with it is enforced.
-        optimizer_state: of removed weights: ``"keep"`` leaves it to the optimizers; ``"reset"`` sets it to its initial
-            value at every mask update, before and after, so that a block that comes back starts afresh.
-        removed_rows: of tables with a fused optimizer, on a CPU, whose rows are added up (pooling SUM, weighted or not;
-            of row-wise sharded ones MEAN too): ``"drop"`` drops the ids of rows that are removed as a whole before the
-            lookup. They are not read, get no gradient and are not written; their optimizer state stands still. With
-            ``"zero"``, and elsewhere, such rows are read as zeros, trained and zeroed again. Outputs, kept weights and
-            masks are equal bit for bit. A sparsifier with ``trains_removed`` gets ``"zero"``.
+        optimizer_state: the state of removed weights: ``"keep"`` leaves it to the optimizers; ``"reset"`` sets it to
+            its initial value at every mask update, before and after, so that a block that comes back starts with fresh
+            state.
+        removed_rows: for tables with a fused optimizer on a CPU whose lookups sum rows (SUM pooling, weighted or not,
+            and MEAN pooling of row-wise sharded tables): ``"drop"`` drops the ids of rows that are removed whole before
+            the lookup. These rows are not read, get no gradient and are not written; their optimizer state does not
+            change. With ``"zero"``, and for all other tables, such rows are read as zeros, trained and zeroed again.
+            Outputs, kept weights and masks are equal bit for bit. A sparsifier with ``trains_removed`` gets ``"zero"``.
 
     Attributes:
-        seconds: host time spent so far, ``sparsifier.step()`` not counted. On a device, kernels are only launched in
-            it.
+        seconds: host time spent so far, without ``sparsifier.step()``. On a device, this includes only launching the
+            kernels.
 
     Example::
 
@@ -138,9 +139,9 @@ class MaskEnforcer:
             Itself, so that ``MaskEnforcer(sparsifier).attach(optimizer)`` is one line, and ``with`` one block.
 
         Raises:
-            ValueError: it is attached already, or another enforcer is to the same sparsifier or weights; nothing is
-                registered; no optimizer given steps a registered weight that requires a gradient; or a module that
-                holds registered weights is compiled. Nothing was changed.
+            ValueError: it is already attached, or another enforcer is attached to the same sparsifier or weights;
+                nothing is registered; none of the optimizers steps a registered weight that requires a gradient; or a
+                module that holds registered weights is compiled. Nothing was changed.
         """
         if self.attached:
             raise ValueError("The enforcer is attached already: call detach() first.")
@@ -190,8 +191,8 @@ class MaskEnforcer:
         ``sparsifier.apply_masks()`` instead, which writes all tables.
 
         Raises:
-            ValueError: shards have moved since masks were last used: a forward, ``step()`` or ``apply_masks()`` on
-                every rank comes first.
+            ValueError: shards have moved since masks were last used: first run a forward, ``step()`` or
+                ``apply_masks()`` on every rank.
             RuntimeError: it is not attached.
         """
         self._check_attached()

@@ -55,32 +55,32 @@ def frontier(
     """Measure what a trained model is worth at a few sizes of its tables. Collective: every rank of the world must call
     it.
 
-    For each budget and method, what fits is written into the tables, measured and taken back; the model is not trained
-    on. Bytes are those of :class:`~dist_sparse.planning.candidates.ServedBytes`: scales, indexes, bitmasks and bases
-    are counted.
+    For each budget and method, the weights that fit are written into the tables, measured, and restored; the model is
+    not trained. Bytes are those of :class:`~dist_sparse.planning.candidates.ServedBytes`: scales, indexes, bitmasks and
+    bases are counted.
 
     Args:
         model: trained: a DistributedModelParallel, a DDP module or any module. Afterwards its weights are what they
             were.
         evaluate: called with the model, returns metrics by name, the same on all ranks. Take data that the model was
             not trained on.
-        train: by ``"columns"`` and ``"rows"`` what is called with a fraction and returns ``(model, evaluate)``: a model
-            that was trained as this one, with that fraction of the columns of its tables, or with ids hashed into that
-            fraction of their rows.
+        train: functions by ``"columns"`` and ``"rows"``. Each is called with a fraction and returns
+            ``(model, evaluate)``: a model trained like this one, with that fraction of the columns of its tables, or
+            with ids hashed into that fraction of their rows.
         budgets: fractions of the tables' bytes.
         methods: of those in :data:`~dist_sparse.planning.methods.METHODS`: ``"bits"``, ``"untouched"``, ``"small"``,
             ``"columns"``, ``"rotated"``, ``"rows"``, ``"blocks"``, ``"elements"``, ``"mix"`` and ``"hashed"``. None is
             all of them, without those for which ``train`` has nothing: ``"small"`` and ``"hashed"``.
-        dtypes: to store what is left in.
-        rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that nothing but dot products
-            between them read.
+        dtypes: dtypes of the stored weights.
+        rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read only by dot products
+            between them.
         protect: globs of tables that keep all rows.
         min_rows: tables with fewer keep all rows.
         metric: by which methods are compared; None is the first that ``evaluate`` returns.
-        lower_is_better: metrics of which less is better.
+        lower_is_better: metrics for which less is better.
         tolerance: a smaller difference of the metric does not count.
-        out: a folder for ``trials.jsonl``, ``frontier.json``, ``frontier.md`` and, with matplotlib, ``frontier.png``. A
-            run that is interrupted goes on from ``trials.jsonl``.
+        out: a folder for ``trials.jsonl``, ``frontier.json``, ``frontier.md`` and, with matplotlib, ``frontier.png``.
+            An interrupted run continues from ``trials.jsonl``.
 
     Raises:
         ValueError: an argument or a metric is invalid, the tables can't be served, or ranks disagree; on every rank.

@@ -114,23 +114,23 @@ def plan(
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
 ) -> Plan:
-    """Return what a budget of bytes can hold of a model's tables, and which of it to use; change nothing. Collective:
-    every rank of the world must call it.
+    """Return what fits a byte budget for a model's tables, and which option to use; change nothing. Collective: every
+    rank of the world must call it.
 
-    Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and with removed rows:
-    those that training has never touched, which is lossless, and those of ``cold`` tables. Counted are weights, scales,
-    what finds kept rows, and what turns rotated tables back: the bytes that a server holds. No weights are read, and no
-    quality is predicted: what is recommended follows rules that were measured on other models.
+    Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and with removed rows: rows
+    that training has never touched, which is lossless, and rows of ``cold`` tables. The bytes are those that a server
+    holds: weights, scales, indexes of kept rows, and bases that rotate outputs back. No weights are read, and no
+    quality is predicted: recommendations follow rules that were measured on other models.
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
         budget: bytes, or a share of the tables' bytes as text, ``"10%"``.
-        rotate: what may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups of tables that nothing but
-            dot products between them reads, or ``"table"``.
+        rotate: tables that may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups of tables that are
+            read only by dot products between them, or ``"table"``.
         cold: globs of tables of cold crossed features, which may lose rows that training has touched.
-        optimizer: that steps tables itself, or a sequence of several; if it is an Adagrad, rows that training has never
-            touched are known, as they are of fused tables with Adagrad.
-        include, exclude: globs over tables, as for ``add_model``; what is excluded is not counted.
+        optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If tables are stepped
+            by an Adagrad, fused or not, the rows that training has never touched are known.
+        include, exclude: globs over tables, as for ``add_model``; excluded tables are not counted.
 
     Raises:
         ValueError: an argument is invalid, or differs between ranks; on every rank.

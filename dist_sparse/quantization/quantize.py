@@ -54,12 +54,13 @@ def post_training_sparse_quantize(
 
     Args:
         model: the module that holds the embeddings; it can't be one itself.
-        data_sparsifier_class: makes the sparsifier, from ``sparse_config``. Its ``add_data``, one ``step`` and what
-            ``get_mask`` and ``get_data`` then say are used. A name is the path of the module with '_' for '.'.
-        sparsify_first: masks of the float weights, which are then quantized; or else masks of the quantized weights, of
-            which those that are kept keep their codes, on the grid of the dense table.
+        data_sparsifier_class: class of the sparsifier, constructed with ``sparse_config``. It is used through
+            ``add_data``, one ``step``, ``get_mask`` and ``get_data``. A name is the path of the module with '_' for
+            '.'.
+        sparsify_first: if True, compute masks from the float weights, then quantize; otherwise compute masks from the
+            quantized weights, where kept weights keep their codes on the grid of the dense table.
         select_embeddings: the modules to take; None is all of them.
-        **sparse_config: of the sparsifier's constructor.
+        **sparse_config: arguments of the sparsifier's constructor.
 
     Raises:
         ImportError: FBGEMM is not installed.

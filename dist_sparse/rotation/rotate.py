@@ -27,22 +27,22 @@ Located = Mapping[str, ShardedData]
 
 
 def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
-    """Rotate tables before each mask update from now on; what the model computes does not change. Collective: every
-    rank of the world must call it.
+    """Rotate tables before each mask update from now on, without changing the model's output. Collective: every rank of
+    the world must call it.
 
-    The columns of a rotated table are in descending order of what they hold, and the last ones are removed, whatever
-    the sparsifier's norm or score: no other columns could hold less. Tables are rotated in place; removed columns stay
-    zero, since a further rotation is one of the columns that are left. Call it once everything is registered; an
-    enforcer must be attached at mask updates.
+    The columns of a rotated table are in descending order of the information they hold. The last columns are removed,
+    whatever the sparsifier's norm or score: no other columns could hold less. Tables are rotated in place; removed
+    columns stay zero, because later rotations act only on the remaining columns. Call it once everything is registered;
+    an enforcer must be attached at mask updates.
 
     Args:
-        sparsifier: of whole columns, ``sparse_block_shape=(COL, n)``. If it counts lookups (``score="frequency"``),
-            each row weighs as much as it was looked up.
+        sparsifier: one that removes whole columns, ``sparse_block_shape=(COL, n)``. If it counts lookups
+            (``score="frequency"``), each row is weighted by its number of lookups.
         tables: ``"table"``, or groups of registered names. A group of one table, and each table of ``"table"``, gets
-            the eigenvectors of ``W^T W``, and a forward hook turns its output back, so that any model may read it.
-            Tables of larger groups are not turned back: nothing but **dot products between them** may read them. Two
-            tables get the balanced basis of their dot products, more get one orthogonal basis. Tables in no group are
-            not rotated.
+            the eigenvectors of ``W^T W``, and a forward hook rotates its output back, so that any model may read it.
+            Outputs of larger groups are not rotated back: only **dot products between them** may read them. Two tables
+            get the balanced basis of their dot products, more get one orthogonal basis. Tables in no group are not
+            rotated.
 
     Raises:
         ValueError: a name is unknown or in two groups; blocks are not whole columns; the tables of a group differ in

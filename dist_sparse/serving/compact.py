@@ -51,25 +51,26 @@ def compact(
     plan: Callable[[nn.Module], Any] | None = None,
     removed: Removed = "zero",
 ) -> nn.Module:
-    """Return ``model`` with tables that store only what is kept. Collective: every rank of the world must call it.
+    """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of the world must call
+    it.
 
     Collections of TorchRec become :class:`~dist_sparse.serving.collections.CompactEmbeddingBagCollection` or
     ``CompactEmbeddingCollection``, ``nn.Embedding`` and ``nn.EmbeddingBag``
     :class:`~dist_sparse.serving.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights and optimizer state of
-    kept rows are moved bit for bit, learning rates and step counts too; all other parameters stay the same objects. The
-    model gives what it gave, and trains on; it can be sparsified and compacted again.
+    kept rows are moved bit for bit, with learning rates and step counts; all other parameters stay the same objects.
+    The model's output does not change. It can be trained further, and sparsified and compacted again.
 
     ``model`` and ``sparse`` are consumed. A DistributedModelParallel is built again around the same module: use the
     one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its sparsifier
     registers nothing any more. Make pipelines and optimizers that combine ``fused_optimizer`` with others again.
 
     Args:
-        model: as it was sparsified: a DistributedModelParallel or a plain module. Of a DDP module pass the module
-            inside, and wrap the result.
+        model: the sparsified model: a DistributedModelParallel or a plain module. For a DDP module, pass the inner
+            module, then wrap the result.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove whole rows,
             or columns of rotated tables: these become narrower, by columns whose number is a multiple of 4.
-        optimizer: all optimizers that step tables themselves, or a sequence of them: they hold the new parameters
-            afterwards. None is those that the enforcer is attached to; ``()`` is none.
+        optimizer: all optimizers that step tables that are not fused, one or a sequence: they hold the new parameters
+            afterwards. None uses those that the enforcer is attached to; ``()`` means there are none.
         plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept rows are called
             ``inner``. None keeps sharding types, ranks and columns, and cuts the kept rows evenly.
 

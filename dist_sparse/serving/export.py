@@ -73,12 +73,12 @@ def export(
     path: str | os.PathLike[str],
     dtype: Dtype = "fp32",
 ) -> Exported:
-    """Write the tables of ``model``, without what masks remove, as a folder that ``dist_sparse.load_served`` reads.
+    """Write the tables of ``model``, without removed weights, to a folder that ``dist_sparse.load_served`` reads.
     Collective: every rank of the world must call it; rank 0 writes.
 
-    Rows with nothing left are not stored; a bitmap says which ids they had. Tables whose masks remove parts of rows are
-    stored as bitmask and values where that is smaller. Tables that were never sparsified are stored whole. Before the
-    folder gets its name, every weight of the model is compared with what was written.
+    Rows that are removed whole are not stored; a bitmap records their ids. Tables whose masks remove parts of rows are
+    stored as bitmask and values if that is smaller. Tables that were never sparsified are stored whole. Before the
+    folder gets its name, every weight of the model is compared with the written files.
 
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not changed, except that
     removed weights are zeroed by an attached enforcer.

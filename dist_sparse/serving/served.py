@@ -287,14 +287,14 @@ def load_served(
         fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it they are pure torch.
 
     Returns:
-        The module of the model's one collection, to be called with what the collection took; with several, a mapping
-        from their paths to such modules. Pooled columns are in the order of the collection's configurations; those of
-        a sharded collection are ordered by sharding type, so read both by key. A table of several collections is held
-        by each of them.
+        For a model with one collection, a module that takes the same input as the collection; with several, a mapping
+        from their paths to such modules. Pooled columns are in the order of the collection's configurations; those of a
+        sharded collection are ordered by sharding type, so read both by key. A table that several collections look up
+        is stored in each of them.
 
     Raises:
-        ValueError: it is no artifact, damaged, or of another version (names the file); it is not packed, with
-            ``layout="packed"``.
+        ValueError: the folder is not an artifact, is damaged, or has another version (names the file); or
+            ``layout="packed"`` and no table is packed.
         ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
         OSError: a file can't be read.
 

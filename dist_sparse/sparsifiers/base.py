@@ -52,7 +52,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
         step_count: calls of ``step()`` so far, also of those that did nothing.
-        repair: what a mask update does about replicas that have drifted: ``"raise"``, or ``"broadcast"`` the first's.
+        repair: how a mask update treats replicas that have drifted: ``"raise"``, or ``"broadcast"`` the first rank's.
         dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
         rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.

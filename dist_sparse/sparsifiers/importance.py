@@ -52,7 +52,7 @@ class _Known(NamedTuple):
 
 
 class ImportanceSparsifier(DataNormSparsifier):
-    """Removes the blocks that matter least to training: by norm, by lookups, or by what Adagrad has summed.
+    """Removes the blocks that matter least to training: by norm, by lookups, or by Adagrad's sums.
 
     ========================  ==========================================================================================
     ``score``                 of an element ``w``
@@ -64,25 +64,25 @@ class ImportanceSparsifier(DataNormSparsifier):
     ========================  ==========================================================================================
 
     ``G`` is read from the optimizer: FBGEMM's (row-wise) Adagrad, TorchRec's ``RowWiseAdagrad``, or torch's Adagrad,
-    less its initial value. Rows that no batch has touched have ``G`` and lookups of 0, so that they are removed first
-    (with ``"norm_accumulator"`` those with the smallest norm), which changes no prediction on what was trained. A
-    row-wise optimizer keeps one number for a row of a shard: a table cut by columns has several for a row, each for its
-    own columns.
+    minus its initial value. Rows that no batch has touched have zero ``G`` and zero lookups, so they are removed first
+    (with ``"norm_accumulator"``, those with the smallest norm), which changes no prediction on ids seen in training. A
+    row-wise optimizer keeps one number for a row of a shard: a table cut by columns has several numbers per row, each
+    for its own columns.
 
     All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the optimizers and sees the ids.
-    Lookups are those of rows in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 a
-    row, kept with its shard, in ``state_dict()``. Removed rows are counted and keep their ``G`` unless the
-    enforcer resets it, so that they may come back with ``"frequency"`` and ``"accumulator"``; they start at 0.
+    Lookups are counted in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 per row,
+    kept with its shard and saved in ``state_dict()``. Lookups of removed rows are counted, and these rows keep their
+    ``G`` unless the enforcer resets it, so they may come back, at 0, with ``"frequency"`` and ``"accumulator"``.
 
     Args:
-        data_list: as in :class:`~dist_sparse.DataNormSparsifier`, as all that is not listed here.
-        score: of an element.
-        norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; others take ``"L2"``.
-        decay: counts are multiplied by it, and rounded down, after each mask update, so that old traffic counts less;
-            at 1 all traffic since ``attach()`` counts alike.
+        data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed here.
+        score: the score of an element, from the table above.
+        norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; the others require ``"L2"``.
+        decay: after each mask update, counts are multiplied by it and rounded down, so that old traffic counts less; at
+            1, all traffic since ``attach()`` counts equally.
 
     Attributes:
-        scored_by: the score; may be replaced between mask updates, on all ranks, but for ``"frequency"``.
+        scored_by: the score; may be replaced between mask updates, on all ranks, except by ``"frequency"``.
 
     Raises:
         ValueError: an argument is invalid; in ``add_model``, lookups of a table are not seen; in ``step()``, no

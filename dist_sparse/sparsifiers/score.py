@@ -64,28 +64,28 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     Args:
         data_list: as in :class:`BaseDataSparsifier`.
-        sparsity_level: fraction of blocks to hit, 0 to 1 (clipped): exactly ``round(sparsity_level * blocks)`` of them,
-            half to even.
+        sparsity_level: fraction of blocks to select, 0 to 1 (clipped): exactly ``round(sparsity_level * blocks)`` of
+            them, half to even.
         sparse_block_shape: ``(rows, columns)`` of a block; ``(1, ROW)`` is whole rows, ``(COL, 1)`` whole columns.
             ``"1x4"``, ``"row"`` and ``"col"`` are accepted too.
-        zeros_per_block: elements to remove in a block that is hit, those with the smallest score; None is the whole
+        zeros_per_block: elements to remove in a selected block, those with the smallest scores; None is the whole
             block.
         **defaults: further configuration that :meth:`score` receives.
 
     Attributes:
-        scope: ``"table"`` removes ``sparsity_level`` of each table; ``"global"`` removes the bytes that this makes in
-            all tables of a model wherever scores are smallest, exactly, whatever the sharding. Blocks are compared by
-            their mean score, which is that of a byte, and must divide the tables. A table at level 0 loses nothing,
-            and below level 1 at least one block of each stays. Settable, with the same value on every rank.
-        floors: by registered name the least fraction of blocks that is kept, whatever the level.
-        max_change: the largest fraction of a table's blocks that change their state in one mask update: as many as the
-            level needs may, and of what else would be exchanged the blocks that score highest come back. For rows of
-            tables that no column border cuts, and scores that removed rows keep. Below 1 a mask update takes up to
-            seven all-reduces more.
+        scope: ``"table"`` removes ``sparsity_level`` of each table; ``"global"`` removes the same total bytes over all
+            tables of a model, wherever scores are smallest, exactly and under any sharding. Blocks are compared by
+            their mean score, so by score per byte, and must divide the tables. A table at level 0 loses nothing, and
+            below level 1 at least one block of each table stays. Settable, with the same value on every rank.
+        floors: by registered name, the smallest fraction of blocks that is kept, whatever the level.
+        max_change: the largest fraction of a table's blocks that may change state in one mask update, unless the level
+            requires more; the removed blocks with the highest scores come back. Needs rows that no column border cuts,
+            and scores that removed rows keep. Below 1, a mask update takes up to seven more all-reduces.
         full_every: with a :class:`~dist_sparse.MaskEnforcer`, scores of blocks that are one row high and at least 32
-            columns wide are kept between mask updates, 4 bytes a block, in tables of a fused optimizer on a CPU; only
-            rows that training has written are scored again, and all of them in one of so many updates. 1 keeps none.
-        measure: how elements are scored: ``"L1"`` (``|x|``) or ``"L2"`` (``x * x``), which are quick, or None for
+            columns wide are kept between mask updates, 4 bytes per block, in tables of a fused optimizer on a CPU. Only
+            rows that training has written are scored again; at least one of ``full_every`` updates scores all rows. 1
+            keeps no scores.
+        measure: how elements are scored: ``"L1"`` (``|x|``) or ``"L2"`` (``x * x``), which are fast, or None for
             :meth:`score`. A class that defines ``score`` without ``measure`` gets None.
 
     Example::
@@ -263,11 +263,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         return dict(zip(names, made, strict=True))
 
     def audit(self) -> dict[str, str]:
-        """As :meth:`BaseDataSparsifier.audit`; and compare the scores that are kept with scores of all rows, bit for
+        """Like :meth:`BaseDataSparsifier.audit`; also compare the kept scores with fresh scores of all rows, bit for
         bit.
 
         Raises:
-            ValueError: on every rank; names table and row, too where a weight was written in a way that torch does not
+            ValueError: on every rank; names table and row, even if a weight was written in a way that torch does not
                 count, such as through ``.data``.
         """
         if self.enforcer is not None:

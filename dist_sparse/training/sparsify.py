@@ -295,31 +295,31 @@ def sparsify(
 ) -> SparseTraining:
     """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
 
-    Left dense, and listed in ``left_dense``, are tables with fewer than ``min_rows`` rows, and frozen ones
-    (``requires_grad`` False). The last block of a table is removed at ``level`` 1 only. The row of ``padding_idx`` is
-    zero already: it is among the first to be pruned, which changes nothing. Other rows that must stay, such as those of
-    [MASK] tokens, belong in a table of their own, named in ``exclude``.
+    Tables with fewer than ``min_rows`` rows and frozen tables (``requires_grad`` False) stay dense; ``left_dense``
+    lists them. The last block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it
+    is among the first to be pruned, which changes nothing. Put other rows that must stay, such as those of [MASK]
+    tokens, into a separate table named in ``exclude``.
 
     Args:
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it first.
         optimizer: the optimizer that steps it, or a sequence of all of them.
         level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table names and fully
             qualified names; of several that match, the last counts. Tables that none matches stay at 0.
-        budget: instead of ``level`` what the tables may take in the end: bytes, or a share of them as text, ``"20%"``.
-            Counted is what is served, as in :func:`~dist_sparse.plan`, in the dtype of training. All tables have one
-            level then, which rises as any level does.
-        scope: ``"table"``, or ``"global"``: the bytes that the levels make together are removed wherever scores are
-            smallest, see :class:`~dist_sparse.ScoreSparsifier`.
+        budget: instead of ``level``, the most that the tables may take at the end: bytes, or a share of them as text,
+            ``"20%"``. It counts the bytes that are served, as :func:`~dist_sparse.plan` does, in the dtype of training.
+            All tables then have the same level, which rises along the schedule.
+        scope: ``"table"``, or ``"global"``: the total bytes of all levels are removed wherever scores are smallest; see
+            :class:`~dist_sparse.ScoreSparsifier`.
         floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
-        protect: globs of tables that are left dense, and counted by ``budget`` (those of ``exclude`` are not).
+        protect: globs of tables that stay dense but count towards ``budget`` (tables in ``exclude`` do not).
         end, begin, every: last and first step of mask updates, and the steps between them; ``every`` is cut to
             ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``.
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or ``(1, ROW)`` for whole
             rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such as ``"1x4"``.
         norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are compared; None is L2.
-        score: ``"norm"``, ``"frequency"``, ``"accumulator"`` or ``"norm_accumulator"``, by which blocks are compared:
-            see :class:`~dist_sparse.ImportanceSparsifier`. None is ``"norm_accumulator"`` for whole rows of which
-            Adagrad steps all, where no ``norm`` is given, and ``"norm"`` otherwise; ``summary()`` names it.
+        score: ``"norm"``, ``"frequency"``, ``"accumulator"`` or ``"norm_accumulator"``, by which blocks are compared;
+            see :class:`~dist_sparse.ImportanceSparsifier`. None is ``"norm_accumulator"`` for whole rows if Adagrad
+            steps all tables and no ``norm`` is given, and ``"norm"`` otherwise; ``summary()`` names it.
         include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.
         schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``, ``"one_shot"`` (at
             ``begin``), or a ready scheduler's class that takes ``final``, ``begin``, ``end`` and ``every``.
@@ -328,19 +328,18 @@ def sparsify(
         auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that can't be edited.
             With gradient accumulation, steps are optimizer steps.
         rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask update as by
-            :func:`~dist_sparse.rotate`; tables in no group are left dense. Of columns the score decides nothing then,
-            but ``"frequency"`` weighs rows by their lookups.
-        max_change: with ``score="frequency"`` or ``"accumulator"``, the largest fraction of a table's blocks that
-            change their state in one mask update, beyond what the level needs: see
-            :class:`~dist_sparse.ScoreSparsifier`.
+            :func:`~dist_sparse.rotate`; tables in no group stay dense. The score then does not choose the columns, but
+            ``"frequency"`` weights rows by their lookups.
+        max_change: with ``score="frequency"`` or ``"accumulator"``, the largest fraction of a table's blocks that may
+            change state in one mask update, unless the level requires more; see :class:`~dist_sparse.ScoreSparsifier`.
 
     Returns:
         An object with ``step()``, to be called after each optimizer step, ``summary()``, ``state_dict()``,
         ``load_state_dict()`` and ``detach()``.
 
     Raises:
-        ValueError, AssertionError: an argument is invalid, or tables are sparsified already; on every rank, even if one
-            alone is wrong. Nothing is left attached.
+        ValueError, AssertionError: an argument is invalid, or tables are already sparsified; on every rank, even if
+            only one rank is wrong. Nothing is left attached.
 
     Example::
 
