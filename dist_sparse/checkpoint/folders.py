@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -161,9 +162,12 @@ class Folders:
         folder = self.path(step)
         if not self.files.exists(folder):
             return
-        paths = [f"{folder}/{_name(found)}" for found in self.files.ls(folder)]
-        for path in sorted(paths, key=lambda path: not path.endswith(f"/{MARKER}")):
-            self.files.rm_file(path)
+        names = [_name(found) for found in self.files.ls(folder)]
+        if MARKER in names:
+            names.remove(MARKER)
+            self.files.rm_file(f"{folder}/{MARKER}")
+        with ThreadPoolExecutor() as threads:  # one rank deletes what all have written
+            list(threads.map(lambda name: self.files.rm_file(f"{folder}/{name}"), names))
         if self.local:
             os.rmdir(folder)
 

@@ -153,7 +153,7 @@ def _all_pairs(worlds: Iterable[int] = (1, 2, 4)) -> None:
             root, started, pairs = Path(name), time.perf_counter(), 0
             for (_, ranks), sharding in itertools.product(running.items(), SHARDINGS):
                 ranks.call(save, sharding, root)
-            far: dict[str, float] = {}
+            far: dict[str, tuple[float, str]] = {}
             for (world, ranks), sharding in itertools.product(running.items(), SHARDINGS):
                 for folder in sorted(root.iterdir()):
                     found = ranks.call(compared, sharding, folder)[0]
@@ -163,13 +163,13 @@ def _all_pairs(worlds: Iterable[int] = (1, 2, 4)) -> None:
                         kind = "the same"
                     elif folder.name.startswith(f"{world}-") and not found["merged"]:
                         kind = "another sharding"
-                    far[kind] = max(far.get(kind, 0.0), found["far"])
+                    far[kind] = max(far.get(kind, (0.0, "")), (found["far"], f"{folder.name} on {world}-{sharding}"))
                     assert found["masks"] or found["merged"], (world, sharding, folder.name)
                     assert kind == "merged" or found["far"] <= 1e-5, (world, sharding, folder.name, found)
             seconds = time.perf_counter() - started
             print(f"{pairs} pairs in {seconds:.0f} s, all equal when loaded; {LATER} steps later:")
-            for kind, value in far.items():
-                print(f"  {kind}: weights differ by at most {value:.2g}")
+            for kind, (value, cell) in far.items():
+                print(f"  {kind}: weights differ by at most {value:.2g} ({cell})")
     finally:
         for ranks in running.values():
             ranks.close()
