@@ -36,7 +36,7 @@ PACKAGE = ("full", "small dense", "narrowed")
 """Methods that the package's example trains."""
 
 L2 = (0.03, 0.05, 0.08)
-LR = (0.4, 0.8, 1.6)
+LR = (0.4, 0.8, 1.6, 3.2)
 _FIRST_LR = 0.2
 
 

@@ -37,7 +37,8 @@ _BITS = {"fp32": 32, "int8": 8, "int4": 4}
 _SHARED = ("mod hash", "double hash", "frequency cut-off")
 _FINE = {"elements": 1, "soft threshold": 1, "1x4 blocks": 4}
 CUT_METHODS = ("narrowed", *_FINE, "rows")
-METHODS = ("narrowed", "small dense", *_FINE, "rows", *_SHARED)
+_SMALL = ("small dense", "small dense float32")
+METHODS = ("narrowed", *_SMALL, *_FINE, "rows", *_SHARED)
 
 
 def _row_bytes(dim: int, dtype: str) -> float:
@@ -48,10 +49,12 @@ def _row_bytes(dim: int, dtype: str) -> float:
 def forms(method: str, budget: float) -> list[Case]:
     """Return what is tried of a method within ``budget`` bytes a row: columns, dtype and what is kept.
 
-    ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8 and in 4 bits (in
-    float32, 4 columns are 6% of the bytes). The others have 8 bits, and less than twice the columns that would fit: the
+    ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8 and in 4 bits, small
+    dense ones in float32 too, as a method of its own. The others have 8 bits, and less than twice the columns that would fit: the
     more of a table must go, the worse they are.
     """
+    if method == "small dense float32":
+        return [{"dim": int(budget / 4), "dtype": "fp32", "kept": int(budget / 4)}]
     if method in ("narrowed", "small dense"):
         bits = {"int8": 8, "int4": 4}
         widths = {dtype: int((budget - _row_bytes(0, dtype)) * 8 / bits[dtype]) // 4 * 4 for dtype in bits}
@@ -73,7 +76,7 @@ def forms(method: str, budget: float) -> list[Case]:
 def _bytes(case: Case) -> float:
     """Bytes of a row of what is served, with its share of bitmasks and index."""
     method, dim, dtype, kept = (case[name] for name in ("method", "dim", "dtype", "kept"))
-    if method in ("full", "narrowed", "small dense"):
+    if method in ("full", "narrowed", *_SMALL):
         return _row_bytes(kept, dtype)
     if method in _FINE:
         return _row_bytes(kept * dim, dtype) + dim / _FINE[method] / 8  # a bit for each block
