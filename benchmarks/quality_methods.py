@@ -50,8 +50,8 @@ def forms(method: str, budget: float) -> list[Case]:
     """Return what is tried of a method within ``budget`` bytes a row: columns, dtype and what is kept.
 
     ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8 and in 4 bits, small
-    dense ones in float32 too, as a method of its own. The others have 8 bits, and less than twice the columns that would fit: the
-    more of a table must go, the worse they are.
+    dense ones in float32 too, as a method of its own. The others have 8 bits, and less than twice the columns that
+    would fit: the more of a table must go, the worse they are.
     """
     if method == "small dense float32":
         return [{"dim": int(budget / 4), "dtype": "fp32", "kept": int(budget / 4)}]

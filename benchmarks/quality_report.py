@@ -42,12 +42,12 @@ def report(rows: Sequence[Row], data: str) -> str:
     epochs = rows[0]["epochs"]
     lines = [
         f"The two-tower model of examples/two_tower on {data}, {epochs} epochs. Validation and test part are the data "
-        "set's own test part, cut in two by users. For each method and bytes: each form that fits (columns and bits) "
-        "with L2 of 0.03, 0.05, 0.08 and a learning rate of 0.2, then the best with 0.4, 0.8, 1.6, 3.2; by the validation "
-        "AUC of the first seed. On the test part: mean over seeds and half the range. Bytes are those of a row against "
-        "256, with scales, bitmasks and index; of the package those of its artifact. AUC over 10 items drawn for "
-        "each of 60,000 interactions: drawn uniformly, and by popularity. recall@20 over all items, 3,000 users. "
-        "Narrowed: 64 columns, rotated and cut at half time.",
+        "set's own test part, cut in two by users. For each method and bytes: each form that fits (columns and "
+        "bits) with L2 of 0.03, 0.05, 0.08 and a learning rate of 0.2, then the best with 0.4, 0.8, 1.6, 3.2; by "
+        "the validation AUC of the first seed. On the test part: mean over seeds and half the range. Bytes are "
+        "those of a row against 256, with scales, bitmasks and index; of the package those of its artifact. AUC "
+        "over 10 items drawn for each of 60,000 interactions: drawn uniformly, and by popularity. recall@20 over "
+        "all items, 3,000 users. Narrowed: 64 columns, rotated and cut at half time.",
         "",
         "| at most | method | trained by | columns | kept | served as | bytes | L2 | lr "
         "| seeds | AUC | AUC, popular | recall@20 |",
