@@ -143,8 +143,8 @@ class OptimizerState:
                 continue
             if choice == "refuse":
                 raise ValueError(
-                    f"{path!r} has a number for each row and column cut: it was saved with cuts at columns {cuts}, and "
-                    f"they are at {found.cuts} now. Cut the table as before, or pass row_wise_state='merge'."
+                    f"{path!r} has a number for each row of a column shard: it was saved with cuts at columns {cuts}, "
+                    f"and they are at {found.cuts} now. Cut the table as before, or pass row_wise_state='merge'."
                 )
             targets[path], merges[path] = found.merging(cuts)
 

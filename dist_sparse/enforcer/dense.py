@@ -140,9 +140,9 @@ class DenseWeights:
             # A tensor of plain data that no optimizer steps is a constant.
             if not isinstance(target.parameter, nn.Parameter) and isinstance(target.mask(), BlockMask):
                 raise ValueError(
-                    f"Unknown what writes {target.name!r}: it is no parameter, and no optimizer given steps it. Its "
-                    "removed weights might come back unseen: register the model that holds it by add_model(), or "
-                    "squash_mask() it first."
+                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of the given optimizers "
+                    "steps it, so removed weights might come back undetected. Register the model that contains it by "
+                    "add_model(), or call squash_mask() first."
                 )
 
     @property

@@ -236,8 +236,8 @@ class MaskEnforcer:
         kept = sorted({name for name, _ in self._element_states(names)})
         if kept and not self._reset:
             raise ValueError(
-                f"Tables {kept} can't be rotated: their optimizer keeps state for each element, in the basis before. "
-                'optimizer_state="reset" starts it afresh; SGD and row-wise optimizers have nothing that would change.'
+                f"Tables {kept} can't be rotated: their optimizer keeps element-wise state in the old basis. "
+                'Pass optimizer_state="reset", or use SGD or a row-wise optimizer, whose state stays valid.'
             )
 
     def after_rotation(self, names: Collection[str]) -> None:

@@ -83,8 +83,8 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
         closure = inspect.signature(found.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
-                f"Invalid optim_type={query!r}: its step() needs a closure that makes the backward several times; here "
-                "one backward is made, before the step."
+                f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward several times; here "
+                "one backward runs, before the step."
             )
         return found
     known = {name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}

@@ -197,8 +197,8 @@ def _find_tables(model: nn.Module, selected: Any) -> list[_FloatTable]:
     """
     if type(model) in _TYPES:
         raise ValueError(
-            f"The model is an {type(model).__name__} itself, so nothing holds it in which it could be replaced: "
-            "pass the module around it, nn.Sequential(embedding) say."
+            f"The model is itself an {type(model).__name__}, which can only be replaced inside a module: pass the "
+            "module that contains it, such as nn.Sequential(embedding)."
         )
     wanted = _all_of(model) if selected is None else _selected(model, selected)
     tables: dict[int, _FloatTable] = {}
@@ -231,7 +231,7 @@ def _all_of(model: nn.Module) -> set[int]:
     found = {id(module) for module in model.modules() if type(module) in _TYPES}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} holds no float embeddings: no nn.Embedding or nn.EmbeddingBag of these very types."
+            f"{type(model).__name__} holds no float embeddings: none of the exact type nn.Embedding or nn.EmbeddingBag."
         )
     return found
 

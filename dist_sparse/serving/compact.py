@@ -277,7 +277,7 @@ def _check_default(site: Site, default_row: bool) -> None:
     if any(index.default_row for index in indexes):
         raise ValueError(f"{name} has default rows, and tables with a default row can't lose rows again.")
     if default_row and indexes:
-        raise ValueError(f"{name} has lost rows already, without a default row: they have none.")
+        raise ValueError(f"{name} has already lost rows without a default row; it can't get one now.")
 
 
 def _compacted(site: Site, kept: Kept, model: nn.Module, widths: Mapping[str, int], default_row: bool) -> Any:

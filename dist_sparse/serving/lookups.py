@@ -62,7 +62,7 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
         torchrec: Any = torchrec_part()
         weighted, tables = torchrec.lookups(site.replaced)
         if getattr(site.module, "_need_indices", False):
-            raise ValueError(f"Collection {site.place!r} has need_indices=True, which served ones have not.")
+            raise ValueError(f"Collection {site.place!r} has need_indices=True, which serving does not support.")
         for table, _, pooled in tables:
             if weighted and pooled == "mean":
                 raise ValueError(

@@ -51,7 +51,7 @@ class Steppers:
         """
         found = [leaf.state[parameter] for leaf in self._leaves if parameter in leaf.state]
         if len(found) > 1:
-            raise ValueError("Several optimizers step one table; one can.")
+            raise ValueError("Several optimizers step the same table; only one may.")
         shapes = tuple(parameter.shape), (len(parameter),), (len(parameter), 1)
         return {
             name: value

@@ -119,7 +119,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         self.counts_lookups = self.scored_by == "frequency"
         self.decay = checks.level("decay", decay)
         if self.scored_by != "norm" and norm not in ("L2", "l2"):
-            raise ValueError(f"Invalid {norm=} with {score=}: only the score 'norm' has another than 'L2'.")
+            raise ValueError(f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than 'L2'.")
         self._known: dict[str, list[_Known]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 

@@ -328,11 +328,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         most = sum(goal.most * goal.price for goal in goals.values())
         if need > most:
             raise ValueError(
-                f"The levels remove {need} bytes together, and no more than {most} may be removed: of each table one "
-                f"block stays, and the floors {dict(self.floors)}."
+                f"The levels remove {need} bytes in total, but at most {most} may be removed: each table keeps one "
+                f"block, and its floor in {dict(self.floors)}."
             )
         if self.rotation is not None:
-            raise ValueError("scope='global' can't compare rotated columns, which are removed by their place.")
+            raise ValueError("scope='global' can't compare rotated columns, which are removed by position.")
 
     def _check_held(self, goals: Mapping[str, Goal]) -> None:
         """Refuse tables of which the changes can't be limited. The same on every rank."""
@@ -341,7 +341,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         if self.scope == "global" or self.measure is not None or self.rotation is not None:
             raise ValueError(
                 f"max_change={self.max_change} is for scope='table' and scores that removed blocks keep, such as "
-                "'frequency': by a norm none comes back, and rotated columns are removed by their place."
+                "'frequency': under a norm none comes back, and rotated columns are removed by position."
             )
         for name, goal in goals.items():
             if goal.by_element or goal.block[1] == 1 or cuts_of(goal) or self.packed_store.block(name) != goal.block:

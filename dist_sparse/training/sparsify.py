@@ -377,7 +377,7 @@ def sparsify(
             max_change=max_change,
         )
         if plan.scope == "global" and rotate is not None:
-            raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by their place.")
+            raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by position.")
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
         unpruned = left_dense(model, located, plan, rotate)

@@ -113,7 +113,7 @@ def test_a_budget_is_kept(world: int) -> None:
         ({"level": 0.5, "scope": "all"}, "'table', 'global'"),
         ({"level": 0.5, "floor": {"users": 0.1}}, "floor: 'users' matches no table"),
         ({"level": 0.5, "protect": "users"}, "protect: 'users' matches none"),
-        ({"level": 0.5, "scope": "global", "floor": 0.8}, "no more than"),
+        ({"level": 0.5, "scope": "global", "floor": 0.8}, "but at most"),
         ({"level": 0.5, "scope": "global", "block": (1, 5)}, "needs blocks that divide"),
         ({"budget": "50%", "block": (1, 5)}, "needs blocks that divide"),
     ],

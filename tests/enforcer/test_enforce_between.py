@@ -190,7 +190,7 @@ def test_shards_of_a_model_that_is_not_known_are_refused() -> None:
     case = Case((1, 4), "row_wise")
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, 4))
     sparsifier.add_data("user", case.model.state_dict()["sparse.tables.embedding_bags.user.weight"])
-    with pytest.raises(ValueError, match=r"Unknown what writes 'user'.*add_model"):
+    with pytest.raises(ValueError, match=r"Can't tell what writes 'user'.*add_model"):
         MaskEnforcer(sparsifier).attach(case.optimizer)
 
 
