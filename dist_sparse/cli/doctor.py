@@ -76,7 +76,10 @@ class Diagnosis:
     def text(self, colors: bool = False) -> str:
         """Return the conclusion, a table of what is needed and one of what is optional, and the commands."""
         broken = [each.what for each in self.findings if each.needed and each.status != "ok"]
-        lines = [f"This can't train: {', '.join(broken)}." if broken else "Everything needed to train is here."]
+        lines = ["Everything needed to train is here."]
+        if broken:
+            plain = "" if {"python", "torch"} & {*broken} else " Plain PyTorch models can."
+            lines = [f"TorchRec models can't be trained here: {', '.join(broken)}.{plain}"]
         if colors:
             lines = [_colored(lines[0], _RED if broken else _GREEN)]
         for needed, head in ((True, "needed"), (False, "optional")):
@@ -87,7 +90,11 @@ class Diagnosis:
                 color = _GREEN if each.status == "ok" else _RED if needed else _YELLOW
                 table[row] = table[row][:at] + table[row][at:].replace(each.status, _colored(each.status, color), 1)
             lines += ["", *table] if group else []
-        fixes = [f"  {each.what}: {each.fix}" for each in self.findings if each.fix is not None]
+        fixed: dict[str, list[str]] = {}
+        for each in self.findings:
+            if each.fix is not None:
+                fixed.setdefault(each.fix, []).append(each.what)
+        fixes = [f"  {', '.join(names)}: {fix}" for fix, names in fixed.items()]
         lines += ["", "To fix:", *fixes] if fixes else []
         if any(" URL" in line for line in fixes):
             lines.append("  URL is that of PyTorch's package index for your CUDA version, or for CPUs.")

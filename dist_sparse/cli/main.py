@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dist_sparse.cli.completion import add_completion
 from dist_sparse.cli.output import fail, flush, progress, show, use_colors
 from dist_sparse.cli.parsing import STATUS, Commands, Subcommand, add_json, closest, subcommand
 from dist_sparse.cli.planning import add_frontier, add_plan
@@ -24,22 +25,24 @@ __all__ = ["main"]
 _DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
 
 _EXAMPLES = f"""examples:
-  dist-sparse doctor                                  can this machine train?
-  dist-sparse launch --help                           start a training script on several processes
-  dist-sparse inspect runs/latest                     the tables and the config of a run
-  dist-sparse report runs/latest                      charts of a run, as one HTML file
-  dist-sparse plan model.py:trained --budget 10%      what can a budget of bytes hold of this model?
-  dist-sparse frontier model.py:measured              what is this model worth at a few sizes?
-  dist-sparse serve-check served/                     is this artifact whole, and what does it take?
+  dist-sparse doctor                              can this machine train?
+  dist-sparse launch --nproc 2 train.py           train on two processes
+  dist-sparse inspect runs/latest                 tables and config of a run
+  dist-sparse report runs/latest                  its charts, as one HTML file
+  dist-sparse plan model.py:trained --budget 10%  what 10% of the bytes can hold
+  dist-sparse frontier model.py:measured          its metrics at a few sizes
+  dist-sparse serve-check served/                 is this artifact whole?
 
 {STATUS}
+Options of a command: dist-sparse COMMAND --help
 """
 
 _SERVE_CHECK = f"""example:
   dist-sparse serve-check served/
 
-ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified by checksums; bitmaps, grids and weights are
-checked to be valid, and that every table was compared with its model. Needs torch and safetensors, no model.
+ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified by
+checksums; bitmaps, grids and weights are checked to be valid, and that every
+table was compared with its model. Needs torch and safetensors, no model.
 
 {STATUS}
 """
@@ -49,11 +52,13 @@ _DOCTOR = """examples:
   dist-sparse doctor --json
   dist-sparse doctor --color never
 
-Checks Python, torch, TorchRec and FBGEMM, communication backends, addresses and environment variables, and prints the
-conclusion, what is wrong and the command that fixes it. Changes nothing; takes as long as TorchRec needs to load.
-NO_COLOR is respected.
+Checks Python, torch, TorchRec and FBGEMM, communication backends, addresses and
+environment variables, and prints the conclusion, what is wrong and the commands
+that fix it. Changes nothing; takes as long as TorchRec needs to load. NO_COLOR
+is respected.
 
-exit status: 0 this machine can train, 1 something needed is missing or wrong, 2 invalid command line
+exit status: 0 this machine can train TorchRec models, 1 something needed is
+missing or wrong, 2 invalid command line
 """
 
 
@@ -79,14 +84,15 @@ def _main(words: Sequence[str] | None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version of the package and exit")
+    parser.add_argument("-V", "--version", action=_Version, nargs=0, help="show the version of the package and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=Subcommand)
     for add in (_add_launch, add_inspect, add_report, add_plan, add_frontier, _add_serve_check, _add_doctor):
         add(commands)
+    add_completion(commands, parser)
     words = list(sys.argv[1:] if words is None else words)
     if not words:
         return show(parser.format_help().rstrip())
-    if words[0] not in (*commands.choices, "-h", "--help", "--version"):
+    if words[0] not in (*commands.choices, "-h", "--help", "-V", "--version"):
         kind = "option" if words[0].startswith("-") else "command"
         parser.error(f"there is no {kind} {words[0]}{closest(words[0], [*commands.choices, '--help', '--version'])}")
     options = parser.parse_args(words)

@@ -30,27 +30,34 @@ __all__ = ["add_frontier", "add_plan"]
 
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
-  dist-sparse plan examples/dlrm/planned.py:trained_model --budget 512KiB --cold user_x_genre
-  dist-sparse plan examples/dlrm/planned.py:measured --budget 10% --measure
-  dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8 --block 1x4 --exclude 'small_*'
+  dist-sparse plan model.py:trained --budget 512KiB --cold 'user_x_*'
+  dist-sparse plan model.py:measured --budget 10% --measure
+  dist-sparse plan model.py:trained --level 0.8 --block 1x4 --exclude 'small_*'
 
-FUNCTION takes no arguments and returns (model, batches); batches may be None. The model is not changed. --budget shows
-the dtypes, widths and rows that fit, what they take, and which to use; --rotate and --cold say what may be done to
-which tables. --level shows which weights a sparsity level would prune, and how many lookups in the batches would read
-them; --block, --norm and --batches belong to it. --measure tries what fits a budget on the trained model, for which
-FUNCTION returns (model, evaluate), as for `dist-sparse frontier`; --metric, --less, --tolerance and --out belong to it.
+FUNCTION takes no arguments and returns (model, batches); batches may be None.
+The model is not changed.
+
+--budget shows the dtypes, widths and rows that fit, what they take, and which
+to use; --rotate and --cold say what may be done to which tables.
+--level shows which weights a sparsity level would prune, and how many lookups
+in the batches would read them; --block, --norm and --batches belong to it.
+--measure tries what fits a budget on the trained model, for which FUNCTION
+returns (model, evaluate), as for `dist-sparse frontier`; --metric, --less,
+--tolerance and --out belong to it.
 
 {STATUS}
 """
 
 _FRONTIER = f"""examples:
-  dist-sparse frontier examples/dlrm/planned.py:measured --out runs/frontier
-  dist-sparse frontier my.package:measured --rotate user,item --budget 10% --budget 5%
+  dist-sparse frontier model.py:measured --out runs/frontier
+  dist-sparse frontier my.package:measured --rotate user,item --budget 10%
 
-FUNCTION takes no arguments and returns (model, evaluate); evaluate(model) returns metrics by name, on data that the
-model was not trained on. If it has the parameters columns and rows, it is called again with fractions of them, and
-returns a model trained with smaller tables, and one with hashed ids, to compare with. A run that is interrupted goes on
-where it was if --out is the same. Bytes are those that would be served, indexes, scales and masks counted.
+FUNCTION takes no arguments and returns (model, evaluate); evaluate(model)
+returns metrics by name, on data that the model was not trained on. If it has
+the parameters columns and rows, it is called again with fractions of them, and
+returns a model trained with smaller tables, and one with hashed ids, to compare
+with. A run that is interrupted goes on where it was if --out is the same. Bytes
+are those that would be served, indexes, scales and masks counted.
 
 {STATUS}
 """

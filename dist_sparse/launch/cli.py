@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import re
@@ -13,13 +14,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dist_sparse.launch import kubeflow, sbatch
 from dist_sparse.launch.command import additions, argv
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 
-__all__ = ["main"]
+__all__ = ["add_options", "main"]
 
 _COMMANDS = {
     "local": "run a job on this machine (the command when none is given)",
@@ -29,18 +31,23 @@ _COMMANDS = {
 }
 
 _EXAMPLES = """\
-{prog} --nproc 2 examples/dlrm/main.py -- --epochs 1
-{prog} --nproc gpu -m my.training -- --lr 0.1
-{prog} --print --nproc 2 train.py
-{prog} torchrun --nnodes 2 --nproc 8 --rdzv-endpoint node1:29400 --rdzv-id ID train.py
-{prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 --time 02:00:00 train.py > job.sh
-{prog} kubeflow --nnodes 2 --nproc 8 --gpus 8 --image registry/me/train:1 train.py > job.yaml
+  {prog} --nproc 2 train.py -- --epochs 1
+  {prog} --nproc gpu -m my.training -- --lr 0.1
+  {prog} --print --nproc 2 train.py
+  {prog} torchrun --nnodes 2 --nproc 8 \\
+      --rdzv-endpoint node1:29400 --rdzv-id ID train.py
+  {prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 \\
+      --time 02:00:00 train.py > job.sh
+  {prog} kubeflow --nnodes 2 --nproc 8 --gpus 8 \\
+      --image registry/me/train:1 train.py > job.yaml
 """
 
 _ENVIRONMENT = """\
-Ranks inherit the environment. Variables that are not set get defaults: PYTHONHASHSEED=0; if the number of processes is
-known, OMP_NUM_THREADS = the machine's cores / processes, at least 1 (torchrun alone sets 1); on one node also
-GLOO_SOCKET_IFNAME=lo. PET_ variables, from which torchrun would take options, are not passed on.
+Ranks inherit the environment. Variables that are not set get defaults:
+PYTHONHASHSEED=0; if the number of processes is known, OMP_NUM_THREADS = the
+machine's cores / processes, at least 1 (torchrun alone sets 1); on one node
+also GLOO_SOCKET_IFNAME=lo. PET_ variables, from which torchrun would take
+options, are not passed on.
 """
 
 
@@ -161,16 +168,33 @@ def _ranks(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} must be local ranks, such as 0 or 0,1") from None
 
 
-def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+class _Command(argparse.ArgumentParser):
+    """Parser of one command: an unknown option is reported with the closest known one."""
+
+    def parse_known_args(  # type: ignore[override]  # which has four overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            option = left[0].partition("=")[0]
+            known = re.findall(r"^  (?:-m, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
+            meant = difflib.get_close_matches(option, known, n=1)
+            self.error(f"there is no option {option}." + (f" Did you mean {meant[0]}?" if meant else ""))
+        return found, left
+
+
+def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, _Command]]:
     epilog = f"{_ENVIRONMENT}\nexamples:\n{_EXAMPLES.format(prog=prog)}"
     parser = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Start a training script on several processes, or write the file with which a cluster runs it.",
+        description="Start a training script on several processes, or write the file that a\ncluster runs.",
         epilog=f"{epilog}\nOptions of a command: {prog} COMMAND --help",
         usage=f"{prog} [COMMAND] [OPTIONS] SCRIPT [-- ARGS]",
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", required=True, parser_class=_Command
+    )
     of_command = {}
     for command, what in _COMMANDS.items():
         of_command[command] = commands.add_parser(
@@ -183,14 +207,15 @@ def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Arg
             usage=f"{prog} {command} [OPTIONS] SCRIPT [-- ARGS]",
             allow_abbrev=False,
         )
-        _add_options(of_command[command], command)
+        add_options(of_command[command], command)
     return parser, of_command
 
 
-def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the options of a command to its parser."""
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="what every rank runs; its ARGS follow it, optionally after `--`")
-    add("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+    add("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS).required = False
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in `python -m`")
     add("--nproc", default="1", metavar="N", help="processes on each node: a number, or gpu, cpu, auto (default: 1)")
     add("--env", action="append", default=[], metavar="KEY=VALUE", help="variable for the ranks; may be repeated")

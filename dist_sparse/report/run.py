@@ -224,7 +224,9 @@ def _read(folder: Path) -> Run:
     file, lines = folder / RUN, folder / LINES
     for needed in (file, lines):
         if not needed.is_file():
-            raise ValueError(f"{folder} holds no run: there is no {needed.name}, which RunLog writes.")
+            why = f"there is no {needed.name}, which RunLog writes" if folder.is_dir() else "there is no such folder"
+            newest = f" The newest of the runs inside is {folder / _LATEST}." if any(folder.glob(f"*/{RUN}")) else ""
+            raise ValueError(f"{folder} holds no run: {why}.{newest}")
     about = read_about(file)
     reader = _Reader()
     for place, line in enumerate(read_lines(lines), start=1):

@@ -182,7 +182,10 @@ def summary(run: Run, report: Path | None = None) -> str:
     lines = [headline(run), status(run)] if headline(run) else [status(run)]
     lines = [*map(printable, lines), *(f"{name:<{width}}  {text}" for name, text in rows)]
     if run.compared:
-        lines += ["", *table_lines(HEAD, [row_cells(row) for row in compare(run)], right=range(1, 7))]
+        cells = [row_cells(row) for row in compare(run)]
+        lines += ["", *table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))]
+        changed = [f"  {printable(name)}: {changes}" for name, *_, changes in cells if changes]
+        lines += ["", "changed config:", *changed] if changed else []
     return "\n".join(lines)
 
 

@@ -76,7 +76,8 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     if folder.name.endswith(PARTIAL):
         raise ValueError(f"{folder} is what an unfinished export left: delete it, and export again.")
     if not file.is_file():
-        raise ValueError(f"{folder} holds no artifact: there is no {MANIFEST}.")
+        why = f"there is no {MANIFEST}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} holds no artifact: {why}.")
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
     try:

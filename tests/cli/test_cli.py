@@ -45,8 +45,10 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "f.py:f", "--lvel=0.5"], "plan: error: there is no option --lvel. Did you mean --level?"),
         (["report", "--zzz"], "dist-sparse report: error: there is no option --zzz."),
         (["inspect", "a", "-x"], "dist-sparse inspect: error: unrecognized arguments: -x"),
+        (["launch", "--nprocs=2", "a.py"], "launch local: error: there is no option --nprocs. Did you mean --nproc?"),
+        (["launch", "sbatch"], "launch sbatch: error: the following arguments are required: SCRIPT"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_was_meant(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
@@ -62,14 +64,21 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dist-sparse {project['version']}\n"
 
 
-@pytest.mark.parametrize("name", ["inspect", "plan", "serve-check", "doctor"])
-def test_each_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "completion", "launch"]
+)
+def test_each_has_a_help_of_its_own(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as leaving:
         main([name, "--help"])
     assert leaving.value.code == 0
     out = capsys.readouterr().out
     assert f"usage: dist-sparse {name}" in out and f"  dist-sparse {name}" in out.split("example")[1]
-    assert "exit status: 0" in out and "--json" in out
+    assert [line for line in out.splitlines() if len(line) > 80 and "~/.local" not in line] == []
+    assert name == "launch" or "exit status: 0" in out
+    assert name in ("launch", "completion") or "--json" in out
 
 
 WRONG = [
@@ -210,7 +219,7 @@ def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
         (["frontier", "{model}:two", "--metric", "x"], "Invalid FUNCTION='"),
         (["plan", "{model}:driving", "--level", "0", "--include", "x"], "none of the tables a\\x1b[2J ("),
         (["plan", "{model}:three_things", "--level", "0"], "returned a tuple of 3; must return (model, batches)."),
-        (["inspect", "{model}"], "holds no run: there is no run.json, which RunLog writes."),
+        (["inspect", "{model}"], "holds no run: there is no such folder."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -298,7 +307,8 @@ def run_code(code: str, folder: Path, text: str) -> subprocess.CompletedProcess[
 
 
 def test_doctor_as_a_module(tmp_path: Path) -> None:
-    """In a process of its own, in another folder, of which nothing is imported; the exit status matches the text."""
+    """In a process of its own, in another folder, of which nothing is imported. A real process group starts
+    on a missing network interface; the exit status matches the text."""
     (tmp_path / "json.py").write_text("raise ImportError('not the real one')")
     words = [sys.executable, "-m", "dist_sparse", "doctor", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "none0"}
@@ -306,4 +316,27 @@ def test_doctor_as_a_module(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     gloo = next(each for each in said["findings"] if each["what"] == "gloo")
     assert gloo["status"] == "wrong" and said["can_train"] == (not gloo["needed"])
+    assert "none0" in gloo["says"] and gloo["fix"] == "export GLOO_SOCKET_IFNAME=lo"
     assert done.returncode == (0 if said["can_train"] else 1), done.stderr
+
+
+def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "train.py").touch()
+    typed = ["dist-sparse serve", "dist-sparse launch --npr", "dist-sparse plan --norm L", "dist-sparse launch tra"]
+    lines = ["source ./script", "complete -p dist-sparse > /dev/null"]
+    for line in typed:
+        lines += [f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}", "_shtab_dist_sparse; echo ${COMPREPLY[*]}"]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines() == ["serve-check", "--nproc", "L1 L2", "train.py"], done.stderr
+
+
+def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    expected = 'dist-sparse completion: needs shtab: pip install "dist_sparse[completion]".\n'
+    assert capsys.readouterr().err == expected

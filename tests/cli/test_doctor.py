@@ -46,14 +46,12 @@ def test_this_machine() -> None:
     assert {"torch", "torchrec"} <= set(installed())
 
 
-def test_gloo_without_an_address() -> None:
-    """A real process group on a missing network interface."""
-    versions = {"torch": "2.13.0"}
-    answer = examine(versions, {**os.environ, "GLOO_SOCKET_IFNAME": "none0"}, cuda=False)
-    gloo = next(each for each in answer.findings if each.what == "gloo")
-    assert gloo.status == "wrong" and "none0" in gloo.says and gloo.fix == "export GLOO_SOCKET_IFNAME=lo"
-    assert not answer.can_train
-    assert "This can't train: torchrec, fbgemm, gloo." in str(answer)
+@pytest.mark.usefixtures("no_probes")
+def test_torch_alone_trains_plain_models() -> None:
+    answer = examine({"torch": "2.13.0"}, {}, cuda=False)
+    text = str(answer)
+    assert text.startswith("TorchRec models can't be trained here: torchrec, fbgemm. Plain PyTorch models can.\n")
+    assert "\n  torchrec, fbgemm: " in text and not answer.can_train, "one command installs both"
 
 
 @pytest.mark.usefixtures("no_probes")
@@ -236,7 +234,7 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
     assert run("--help").returncode == run("plan", "--help").returncode == run("doctor", "--help").returncode == 0
     done = run("doctor")
     assert done.returncode == 1 and not done.stderr, done.stderr
-    assert "This can't train: torch, torchrec, fbgemm" in done.stdout
+    assert "TorchRec models can't be trained here: torch, torchrec, fbgemm.\n" in done.stdout
     if code is None:
         assert "torch: " in done.stdout and "not installed" in done.stdout
     else:

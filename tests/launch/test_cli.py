@@ -114,7 +114,7 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
         main([*command, "--help"], prog="dist-sparse launch")
     assert leaving.value.code == 0
     found = capsys.readouterr().out
-    assert "dist-sparse launch --nproc 2 examples/dlrm/main.py -- --epochs 1" in found
+    assert "dist-sparse launch --nproc 2 train.py -- --epochs 1" in found
     assert "OMP_NUM_THREADS" in found
 
 
