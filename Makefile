@@ -14,23 +14,29 @@ SITE ?= site
 .PHONY: help setup train frontier test lint bench sweep docs
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo 'Variables:'
+	@echo 'Start with make setup, then make train. Variables:'
 	@echo '  PYTHON    Python 3.11 or later that makes .venv (default: python3)'
-	@echo '  PIP_ARGS  more options for pip. Where pip would take the CUDA build of torch, name the index of the CPU builds:'
-	@echo '            make setup PIP_ARGS="--extra-index-url URL", with the URL that pytorch.org/get-started shows for pip and CPU'
+	@echo '  PIP_ARGS  more options for pip. Where pip would take the CUDA build of torch,'
+	@echo '            name the index of the CPU builds: PIP_ARGS="--extra-index-url URL",'
+	@echo '            with the URL that pytorch.org/get-started shows for pip and CPU'
 	@echo '  NPROC     processes of make train (default: 2)'
-	@echo '  WORKERS   test files of make test that run at a time (default: 2); many start up to 4 processes of their own'
-	@echo '  ARGS      options of make train, e.g. ARGS="--sharding row_wise"; `python examples/dlrm/main.py --help` lists them'
-	@echo '            or of make sweep, e.g. ARGS="--resume"; `python -m benchmarks.sweep --help` lists them'
-	@echo '            or of make frontier, e.g. ARGS="--budget 3%"; `dist-sparse frontier --help` lists them'
+	@echo '  WORKERS   test files that make test runs at a time (default: 2); many of'
+	@echo '            them start up to 4 processes'
+	@echo '  ARGS      options of train, frontier or sweep, such as'
+	@echo '            make train ARGS="--sharding row_wise". These list them:'
+	@echo '            .venv/bin/python examples/dlrm/main.py --help'
+	@echo '            .venv/bin/dist-sparse frontier --help'
+	@echo '            .venv/bin/python -m benchmarks.sweep --help'
 
-setup: $(READY)  ## makes .venv with all that training, development and tests need, pinned
+setup: $(READY)  ## makes .venv with pinned versions of everything; some minutes
+	@echo 'Everything is in $(VENV). Next: make train; or `. $(BIN)/activate`, then `dist-sparse`.'
 
 $(READY): requirements/cpu.txt pyproject.toml
 	@test ! -L $(VENV) || { echo '$(VENV) is a symbolic link: nothing is installed into the environment of another checkout. Remove the link.' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make setup PYTHON=..." >&2; exit 1; }
+	@echo 'Installing 2.4 GB into $(VENV): a minute or more, in which pip prints nothing.'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
@@ -41,11 +47,12 @@ $(READY): requirements/cpu.txt pyproject.toml
 	  exit 1; }
 	@touch $@
 
-train: $(READY)  ## trains a DLRM on MovieLens-100K under torchrun: dense, sparsified, small and dense
-	@echo 'Training on $(NPROC) process(es), three runs: dense, sparsified, small and dense. About a minute; torch and TorchRec load first.'
+train: $(READY)  ## trains a DLRM on MovieLens-100K: dense, sparsified, smaller
+	@echo 'Training a DLRM dense, sparsified and with smaller tables; processes: $(NPROC).'
+	@echo 'That takes about a minute. torch and TorchRec load first.'
 	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
 
-frontier: $(READY)  ## what the DLRM of make train is worth at 50, 20, 10 and 5% of its tables' bytes: table, plot; a minute
+frontier: $(READY)  ## measures that DLRM at 50, 20, 10 and 5% of its bytes
 	OMP_NUM_THREADS=1 $(BIN)/python -m dist_sparse frontier examples/dlrm/planned.py:measured --out runs/frontier $(ARGS)
 
 test: lint  ## lint, then every test
@@ -57,16 +64,16 @@ lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy --strict dist_sparse launch
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## a due step(), and enforcement at every step, against what one would do without the library
+bench: $(READY)  ## mask updates, enforcement, serving, against alternatives
 	$(BIN)/python -m benchmarks.mask_update
 	$(BIN)/python -m benchmarks.enforce
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.compact
 
-sweep: $(READY)  ## what each level of sparsity costs and saves on the main job: CSV, plot; 10 minutes
+sweep: $(READY)  ## what each level costs and saves on that DLRM; 10 minutes
 	$(BIN)/python -m benchmarks.sweep $(ARGS)
 
-docs: $(DOCS)/.ready  ## the documentation as a site in site/; every link and anchor is checked
+docs: $(DOCS)/.ready  ## the documentation as a site in site/, its links checked
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --site-dir $(SITE)
 	@echo 'Open $(SITE)/index.html'
 

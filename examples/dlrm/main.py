@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dist_sparse import Checkpoints
 from dist_sparse.report.page import write_report
-from dist_sparse.text import block_shape_text
+from dist_sparse.text import block_shape_text, number_of
 from dlrm import interactions, movielens
 from dlrm.model import DIM, NARROWEST, sharding_of
 from dlrm.options import parse
@@ -52,7 +52,8 @@ def main(options: argparse.Namespace) -> None:
     rows = {feature.name: feature.rows for feature in dataset.sparse}
     say(
         f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test, "
-        f"{len(rows)} tables with {sum(rows.values())} rows x {DIM}; {world} process(es), sharding {options.sharding}"
+        f"{len(rows)} tables with {sum(rows.values())} rows x {DIM}; "
+        f"{number_of(world, 'process', 'processes')}, sharding {options.sharding}"
     )
     settings = Settings(
         sharding=sharding_of(rows, options.sharding, world),
@@ -99,7 +100,8 @@ def main(options: argparse.Namespace) -> None:
         say(f"{served_table(served)}\n\n{advice(served, sparse.name)}")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")
         say(f"Checked: logits from the fp32 artifacts differ from those of the trained models by at most {exact:.0e}.")
-        say(f"\nThe report, to open in a browser: {page.as_uri()}")
+        say(f"\nThe artifacts of the sparsified model: {results[1].artifacts.folder}")
+        say(f"The report, to open in a browser: {page.as_uri()}")
 
 
 def same_bytes(dense: Result, sparse: Result) -> int:

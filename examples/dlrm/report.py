@@ -38,7 +38,7 @@ def tables_table(tables: Sequence[TableRow]) -> str:
 def runs_table(results: Sequence[Result]) -> str:
     """Return one line per run."""
     head = ("run", "dim", "AUC", "NE", "ms/step")
-    lines = [(r.name, str(r.dim), f"{r.auc:.4f}", f"{r.ne:.4f}", f"{r.ms_per_step:.1f}") for r in results]
+    lines = [(r.name, str(r.dim), f"{r.auc:.4f}", f"{r.ne:.4f}", _ms(r)) for r in results]
     return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4)))
 
 
@@ -78,8 +78,13 @@ def advice(served: Sequence[Served], sparsified: str) -> str:
 
 def overhead(sparse: Result) -> str:
     """Return the cost of sparsity per step, and the check of the weights at the end."""
-    return (
-        f"Sparsity took {sparse.enforce_ms + sparse.masks_ms:.2f} of {sparse.ms_per_step:.1f} ms a step: "
+    took = (
+        f"Sparsity took {sparse.enforce_ms + sparse.masks_ms:.2f} of {_ms(sparse)} ms a step: "
         f"{sparse.enforce_ms:.2f} ms for enforcement, {sparse.masks_ms:.2f} ms for mask updates.\n"
-        f"Checked at the end: all {sparse.removed} removed weights are 0."
     )
+    checked = f"Checked at the end: all {sparse.removed} removed weights are 0."
+    return checked if sparse.ms_per_step is None else took + checked
+
+
+def _ms(result: Result) -> str:
+    return "-" if result.ms_per_step is None else f"{result.ms_per_step:.1f}"

@@ -98,8 +98,9 @@ class TableRow:
 class Result:
     """The outcome of one run.
 
-    ``table_bytes``: the remaining weights, without masks. ``enforce_ms`` and ``masks_ms``: the part of ``ms_per_step``
-    spent in enforcement and in mask updates. ``removed``: weights read at the end and found to be 0.
+    ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest checkpoint had all steps
+    behind it. ``enforce_ms`` and ``masks_ms``: the part of it spent in enforcement and in mask updates. ``removed``:
+    weights read at the end and found to be 0.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Result:
     auc: float
     ne: float
     table_bytes: int
-    ms_per_step: float
+    ms_per_step: float | None
     enforce_ms: float = 0.0
     masks_ms: float = 0.0
     removed: int = 0
@@ -266,7 +267,7 @@ def run(
     sparsifier = None if sparsification is None else sparsification.sparsifier
     export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
-    notes.close(test_auc=auc, test_ne=ne, ms_per_step=ms_per_step)
+    notes.close(test_auc=auc, test_ne=ne, **({} if ms_per_step is None else {"ms_per_step": ms_per_step}))
     return Result(
         name=name,
         dim=settings.dim,
@@ -274,8 +275,8 @@ def run(
         ne=ne,
         table_bytes=table_bytes,
         ms_per_step=ms_per_step,
-        enforce_ms=1000 * spent[0] / steps,
-        masks_ms=1000 * spent[1] / steps,
+        enforce_ms=1000 * spent[0] / max(steps - start, 1),
+        masks_ms=1000 * spent[1] / max(steps - start, 1),
         removed=removed,
         tables=tables,
         artifacts=Artifacts(run=name, folder=folder / "served", trained=predictions),
@@ -318,8 +319,9 @@ def train_steps(
     *,
     saving: Saving | None = None,
     start: int = 0,
-) -> float:
-    """Train; return the mean milliseconds per step, mask updates and checkpoints included, without the first few steps.
+) -> float | None:
+    """Train; return the mean milliseconds per step, mask updates and checkpoints included, without the first few steps;
+    None if no step is left.
 
     Args:
         start: steps that were done before.
@@ -348,7 +350,7 @@ def train_steps(
                 )
             bar.update()
     bar.close()
-    return 1000 * (time.perf_counter() - started) / (steps - warm)
+    return 1000 * (time.perf_counter() - started) / (steps - warm) if start < steps else None
 
 
 def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> Predictions:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 
+from dist_sparse.text import number_of
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset
 from dlrm.options import started_world
@@ -54,7 +55,8 @@ def main(options: argparse.Namespace) -> None:
     if options.resume:
         job.resume()
     say(
-        f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test; {world} process(es), "
+        f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test; "
+        f"{number_of(world, 'process', 'processes')}, "
         f"updates {job.done + 1} to {job.updates} of {options.accumulate} x {options.batch_size} examples"
     )
     say(f"  tables: {job.tables}\n  layers: {job.layers}")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dist_sparse import export, load_served
-from dist_sparse.text import table_lines
+from dist_sparse.text import number_of, table_lines
 from dlrm.options import as_positive, as_seed, started_world
 from dlrm.process import run_and_leave
 from two_tower.data import Interactions, load
@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     say(
         f"{options.data.name}: {data.users} users, {data.items} items, {len(data.user)} interactions to train, "
-        f"{len(data.held_out['test'][0])} to test; {world} process(es)"
+        f"{len(data.held_out['test'][0])} to test; {number_of(world, 'process', 'processes')}"
     )
     wide = Settings(
         dim=options.dim,

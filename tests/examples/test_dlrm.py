@@ -383,17 +383,18 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
 @pytest.mark.slow
 class TestRuns:
     def test_one_process_tells_the_truth_and_says_it_twice(self, npz: Path, tmp_path: Path) -> None:
-        """The second time from checkpoints in the middle of each run."""
+        """The second time from checkpoints: the dense run had ended, the others are in the middle."""
         options = ("--data", npz, "--batch-size", 64, "--every", 5, "--epochs", 2)
         options += ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 20)
         first = printed(run_script(MAIN, options, cwd=tmp_path))
-        for folder in (path for path in (tmp_path / "saved").iterdir() if path.name != "run"):
+        for folder in (path for path in (tmp_path / "saved").iterdir() if path.name not in ("run", "dense")):
             *_, older, last = sorted(folder.glob("step-*"))
             for newest in (older, last):
                 shutil.rmtree(newest)
         again = printed(run_script(MAIN, options, cwd=tmp_path))
         check(first, 0.8, 1, DIM)
         assert first.tables == again.tables and first.artifacts == again.artifacts
+        assert again.runs["dense"]["ms/step"] == "-", "no step was left"
         for run in first.runs.values():
             del run["ms/step"], again.runs[run["run"]]["ms/step"]
         assert first.runs == again.runs
