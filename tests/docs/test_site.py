@@ -179,6 +179,7 @@ def test_the_site_works_when_opened_from_files(copy: Path, tmp_path: Path) -> No
                 assert browser.value("document.documentElement.scrollWidth") <= width, name
                 assert browser.value("document.body.dataset.mdColorScheme") == ("slate" if dark else "default"), name
                 assert browser.value("[...document.images].every((image) => image.naturalWidth > 0)"), name
+                assert browser.low_contrasts(".md-content *") == [], name
                 assert not [url for url in browser.requested if not url.startswith(("file:", "data:"))], name
         browser.value("""
             const box = document.querySelector(".md-search__input");

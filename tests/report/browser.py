@@ -31,6 +31,30 @@ os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
+_CONTRASTS = """
+(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (c) => {
+    const [r, g, b] = c.map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    const c = rgb(getComputedStyle(node).backgroundColor);
+    return c.length === 4 && c[3] === 0 ? (node.parentElement ? behind(node.parentElement) : [255, 255, 255]) : c;
+  };
+  const low = [];
+  for (const node of document.querySelectorAll(SELECTOR)) {
+    const says = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    const style = getComputedStyle(node);
+    if (!says || style.visibility === "hidden" || node.tagName === "SCRIPT") continue;
+    const pair = [light(rgb(style.color).slice(0, 3)), light(behind(node).slice(0, 3))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < 4.5) low.push([node.className, node.textContent.slice(0, 30), ratio]);
+  }
+  return low;
+})()
+"""
+
 
 def chromium() -> str | None:
     """Return the path of Chromium, None if it is not installed."""
@@ -68,6 +92,11 @@ class Browser:
         came = self._do("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in came, came["exceptionDetails"]
         return came["result"].get("value")
+
+    def low_contrasts(self, selector: str = "body *") -> list[Any]:
+        """Return class, text and contrast of the elements with text whose contrast with what is behind is below 4.5."""
+        found: list[Any] = self.value(_CONTRASTS.replace("SELECTOR", json.dumps(selector)))
+        return found
 
     def point(self, x: float, y: float, *, click: bool = False) -> None:
         """Move the pointer to CSS pixels of the window, and click."""
