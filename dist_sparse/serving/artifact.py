@@ -77,7 +77,10 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
         raise ValueError(f"{folder} is what an unfinished export left: delete it, and export again.")
     if not file.is_file():
         why = f"there is no {MANIFEST}" if folder.is_dir() else "there is no such folder"
-        raise ValueError(f"{folder} holds no artifact: {why}.")
+        inside = ", ".join(sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}")))
+        raise ValueError(
+            f"{folder} holds no artifact: {why}." + (f" There are artifacts inside: {inside}." if inside else "")
+        )
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
     try:

@@ -19,7 +19,7 @@ from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import baseline, compare, headline
 from dist_sparse.report.figures import BarChart, DotChart
 from dist_sparse.report.folder import RUN
-from dist_sparse.report.summary import numbers
+from dist_sparse.report.summary import numbers, summary
 
 
 def log(folder: Path, dim: int = 8, level: float | None = None, auc: float = 0.75, **config: Any) -> Path:
@@ -55,6 +55,7 @@ def test_every_share_is_of_the_same_bytes(tmp_path: Path) -> None:
     assert (pruned.changed, narrow.changed, dense.changed) == ({"more.level": 0.9}, {"lr": 0.2}, {})
     assert headline(run).startswith("Keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC")
     assert headline(run.compared["dense"]) == "Keeps all table bytes (34.4 KiB) at 0.7500 test AUC."
+    assert summary(run).endswith("\n\nchanged config:\n  pruned: more.level=0.9\n  a_narrow: lr=0.2")
     found = numbers(run)
     assert found["other_tables"] == {"day": 3200} and found["baseline"] == "dense"
     assert [row["name"] for row in found["runs"]] == ["pruned", "a_narrow", "dense"]

@@ -306,7 +306,10 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with open(tmp_path / "served" / "tables.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
-    for path, message in ((tmp_path / "served", "tables.safetensors is damaged"), (tmp_path, "holds no artifact")):
+    for path, message in (
+        (tmp_path / "served", "tables.safetensors is damaged"),
+        (tmp_path, "There are artifacts inside: served."),
+    ):
         assert main(["serve-check", str(path)]) == 1
         captured = capsys.readouterr()
         assert captured.err.startswith("dist-sparse serve-check: refused: ") and message in captured.err
