@@ -278,7 +278,7 @@ def test_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match="without an attached MaskEnforcer"):
         sparsifier.step()
     adam = MaskEnforcer(sparsifier).attach(optimizer_of(model))  # of the data-parallel table
-    with pytest.raises(ValueError, match=r"\['tiny'\] can't be rotated: their optimizer keeps state for each element"):
+    with pytest.raises(ValueError, match=r"\['tiny'\] can't be rotated: their optimizer keeps element-wise state"):
         sparsifier.step()
     adam.detach()
     pair: dict[str, Any] = {"rotate": [["user", "tiny"]], "optimizer_state": "reset", "min_rows": 0}
