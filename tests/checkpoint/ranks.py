@@ -1,12 +1,14 @@
 """A sharded model that trains on ranks with masks, a schedule and checkpoints, and all of its state as global tensors.
 
 ``python -m tests.checkpoint.ranks`` saves and loads every pair of 1, 2 and 4 ranks and five shardings (see
-``test_ranks.py``, which runs some of them): weights, masks and optimizer state by global index, and 20 steps more.
+``test_ranks.py``, which runs some of them): weights, masks and optimizer state by global index, and 20 steps more,
+which are bit-equal on the same ranks and sharding.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, Checkpoints, CubicDataScheduler, DataNormSparsifier, MaskEnforcer
@@ -44,7 +47,9 @@ class Job:
     def __init__(self, sharding: str, root: Path, block: tuple[int, Any] = (1, ROW), **settings: Any) -> None:
         cell = trained_cells(dist.get_world_size())[sharding]
         self.cell = replace(cell, tables=tuple(replace(t, rows=max(t.rows, 4)) for t in cell.tables))  # in every world
-        self.model = build(self.cell)
+        # Otherwise DDP changes its buckets after two steps, and a resumed run adds up in another order for as long.
+        buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
+        self.model = build(self.cell, layers=buckets)
         self.optimizer = optimizer_of(self.model, tables=lambda params: RowWiseAdagrad(params, lr=0.1))
         self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm="L2")
         self.sparsifier.add_model(self.model)
@@ -165,7 +170,8 @@ def _all_pairs(worlds: Iterable[int] = (1, 2, 4)) -> None:
                         kind = "another sharding"
                     far[kind] = max(far.get(kind, (0.0, "")), (found["far"], f"{folder.name} on {world}-{sharding}"))
                     assert found["masks"] or found["merged"], (world, sharding, folder.name)
-                    assert kind == "merged" or found["far"] <= 1e-5, (world, sharding, folder.name, found)
+                    most = {"the same": 0.0, "merged": math.inf}.get(kind, 1e-5)
+                    assert found["far"] <= most, (world, sharding, folder.name, found)
             seconds = time.perf_counter() - started
             print(f"{pairs} pairs in {seconds:.0f} s, all equal when loaded; {LATER} steps later:")
             for kind, (value, cell) in far.items():

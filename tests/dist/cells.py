@@ -21,6 +21,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -198,12 +199,14 @@ def build(
     optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad,
     optimizer_args: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    layers: DataParallelWrapper | None = None,
 ) -> DistributedModelParallel:
     """The model of a cell, sharded, with the weights of :func:`weights`. Collective.
 
     Args:
         optimizer: of the fused tables. A CPU has SGD, Adagrad and RowWiseAdagrad.
         optimizer_args: ``{"lr": 0.1}`` at first.
+        layers: how TorchRec puts them under DDP.
     """
     torch.manual_seed(0)
     net = Net(cell)
@@ -224,7 +227,12 @@ def build(
     )
     env = ShardingEnv.from_process_group(process_group or dist.group.WORLD)
     model = DistributedModelParallel(
-        net, env=env, device=torch.device("cpu"), plan=ShardingPlan({"sparse.tables": plan}), sharders=[sharder]
+        net,
+        env=env,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"sparse.tables": plan}),
+        sharders=[sharder],
+        data_parallel_wrapper=layers,
     )
     set_weights(model, weights(cell))
     return model
