@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -18,56 +17,55 @@ from torch import Tensor
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.stats import dead_flags
 
-__all__ = ["KeptIds", "removed_rows"]
+__all__ = ["KeptIds", "kept_rows"]
 
 _WORTH: Final = 8
 """Where a mask removes parts of rows too, which are zeroed all the same, ids are dropped if it removes one row in so
 many whole."""
 
 
-def removed_rows(mask: BlockMask) -> Tensor | None:
-    """Return which rows of a shard are removed whole: bool ``(rect.rows,)``, on the CPU; None for a mask that removes
-    parts of rows, and too few whole rows to drop their ids."""
+def kept_rows(mask: BlockMask) -> Tensor | None:
+    """Return which rows of a shard are not removed whole: bool ``(rect.rows,)``, on the CPU; None for a mask that
+    removes parts of rows, and too few whole rows to drop their ids."""
     removed = dead_flags(mask)
     enough = mask.grid.cols == 1 or int(removed.sum()) * _WORTH >= len(removed)
-    return removed if enough else None
+    return removed.logical_not_() if enough else None
 
 
 class KeptIds:
     """Which ids of a kernel's features name a row that is not removed.
 
     Args:
-        removed: for each feature, in the order of the ids, which rows of its table are removed: bool ``(rows,)``; None
+        kept: for each feature, in the order of the ids, which rows of its table are not removed: bool ``(rows,)``; None
             where all ids are handed on.
     """
 
-    def __init__(self, removed: Sequence[Tensor | None]) -> None:
-        self._removed = list(removed)
+    def __init__(self, kept: Sequence[Tensor | None]) -> None:
+        self._kept = list(kept)
 
-    def __call__(self, ids: Tensor, ends: Sequence[int]) -> Tensor | None:
+    def __call__(self, ids: Tensor, counts: list[int]) -> Tensor | None:
         """Return which ids to hand on: bool ``(n,)``; None if one is outside its table: all of them are then, since
         what they mean is FBGEMM's to say (an error, or a warning and row 0).
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature, local row numbers.
-            ends: where the ids of each feature begin and, last, where they end.
+            counts: how many there are of each feature.
         """
-        dropped = torch.empty(ids.shape, dtype=torch.bool)
-        for removed, (start, stop) in zip(self._removed, pairwise(ends), strict=True):
-            part = dropped[start:stop]
-            if removed is None:
-                part.fill_(False)
-                continue
-            try:
-                torch.index_select(removed, 0, ids[start:stop], out=part)
-            except IndexError:  # it looks at the range of every id, so that no pass of its own has to
-                return None
-        return dropped.logical_not_()
+        parts = zip(self._kept, torch.split(ids, counts), strict=True)
+        try:  # index_select looks at the range of every id, so that no pass of its own has to
+            return torch.cat(
+                [
+                    torch.ones(part.shape, dtype=torch.bool) if kept is None else kept.index_select(0, part)
+                    for kept, part in parts
+                ]
+            )
+        except IndexError:
+            return None
 
     def among(self, features: Any) -> Any:
         """Return a KeyedJaggedTensor like ``features`` with the ids to hand on, and their weights; itself if one is
         outside its table. Gradients of the weights flow back; those of dropped ids are 0."""
-        chosen = self(features.values(), features.offset_per_key())
+        chosen = self(features.values(), features.length_per_key())
         if chosen is None:
             return features
         values, lengths = torch.ops.fbgemm.masked_select_jagged_1d(features.values(), features.lengths(), chosen)

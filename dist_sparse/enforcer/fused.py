@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.drop import KeptIds, removed_rows
+from dist_sparse.enforcer.drop import KeptIds, kept_rows
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, count_lookups, lookup_on, zero_rows
 from dist_sparse.enforcer.written import WrittenRows
-from dist_sparse.masking.kept_scores import Written
+from dist_sparse.masking.kept_scores import KeptScores, Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import ShardedData
 
@@ -89,7 +89,10 @@ class Kernel:
         self._batch: Any = module.emb_module
         self._mask, self._counts, self._mask_version, self._drops = mask, counts, version, drops
         self._counted: list[Tensor | None] = []
+        self._counts_any = False
         self._features: list[int] = list(self._batch.feature_table_map)
+        stored = ("weights_dev", "weights_host", "weights_uvm")
+        self._stored = [name for name in stored if getattr(self._batch, name).numel()]
         self._known: tuple[int, ...] = ()
         self._ids: KeptIds | None = None
         self._only_kept = False
@@ -140,17 +143,21 @@ class Kernel:
             self._dirty.clear()
 
     def written(self) -> Iterator[tuple[int, Written]]:
-        """Yield for each registered table on a CPU the address of its weights and the rows that may have been written,
-        live: all of them at the first call, since which writes are noted."""
-        if self._on_cpu and not self._strays:
-            slots = self._current()
-            if self._written is None:
-                self._written = WrittenRows(
-                    [len(view) for view in self._batch.split_embedding_weights()], self._features
-                )
-            for slot, of_table in zip(slots, self._written.tables, strict=True):
-                if slot is not None:
-                    yield slot.weight.data_ptr(), of_table
+        """Yield for each registered table whose scores are worth keeping, on a CPU, the address of its weights and the
+        rows that may have been written, live: all of them at the first call, since which writes are noted."""
+        if not self._on_cpu or self._strays:
+            return
+        worth = {
+            table: slot
+            for table, slot in enumerate(self._current())
+            if slot is not None and KeptScores.fits(slot.mask.rect, slot.mask.block)
+        }
+        if self._written is None or self._written.noted != [*worth]:
+            rows = [worth[table].mask.rect.rows if table in worth else None for table in range(len(self.places))]
+            self._written = WrittenRows(rows, self._features) if worth else None
+        if self._written is not None:
+            for slot, of_table in zip(worth.values(), self._written.tables, strict=True):
+                yield slot.weight.data_ptr(), of_table
 
     def clean_all(self) -> None:
         """Zero what is removed in every row, dirty or not."""
@@ -207,55 +214,62 @@ class Kernel:
                 if found:
                     yield place.name, found
 
-    def _storage(self) -> tuple[int, ...]:
+    def _storage(self) -> list[tuple[int, int]]:
         """The addresses of the weights, and the writes that torch has counted: all but those through ``.data`` and by
         FBGEMM's backward, which a hook announces."""
-        stored = self._batch.weights_dev, self._batch.weights_host, self._batch.weights_uvm
-        return *(each.data_ptr() for each in stored), *(each._version for each in stored)
+        return [(each.data_ptr(), each._version) for each in (getattr(self._batch, name) for name in self._stored)]
+
+    def _masks_known(self) -> tuple[int, bool]:
+        """What changes whenever masks do, or what is made of them."""
+        return self._mask_version(), self._drops()
 
     def _current(self) -> list[Slot | None]:
         """The live weights and masks, one for each table: looked up again when either was replaced."""
         storage = self._storage()
-        known = self._mask_version(), self._drops(), *storage[:3]
+        known = *self._masks_known(), *(address for address, _ in storage)
         if known != self._known:
-            views = self._batch.split_embedding_weights()
-            before, self._slots = (
-                self._slots,
-                [
-                    None if place is None else Slot(view.data, self._mask(place))
-                    for place, view in zip(self.places, views, strict=True)
-                ],
-            )
-            if self._written is not None:
-                self._written.add_removed(before, self._slots)
-            self._counted = [None if place is None else self._counts(place) for place in self.places]
-            self._set_ids()
-            slots = [self._slots[table] for table in self._features]
-            self._lookup = lookup_on(views[0].device, slots, self._dirty)
+            with torch.no_grad():
+                self._look_up()
             self._known = known
         if storage != self._in_sync:
             self.mark_all()
         return self._slots
 
+    def _look_up(self) -> None:
+        views = self._batch.split_embedding_weights()
+        before, self._slots = (
+            self._slots,
+            [
+                None if place is None else Slot(view.data, self._mask(place))
+                for place, view in zip(self.places, views, strict=True)
+            ],
+        )
+        if self._written is not None:
+            self._written.add_removed(before, self._slots)
+        self._counted = [None if place is None else self._counts(place) for place in self.places]
+        self._counts_any = any(count is not None for count in self._counted)
+        self._set_ids()
+        slots = [self._slots[table] for table in self._features]
+        self._lookup = lookup_on(views[0].device, slots, self._dirty)
+
     def _set_ids(self) -> None:
         """Note the rows whose ids are dropped, and those that get dirty when a backward writes them."""
         drops = self._adds and self._drops()
-        dropped: list[Tensor | None] = []
+        handed: list[Tensor | None] = []
         self._only_kept = True
         for table, slot in enumerate(self._slots):
             whole = slot is not None and slot.mask.grid.cols == 1  # what is left of a row is all of it
-            removed = removed_rows(slot.mask) if slot is not None and self._on_cpu and (drops or whole) else None
-            self._dirty.keep_to(table, removed.view(torch.uint8) if removed is not None and whole else None)
+            kept = kept_rows(slot.mask) if slot is not None and self._on_cpu and (drops or whole) else None
+            self._dirty.leave_out(table, kept.view(torch.uint8) if kept is not None and whole else None)
             removes = slot is not None and slot.mask.removes
-            dropped.append(removed if drops and removes else None)
+            handed.append(kept if drops and removes else None)
             self._only_kept &= not removes or (whole and drops)
-        any_dropped = any(removed is not None for removed in dropped)
-        self._ids = KeptIds([dropped[table] for table in self._features]) if any_dropped else None
+        any_dropped = any(kept is not None for kept in handed)
+        self._ids = KeptIds([handed[table] for table in self._features]) if any_dropped else None
 
     @timed
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        with torch.no_grad():
-            self._current()
+        self._current()
         asked = args[0]
         handed = asked if self._ids is None else self._ids.among(asked)
         if self._lookup.needed and not (handed is not asked and self._only_kept):
@@ -269,12 +283,11 @@ class Kernel:
         self._handed = None, None
         if isinstance(output, Tensor) and output.requires_grad:
             dropped = handed is not asked and handed is args[0]  # another hook may have changed them since
-            counts = any(count is not None for count in self._counted)
             flag = partial(
                 self._before_update,
-                _ids_of(asked if dropped else args[0]) if counts or not dropped else None,
+                _ids_of(asked if dropped else args[0]) if self._counts_any or not dropped else None,
                 handed if dropped else None,
-                self._known,
+                self._known[:2],
             )
             output.register_hook(flag)  # type: ignore[no-untyped-call]
 
@@ -291,20 +304,21 @@ class Kernel:
             known: what was known of the masks at the lookup.
             grad: of the output.
         """
+        may_revive = handed is None or not self._only_kept or known != self._masks_known()
+        if not may_revive and asked is None and self._written is None:
+            return
         with torch.no_grad():
             self._current()  # masks may have been updated since the lookup
             if self._strays:
                 self.mark_all()
-            else:
-                may_revive = handed is None or not self._only_kept or known != self._known
-                if may_revive or self._written is not None:
-                    rows = asked if handed is None else _ids_of(handed)
-                    assert rows is not None
-                    if may_revive:
-                        self._dirty.add(*rows)
-                    if self._written is not None:
-                        self._written.add(*rows)
-            if asked is not None and any(count is not None for count in self._counted):
+            elif may_revive or self._written is not None:
+                rows = asked if handed is None else _ids_of(handed)
+                assert rows is not None
+                if may_revive:
+                    self._dirty.add(*rows)
+                if self._written is not None:
+                    self._written.add(*rows)
+            if asked is not None and self._counts_any:
                 count_lookups(self._counted, self._features, *asked)
 
     def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:

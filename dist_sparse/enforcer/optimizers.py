@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers.stats import dead_flags
 
 __all__ = [
     "State",
@@ -177,7 +178,9 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
             for rows, kept in _chunks(mask):
                 state.data[rows].masked_fill_(~kept, initial)
         elif shape and state.dim() in (1, 2) and state.numel() == state.shape[0] == shape[0]:
-            empty = _empty_rows(mask, shape[0], state.device) if empty is None else empty
+            if empty is None:
+                empty = dead_flags(mask) if isinstance(mask, BlockMask) else (mask == 0).flatten(1).all(1)
+                empty = empty.to(state.device)
             state.data.view(-1).masked_fill_(empty, initial)
 
 
@@ -215,11 +218,3 @@ def _chunks(mask: BlockMask | Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield from mask.element_chunks()
     else:
         yield slice(None), mask != 0
-
-
-def _empty_rows(mask: BlockMask | Tensor, rows: int, device: torch.device) -> Tensor:
-    """Return which rows keep nothing: bool ``(rows,)``."""
-    empty = torch.empty(rows, dtype=torch.bool, device=device)
-    for some, kept in _chunks(mask):
-        empty[some] = ~kept.flatten(1).any(dim=1)
-    return empty

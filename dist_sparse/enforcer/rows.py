@@ -199,17 +199,17 @@ class DirtyRows:
             self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
         self._flags = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)  # the last: ids of no feature
         self._any = False
-        self._removed: list[Tensor | None] = [None] * len(self._rows)
+        self._kept: list[Tensor | None] = [None] * len(self._rows)
         self._of_features: tuple[Tensor, Tensor] | None = None
 
-    def keep_to(self, table: int, removed: Tensor | None) -> None:
-        """Flag from now on only those rows of a table that are removed as a whole: uint8 ``(rows,)``, 1 = removed;
+    def leave_out(self, table: int, kept: Tensor | None) -> None:
+        """Flag from now on only those rows of a table that are removed as a whole: uint8 ``(rows,)``, 0 = removed;
         None is any row. Call it while no row of the table is dirty."""
-        self._removed[table] = removed
+        self._kept[table] = kept
 
     def whole(self, feature: int) -> bool:
         """Whether the flagged rows of a feature are removed as a whole."""
-        return self._removed[self._features[feature]] is not None
+        return self._kept[self._features[feature]] is not None
 
     def __bool__(self) -> bool:
         """Whether any row may be dirty. Does not wait for the device."""
@@ -224,24 +224,24 @@ class DirtyRows:
             self._add_unseen(ids, ends)
             return
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
-            removed = self._removed[table]
+            kept = self._kept[table]
             if stop - start >= self._rows[table]:
                 self.add_all(table)
             elif start < stop:
                 rows = in_table(ids[start:stop], self._rows[table])
-                if removed is None:
+                if kept is None:
                     self._of(table).index_fill_(0, rows, 1)
                 else:
-                    self._of(table).index_copy_(0, rows, removed.index_select(0, rows))
+                    self._of(table).index_copy_(0, rows, kept.index_select(0, rows).bitwise_xor_(1))
 
     def add_all(self, table: int) -> None:
         """Flag every row of a table."""
         self._any = True
-        removed = self._removed[table]
-        if removed is None:
+        kept = self._kept[table]
+        if kept is None:
             self._of(table).fill_(1)
         else:
-            self._of(table).copy_(removed)
+            torch.bitwise_xor(kept, 1, out=self._of(table))
 
     def rows(self, table: int) -> Iterator[Tensor]:
         """Yield the dirty rows of a table, int64, ascending, in parts."""

@@ -17,21 +17,23 @@ class WrittenRows:
     """The rows that may have been written, by backwards, by mask updates, or in a way that is not known: at first all.
 
     Args:
-        rows: of each table, on this rank.
+        rows: of each table, on this rank; None for one of which nothing is noted.
         features: for each feature the number of its table.
 
     Attributes:
-        tables: those of each table.
+        noted: the numbers of the tables of which rows are noted.
+        tables: their rows, in the same order.
     """
 
-    def __init__(self, rows: Sequence[int], features: Sequence[int]) -> None:
-        self._rows = DirtyRows(rows, features, torch.device("cpu"))
-        self.tables = [_OfTable(self._rows, table) for table in range(len(rows))]
+    def __init__(self, rows: Sequence[int | None], features: Sequence[int]) -> None:
+        self.noted = [table for table, count in enumerate(rows) if count is not None]
+        self._rows = DirtyRows([count or 0 for count in rows], features, torch.device("cpu"))
+        self.tables = [_OfTable(self._rows, table) for table in self.noted]
         self.add_all()
 
     def add_all(self) -> None:
         """Add every row."""
-        for table in range(len(self.tables)):
+        for table in self.noted:
             self._rows.add_all(table)
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
@@ -41,7 +43,8 @@ class WrittenRows:
 
     def add_removed(self, before: Sequence[Slot | None], after: Sequence[Slot | None]) -> None:
         """Add what a mask update has zeroed: what the masks before kept and those after remove."""
-        for table, (old, new) in enumerate(zip(before, after, strict=True)):
+        for table in self.noted:
+            old, new = before[table], after[table]
             if old is None or new is None or old.weight.data_ptr() != new.weight.data_ptr():
                 self._rows.add_all(table)
             elif old.mask is not new.mask:

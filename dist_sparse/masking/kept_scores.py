@@ -1,7 +1,7 @@
 """Scores of a shard that are kept between mask updates, so that only rows written since are scored again.
 
-For blocks one row high and at least 32 columns wide, of shards of which every write is seen: 4 bytes a block, and the
-histogram of the scores. The result is that of scoring every row, bit for bit.
+For blocks one row high and at least 32 columns wide, of large shards of which every write is seen: 4 bytes a block, and
+the histogram of the scores. The result is that of scoring every row, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.scores import SMALL, Measure, block_sums, block_widths, to_scores
+from dist_sparse.masking.scores import Measure, block_sums, block_widths, to_scores
 from dist_sparse.masking.segments import NOT_FINITE, first_histogram
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
-__all__ = ["Keeping", "KeptScores", "RowMeasure", "Written"]
+__all__ = ["LARGE", "Keeping", "KeptScores", "RowMeasure", "Written"]
 
 RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
 """How an element is scored. A callable takes some rows of a shard, ``(n, columns)``, and their numbers in it, int64
 ``(n,)``, and returns element scores, float64 of the same shape."""
+
+LARGE = 1 << 22
+"""Elements of a shard from which on scores are kept. To score all rows of a smaller one takes up to 2.5 ms in a mask
+update, to note which rows were written up to 0.1 ms in each of the many backwards between two updates."""
 
 _ROWS: Final = 1 << 12
 """Rows gathered at a time: with their scores they stay in the cache."""
@@ -68,8 +72,8 @@ class KeptScores:
 
     @staticmethod
     def fits(rect: Rect, block: Block) -> bool:
-        """Whether scores of such a shard are worth keeping. Small ones are scored together with others."""
-        return block[0] == 1 and min(block[1], rect.cols) >= 32 and rect.numel > SMALL
+        """Whether scores of such a shard are worth keeping."""
+        return block[0] == 1 and min(block[1], rect.cols) >= 32 and rect.numel >= LARGE
 
     def update(
         self,

@@ -82,9 +82,9 @@ class ScoreSparsifier(BaseDataSparsifier):
             requires more; the removed blocks with the highest scores come back. Needs rows that no column border cuts,
             and scores that removed rows keep. Below 1, a mask update takes up to seven more all-reduces.
         full_every: with a :class:`~dist_sparse.MaskEnforcer`, scores of blocks that are one row high and at least 32
-            columns wide are kept between mask updates, 4 bytes per block, in tables of a fused optimizer on a CPU. Only
-            rows that training has written are scored again; at least one of ``full_every`` updates scores all rows. 1
-            keeps no scores.
+            columns wide are kept between mask updates, 4 bytes per block, in large tables of a fused optimizer on a
+            CPU. Only rows that training has written are scored again; at least one of ``full_every`` updates scores all
+            rows. 1 keeps no scores.
         measure: how elements are scored: ``"L1"`` (``|x|``) or ``"L2"`` (``x * x``), which are fast, or None for
             :meth:`score`. A class that defines ``score`` without ``measure`` gets None.
 

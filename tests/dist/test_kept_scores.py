@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
 from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer
+from dist_sparse.masking import kept_scores
 from dist_sparse.masking.kept_scores import KeptScores
 from tests.dist.cells import Cell, TableSpec, batch, build
 from tests.dist.enforcing import Run, kernels, pieces
@@ -24,8 +25,14 @@ PLANS = {
 }
 
 
+def keep_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep scores of the tables here, too."""
+    monkeypatch.setattr(kept_scores, "LARGE", 1 << 14)
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ages of kept scores after each of their updates: 0 where every row was scored."""
+    """Keep scores, and return the ages of kept ones after each of their updates: 0 where every row was scored."""
+    keep_small(monkeypatch)
     ages: list[int] = []
     update = KeptScores.update
 
@@ -111,8 +118,9 @@ class Weighted(ImportanceSparsifier):
 
 @on_ranks(2)
 @pytest.mark.parametrize("event", ["sums are loaded", "apply_masks", "every row", "score"])
-def test_scores_change_without_a_backward(event: str) -> None:
+def test_scores_change_without_a_backward(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a mask update can't see of its own accord has every row scored."""
+    keep_small(monkeypatch)
     cell = Cell("rows", 2, PLANS["row_wise"](), TABLES)
     model = build(cell)
     sparsifier = (Weighted if event == "score" else ImportanceSparsifier)(sparsity_level=0.5)
@@ -147,8 +155,9 @@ def test_scores_change_without_a_backward(event: str) -> None:
 
 
 @on_ranks(2)
-def test_what_is_not_seen_is_found_by_an_audit() -> None:
+def test_what_is_not_seen_is_found_by_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every rank, whoever holds the row."""
+    keep_small(monkeypatch)
     cell = Cell("rows", 2, PLANS["row_wise"](), TABLES)
     model = build(cell)
     run = Run(model, (1, ROW))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
 from dist_sparse import BaseDataSparsifier, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer
-from dist_sparse.enforcer.drop import KeptIds, removed_rows
+from dist_sparse.enforcer.drop import KeptIds, kept_rows
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
 
@@ -45,7 +45,7 @@ def test_by_sample(data: st.DataObject) -> None:
     given_ = jagged(bags, weighted, data.draw(st.sampled_from([torch.int32, torch.int64])))
     before = given_.values().clone()
 
-    kept = KeptIds([None if (rows := tables[table]) is None else torch.tensor(rows) for table in features])
+    kept = KeptIds([None if (rows := tables[table]) is None else ~torch.tensor(rows) for table in features])
     found = kept.among(given_)
 
     assert torch.equal(given_.values(), before)
@@ -92,7 +92,7 @@ def test_batches_of_several_sizes() -> None:
         lengths=torch.tensor([2, 1, 2]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    found = KeptIds([torch.tensor([True, False, False]), None]).among(features)
+    found = KeptIds([torch.tensor([False, True, True]), None]).among(features)
     assert found.values().tolist() == [1, 2, 2, 0] and found.lengths().tolist() == [1, 1, 2]
     assert found.variable_stride_per_key() and found.stride_per_key() == [2, 1]
 
@@ -105,14 +105,14 @@ def test_batches_of_several_sizes() -> None:
     st.floats(0, 1),
     st.integers(0, 99),
 )
-def test_removed_rows(row: int, rows: int, block: tuple[int, int], share: float, seed: int) -> None:
+def test_kept_rows(row: int, rows: int, block: tuple[int, int], share: float, seed: int) -> None:
     torch.manual_seed(seed)
     rect = Rect(row, 0, rows, 8)
     grid = grid_of(rect, block)
     mask = BlockMask(rect, block, pack(torch.rand(grid.rows * grid.cols) < share))
-    want = (mask.dense() == 0).all(1)
-    found = removed_rows(mask)
-    if block[1] == 8 or int(want.sum()) * 8 >= rows:
+    want = (mask.dense() != 0).any(1)
+    found = kept_rows(mask)
+    if block[1] == 8 or int((~want).sum()) * 8 >= rows:
         assert found is not None and torch.equal(found, want)
     else:
         assert found is None

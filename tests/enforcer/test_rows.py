@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.drop import removed_rows
+from dist_sparse.enforcer.drop import kept_rows
 from dist_sparse.enforcer.optimizers import reset_state
 from dist_sparse.enforcer.rows import DirtyRows, Slot, TorchLookup, count_lookups, in_table, lookup_on, many, zero_rows
 from dist_sparse.masking import masks as masks_module
@@ -219,10 +219,10 @@ class TestTorchLookup:
         dirty = DirtyRows(rows, list(range(len(rows))) + features, CPU)
         worth: list[set[int]] = [set(range(count)) for count in rows]
         for table, slot in enumerate(tables):
-            removed = removed_rows(slot.mask) if slot is not None and slot.mask.grid.cols == 1 else None
-            dirty.keep_to(table, None if removed is None else removed.view(torch.uint8))
-            if removed is not None:
-                worth[table] = set(removed.nonzero().flatten().tolist())
+            kept = kept_rows(slot.mask) if slot is not None and slot.mask.grid.cols == 1 else None
+            dirty.leave_out(table, None if kept is None else kept.view(torch.uint8))
+            if kept is not None:
+                worth[table] = set((~kept).nonzero().flatten().tolist())
         start = [0, *torch.tensor([len(of_table) for of_table in noted]).cumsum(0).tolist()]
         dirty.add(
             torch.tensor([row for of_table in noted for row in sorted(of_table)]), start + start[-1:] * len(features)
