@@ -19,7 +19,7 @@ from dist_sparse.sparsifiers.stats import dead_flags
 
 __all__ = ["KeptIds", "kept_rows"]
 
-_WORTH: Final = 8
+_WORTH: Final = 4
 """Where a mask removes parts of rows too, which are zeroed all the same, ids are dropped if it removes one row in so
 many whole."""
 

@@ -31,6 +31,7 @@ __all__ = [
     "SMALL",
     "Reads",
     "Run",
+    "Small",
     "cut",
     "features_of",
     "given_out",

@@ -8,15 +8,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer
 from tests.dist.cells import Cell, batch, build, gathered
-from tests.dist.enforcing import SMALL, Reads, features_of, kernels, loss_of, optimizer_of, small, total, trained_cells
+from tests.dist.enforcing import (
+    SMALL,
+    Reads,
+    Small,
+    features_of,
+    kernels,
+    loss_of,
+    optimizer_of,
+    small,
+    total,
+    trained_cells,
+)
 from tests.dist.plugin import on_ranks
 
 SGD, ADAGRAD = torch.optim.SGD, torch.optim.Adagrad
@@ -192,14 +210,52 @@ def test_scores_of_removed_rows(score: str) -> None:
     assert dropped == (zeroed if score == "accumulator" else 0) < zeroed + 1
 
 
+class Positioned(Small):
+    """Each id is weighted by a trained number for its place in the bag."""
+
+    def __init__(self) -> None:
+        super().__init__(weighted=True)
+        features = [feature for table in SMALL for feature in table.features]
+        self.tables = FeatureProcessedEmbeddingBagCollection(
+            self.tables, {feature: PositionWeightedModule(max_feature_length=3) for feature in features}
+        )
+
+
+def positioned() -> DistributedModelParallel:
+    """:class:`Positioned`, table a on the first rank, b cut by rows. Collective."""
+    torch.manual_seed(0)
+    net, world = Positioned(), dist.get_world_size()
+    sharder = FeatureProcessedEmbeddingBagCollectionSharder(
+        EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+    )
+    plan = construct_module_sharding_plan(
+        net.tables,
+        {"a": table_wise(rank=0), "b": row_wise()},
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
+    )
+    for sharding in plan.values():
+        sharding.compute_kernel = "fused"
+    return DistributedModelParallel(
+        net, device=torch.device("cpu"), plan=ShardingPlan({"tables": plan}), sharders=[sharder]
+    )
+
+
 @on_ranks(2)
-def test_all_rows_of_a_rank() -> None:
-    """A rank whose rows are all removed looks nothing up, and the others go on."""
+def test_positions_and_all_rows_of_a_rank() -> None:
+    """Weights of positions, counted before ids are dropped, are trained alike. At last all rows of a rank are removed,
+    so that it looks nothing up, and the others go on."""
     cell = Cell("small", 2, {}, SMALL)
-    sides = [Side(small({"a": table_wise(rank=0), "b": row_wise()}), r, (1, ROW)) for r in ("drop", "zero")]
-    for side in sides:
-        side.move(1.0)
-    for step in range(2):
-        both(sides, batch(cell, seed=2 * step + dist.get_rank()))
-    check(sides)
+    sides = [Side(positioned(), removed_rows, (1, ROW)) for removed_rows in ("drop", "zero")]
+    for level in (0.6, 1.0):
+        for side in sides:
+            side.move(level)
+        for step in range(3):
+            both(sides, batch(cell, seed=2 * step + dist.get_rank()))
+        check(sides)
+    found = [{k: v for k, v in side.model.named_parameters() if k.endswith("position_weight")} for side in sides]
+    assert len(found[0]) == 3 and any(bool((weight != 1).any()) for weight in found[0].values())
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
     assert sides[0].reads.removed == 0
