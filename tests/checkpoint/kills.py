@@ -34,7 +34,7 @@ from tests.dist.harness import RanksFailed, run_ranks
 __all__ = ["live"]
 
 KILLS, RESTARTS = 20, 5
-_STEPS = 100
+_STEPS = 200  # more than the lives before the kills do together
 _ROOT, _SEED = "CHECKPOINT_KILLS_ROOT", "CHECKPOINT_KILLS_SEED"  # in the environment of the ranks of the launcher
 
 
