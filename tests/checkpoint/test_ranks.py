@@ -165,6 +165,7 @@ def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> N
     for fault, newest in lives:
         with pytest.raises(RanksFailed, match=rf"rank {fault['rank']} ----\ndied with exit code -9"):
             run_ranks(2, live, root, 8, fault)
-        assert Checkpoints(root).steps()[-1] == newest
+        steps = Checkpoints(root).steps()
+        assert steps[-1] == newest and all(Checkpoints(root).inspect(step).step == step for step in steps)
     ended, whole = run_ranks(2, live, root, 8)[0], run_ranks(2, live, tmp_path / "whole", 8)[0]
     assert ended.keys() == whole.keys() and all(torch.equal(ended[name], whole[name]) for name in whole)
