@@ -27,7 +27,7 @@ CODE = [
 ]
 
 # What is still to be done; these lists only become shorter.
-MODULES_CROSSED = 15  # 14, and tables.torchrec once torchrec is loaded
+MODULES_CROSSED = 16  # 15, and tables.torchrec once torchrec is loaded
 WALKS = 1
 NO_EXAMPLE = {
     "COL",  # a string

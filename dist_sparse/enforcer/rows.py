@@ -249,8 +249,9 @@ class DirtyRows:
         for first in range(0, words.numel(), TAKEN // 8):
             touched = words[first : first + TAKEN // 8].nonzero().flatten()
             if touched.numel():
-                word, byte = words[first + touched].view(torch.uint8).view(-1, 8).nonzero().unbind(1)
-                yield (first + touched[word]) * 8 + byte
+                touched += first
+                at = words.index_select(0, touched).view(torch.uint8).nonzero().view(-1)
+                yield touched.index_select(0, at >> 3).mul_(8).add_(at & 7)
 
     def clear_table(self, table: int) -> None:
         """Mark every row of one table as clean."""

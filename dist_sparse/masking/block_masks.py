@@ -182,6 +182,8 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
     scores = None if table.goal.keeping is None or decision is not None else table.goal.keeping.scores.get(shard.rect)
     # What was removed before is zero: whoever sees all writes has zeroed it again.
     clean = clean or (scores is not None and scores.age > 0)
+    if clean and scores is not None and (changed := scores.new_mask(segment, threshold)) is not None:
+        return NewMask(changed, None)
     kept, dirty = BitWriter(grid.blocks, device), None if clean else BitWriter(grid.blocks, device)
     for start, bits in segment.chunks():
         gone = threshold.removes(segment, start, bits)
@@ -192,6 +194,8 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
                 scores.written.add((start + (gone & (bits != 0)).nonzero().flatten()) // grid.cols)
         kept.add(~gone)
     mask = BlockMask(shard.rect, table.goal.block, kept.close())
+    if scores is not None:
+        scores.note_mask(mask, threshold)
     return NewMask(mask, None if dirty is None else dirty.close())
 
 

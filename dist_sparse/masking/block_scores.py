@@ -139,9 +139,9 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
             segment = Segment(grid.row, columns, goal.grid.cols, counts=counts)
             kept = goal.keeping.scores[shard.rect]
             kept.update(shard, data.shape, goal.block, goal.keeping, partial(_score_all, goal, shard))
-            for piece in torch.split(kept.bits, max(1, _COUNTED // grid.cols)):
+            for piece in torch.split(kept.scores.bits, max(1, _COUNTED // grid.cols)):
                 segment.add(piece)
-            segment.first_histogram = kept.histogram
+            segment.first_histogram, segment.index = kept.scores.histogram, kept.scores
         else:
             segment = Segment(grid.row, columns, goal.grid.cols, counts=counts)
             table.partials[shard.rect] = _score_blocks(goal, shard, cuts, segment)

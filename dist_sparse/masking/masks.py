@@ -262,6 +262,8 @@ class BlockMask:
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
         """Write zero to what this mask removes and is not known to be zero already: what ``before``, of the same
         shard, kept, and the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
+        if before is self and dirty is None:
+            return
         if before.block != self.block:
             self.apply_(tensor)
         else:
@@ -306,6 +308,25 @@ class BlockMask:
             return
         for rows, kept in self.element_chunks(~gone, skip=0xFF):
             live[rows].masked_fill_(~kept, 0)
+
+    def keeps(self, places: Tensor) -> Tensor:
+        """Return kept flags, bool ``(n,)``, of the blocks at flat ``places``, integers ``(n,)``."""
+        return ((self.bits.index_select(0, places >> 3) >> (places & 7).to(torch.uint8)) & 1).to(torch.bool)
+
+    def changed(self, places: Tensor, kept: Tensor) -> BlockMask:
+        """Return the mask with other flags for some of its blocks; itself, if they are its own.
+
+        Args:
+            places: flat, integers ``(n,)``, each once.
+            kept: bool ``(n,)``.
+        """
+        flips = (self.keeps(places) != kept).nonzero().view(-1)
+        if not flips.numel():
+            return self
+        places, bit = places[flips], torch.where(kept[flips], 1, -1)  # 0 to 1 by adding, 1 to 0 by subtracting it
+        return BlockMask(
+            self.rect, self.block, self.bits.index_add(0, places >> 3, (bit << (places & 7)).to(torch.uint8))
+        )
 
     def cut(self, rect: Rect) -> BlockMask:
         """Return the part of the mask over ``rect``, which must be within this shard."""

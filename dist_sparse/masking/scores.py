@@ -64,8 +64,17 @@ def element_scores(chunk: Tensor, measure: Measure, offset: tuple[int, int], out
     return buffer
 
 
-def block_sums(tensor: Tensor, rect: Rect, block: Block, measure: Measure) -> Iterator[tuple[int, Tensor]]:
+def block_sums(
+    tensor: Tensor, rect: Rect, block: Block, measure: Measure, of: Tensor | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """Sums of element scores per block of the shard ``rect``, in chunks of block rows from the top.
+
+    Args:
+        tensor: the shard.
+        rect: of the shard.
+        block: the sparse block.
+        measure: how elements are scored.
+        of: which rows of ``tensor`` are those of ``rect``, int64 ``(rect.rows,)``; None is all of them.
 
     Yields:
         ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and float64 sums of
@@ -84,7 +93,8 @@ def block_sums(tensor: Tensor, rect: Rect, block: Block, measure: Measure) -> It
                 buffer = torch.empty(last - first, rect.cols, dtype=torch.float64, device=tensor.device)
                 folded = torch.empty(last - first, grid.cols, dtype=torch.float64, device=tensor.device)
             offset = rect.row + first, rect.col
-            scored = element_scores(tensor[first:last], measure, offset, out=buffer[: last - first])
+            chunk = tensor[first:last] if of is None else tensor.index_select(0, of[first:last])
+            scored = element_scores(chunk, measure, offset, out=buffer[: last - first])
             rows = _fold_columns(scored, rect, block[1], folded[: last - first])
             sums = _fold(rows.view(-1, min(height, last - first), grid.cols).transpose(1, 2))
             total = sums if total is None else total.add_(sums)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ __all__ = [
     "NOT_FINITE",
     "REMOVED",
     "REMOVED_CLEAN",
+    "Index",
     "JointScores",
     "Segment",
     "first_histogram",
@@ -46,6 +48,14 @@ HISTOGRAM = 1 + LEADING_BUCKETS
 """Length of :func:`first_histogram`: zeros apart, then the leading bits."""
 
 
+class Index(Protocol):
+    """See :class:`~dist_sparse.masking.indexed.IndexedScores`."""
+
+    def counts(self, prefix: int, before: int, shift: int, buckets: int) -> Tensor | None: ...
+
+    def within(self, least: int, most: int) -> Tensor | None: ...
+
+
 class Segment:
     """Scores of a grid of blocks, row-major, in pieces of whole rows.
 
@@ -62,6 +72,7 @@ class Segment:
     Attributes:
         first_histogram: that of the scores, where a scorer has summed it.
         joint: where else the scores are, together with those of other tables, and the number of the table there.
+        index: what finds some of the scores without a pass over them.
         tied: positions of scores at the threshold, once found; None if they were not looked for or are too many to
             keep.
     """
@@ -79,6 +90,7 @@ class Segment:
         self.first_histogram: Tensor | None = None
         self.tied: Tensor | None = None
         self.joint: tuple[JointScores, int] | None = None
+        self.index: Index | None = None
         self._read = read
         self._pieces: list[Tensor] = []
         self._starts: list[int] = []
@@ -120,6 +132,9 @@ class Segment:
 
     def find_tied(self, threshold: int) -> None:
         """Keep in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64, ascending."""
+        if self.index is not None and (places := self.index.within(threshold, threshold)) is not None:
+            self.tied = places.long().sort().values
+            return
         found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
         self.tied = torch.cat(found) if found else self.col_ids.new_zeros(0)
 

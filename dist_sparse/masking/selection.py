@@ -23,6 +23,7 @@ from dist_sparse.masking.segments import (
     KEPT,
     LEADING_BUCKETS,
     NOT_FINITE,
+    Index,
     JointScores,
     Segment,
     first_histogram,
@@ -94,6 +95,13 @@ class Threshold:
         removed[where[segment.ids(where + start) > self.last]] = False
         return removed
 
+    def removes_at(self, segment: Segment, places: Tensor, bits: Tensor) -> Tensor:
+        """As :meth:`removes`, of the scores ``bits`` at flat ``places`` of ``segment``."""
+        removed = bits <= self.bits
+        if self.last is not None:
+            removed &= (bits < self.bits) | (segment.ids(places.long()) <= self.last)
+        return removed
+
 
 _NOTHING = Threshold(bits=0, last=-1)
 _EVERYTHING = Threshold(bits=KEPT - 1, last=None)
@@ -115,7 +123,11 @@ def select_smallest(
     asked = [i for i, table in enumerate(candidates) if table.k > 0 and (pool or table.k < table.blocks)]
     searches = {
         i: _Search(
-            candidates[i].k, partial(_counted, candidates[i]), first=_first(candidates[i]), joint=_joint(candidates[i])
+            candidates[i].k,
+            partial(_counted, candidates[i]),
+            first=_first(candidates[i]),
+            joint=_joint(candidates[i]),
+            index=_index(candidates[i]),
         )
         for i in asked
     }
@@ -162,6 +174,7 @@ class _Search:
             kept.
         first: the first round's histogram with zeros apart, of keys whose histogram is known already.
         joint: where else the keys are, together with those of other tables, and the number of the table there.
+        index: of the keys, if they are scores that have one.
 
     Attributes:
         last: the largest key that is removed, once found.
@@ -177,6 +190,7 @@ class _Search:
         keys: Callable[[], Iterator[Tensor]],
         first: Tensor | None = None,
         joint: tuple[JointScores, int] | None = None,
+        index: Index | None = None,
     ) -> None:
         self.left, self.last, self.inside, self.holders, self.below = k, 0, 0, 0, 0
         self.done = False
@@ -186,6 +200,7 @@ class _Search:
         self._few: list[Tensor] | None = None
         self.first_counts: Tensor | None = None
         self.joint = joint
+        self._index = index
 
     @property
     def prefix(self) -> tuple[int, int] | None:
@@ -197,6 +212,10 @@ class _Search:
         ``(buckets,)``, or one more in front for zeros if the first histogram was given with them apart."""
         if self._shift is None and self._first is not None:
             return self._first
+        if self._index is not None and self._shift is not None:
+            known = self._index.counts(self._prefix, self._shift, shift, buckets)
+            if known is not None:
+                return known
         counts = torch.zeros(buckets, dtype=torch.int64)
         few: list[Tensor] | None = [] if self._few is None else None
         seen = found = 0
@@ -304,6 +323,11 @@ def _counted(table: Candidates) -> Iterator[Tensor]:
 def _joint(table: Candidates) -> tuple[JointScores, int] | None:
     counted = [segment for segment in table.segments if segment.counts]
     return counted[0].joint if len(counted) == 1 else None
+
+
+def _index(table: Candidates) -> Index | None:
+    counted = [segment for segment in table.segments if segment.counts]
+    return counted[0].index if len(counted) == 1 else None
 
 
 def _first(table: Candidates) -> Tensor:

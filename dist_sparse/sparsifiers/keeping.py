@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from dist_sparse.masking.block_scores import Goal, ScoredTable
 from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Written
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import Rect, Shard
 
 __all__ = ["Keeper", "Scored", "check_kept"]
@@ -28,6 +29,7 @@ class Keeper:
         goals: Mapping[str, Goal],
         written: Mapping[int, Written],
         measure: Callable[[str, Shard], Scored | None],
+        masks: Callable[[str], Sequence[BlockMask]],
         full_every: int,
     ) -> dict[str, Goal]:
         """Return the goals of a mask update, with the scores that are kept.
@@ -36,6 +38,7 @@ class Keeper:
             goals: by the name of the table.
             written: the rows that were written, by the address of the weights, of shards of which that is known.
             measure: how a shard of a table is scored; None if only whole shards can be.
+            masks: of the shards of a table, with which the weights have been masked.
             full_every: as in :class:`~dist_sparse.masking.kept_scores.Keeping`.
         """
         before, self._scores = self._scores, {}
@@ -45,18 +48,19 @@ class Keeper:
                 continue
             kept: dict[Rect, KeptScores] = {}
             known: dict[Rect, Scored] = {}
-            for shard in goal.data.shards:
+            present: dict[Rect, BlockMask] = {}
+            for shard, mask in zip(goal.data.shards, masks(name), strict=True):
                 seen = written.get(shard.tensor.data_ptr()) if KeptScores.fits(shard.rect, goal.block) else None
                 how = None if seen is None else measure(name, shard)
                 if seen is not None and how is not None:
                     scores = before.get((name, shard.rect))
                     scores = KeptScores(seen) if scores is None or scores.written is not seen else scores
                     kept[shard.rect] = self._scores[name, shard.rect] = scores
-                    known[shard.rect] = how
+                    known[shard.rect], present[shard.rect] = how, mask
             if kept:
                 measures = {rect: how for rect, (how, _) in known.items()}
                 of = {rect: what for rect, (_, what) in known.items()}
-                found[name] = replace(goal, keeping=Keeping(kept, measures, of, full_every))
+                found[name] = replace(goal, keeping=Keeping(kept, measures, of, present, full_every))
         return found
 
 
@@ -68,9 +72,9 @@ def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
     """
     keeping = table.goal.keeping if table.cuts is None else None  # of cut blocks no scores are kept
     for rect, kept in () if keeping is None else keeping.scores.items():
-        wrong = (kept.bits.view(-1) != torch.cat([bits for _, bits in fresh.segments[rect].chunks()])).nonzero()
+        wrong = (kept.scores.bits.view(-1) != torch.cat([bits for _, bits in fresh.segments[rect].chunks()])).nonzero()
         if len(wrong):
-            row = rect.row + int(wrong[0]) // kept.bits.shape[1]
+            row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
             raise ValueError(
                 f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the weights, the first "
                 f"in row {row}: weights were written in a way that torch does not count. After apply_masks() "

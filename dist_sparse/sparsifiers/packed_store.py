@@ -241,9 +241,10 @@ class PackedStore:
         assert all(mask.block == block for mask in masks)
         assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
         table = self._tables[data.name]
+        if any(new is not old for new, old in zip(masks, table.masks, strict=False)) or len(masks) != len(table.masks):
+            self.version += 1
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
         table.updates = table.updates + 1 if updates is None else updates
-        self.version += 1
 
     def mask(self, name: str) -> Tensor:
         """Return the mask of this rank's only shard, unpacked: int8 ``(rows, columns)``, 1 = kept. Within

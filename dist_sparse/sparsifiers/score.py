@@ -243,7 +243,8 @@ class ScoreSparsifier(BaseDataSparsifier):
             integer("full_every", self.full_every, least=1) > 1 and self.max_change == 1
         ):  # held blocks are noted in the scores
             self._keeper = self._keeper or Keeper()
-            goals = self._keeper.goals(goals, self.enforcer.written(), self.row_measure, self.full_every)
+            written, masks = self.enforcer.written(), self.packed_store.masks
+            goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
         scored = score_tables(list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()])
         return dict(zip(goals, scored, strict=True))
 

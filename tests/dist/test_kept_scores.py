@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
-from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer
+from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
 from dist_sparse.masking import kept_scores
 from dist_sparse.masking.kept_scores import KeptScores
-from tests.dist.cells import Cell, TableSpec, batch, build
+from tests.dist.cells import Cell, TableSpec, batch, build, set_weights, weights
 from tests.dist.enforcing import Run, kernels, pieces
 from tests.dist.plugin import on_ranks
+from tests.dist.test_reshard import reshard
 
-TABLES = (TableSpec("user", 1500, 32, ("user_id",)), TableSpec("item", 700, 64, ("item_id", "last_item_id")))
+TABLES = (TableSpec("user", 1100, 32, ("user_id",)), TableSpec("item", 300, 64, ("item_id", "last_item_id")))
 PLANS = {
     "row_wise": lambda: {"user": row_wise(), "item": table_wise(rank=0)},
     "column_wise": lambda: {"user": table_wise(rank=0), "item": column_wise(ranks=[0, dist.get_world_size() - 1])},
+    "table_wise": lambda: {"user": table_wise(rank=1), "item": table_wise(rank=0)},
 }
+MOVED = {"user": table_wise(rank=0), "item": table_wise(rank=1)}
+
+Action = tuple[str, Any, float]
+TRAIN = st.tuples(
+    st.just("train"),
+    st.sampled_from([2, 8, 8, 8, 40]),  # samples; of 40 many rows are touched, so that all are scored
+    st.sampled_from([0.0, 0.01, 0.02, 0.03, 0.03, -0.1, 0.25]),  # what the level changes by
+)
+OTHER = st.tuples(st.sampled_from(["nothing", "preview", "write", "load", "move", "move"]), st.none(), st.just(0.0))
+ACTIONS = st.one_of(TRAIN, TRAIN, TRAIN, OTHER)
+
+
+def drawn(examples: int) -> list[list[Action]]:
+    """Lists of actions, the same at each call and on every rank."""
+    found: list[list[Action]] = []
+
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(st.lists(ACTIONS, min_size=4, max_size=6))
+    def collect(actions: list[Action]) -> None:
+        found.append(actions)
+
+    collect()
+    return found
 
 
 def keep_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,39 +72,69 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ages
 
 
+def step_checked(sparsifier: ScoreSparsifier) -> None:
+    """A mask update, equal to one that scores all rows."""
+    every, sparsifier.full_every = sparsifier.full_every, 1
+    fresh = sparsifier.preview().masks
+    sparsifier.full_every = every
+    sparsifier.step()
+    for name, masks in fresh.items():
+        for mask, expected in zip(sparsifier.packed_store.masks(name), masks, strict=True):
+            assert torch.equal(mask.bits, expected.bits), name
+    sparsifier.audit()
+
+
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world", "plan", "block"),
-    [(1, "row_wise", (1, ROW)), (2, "row_wise", (1, 32)), (2, "column_wise", (1, ROW)), (2, "column_wise", (1, 32))],
+    ("world", "plan", "block", "examples"),
+    [
+        (1, "row_wise", (1, 32), 20),
+        (2, "row_wise", (1, ROW), 4),
+        (2, "column_wise", (1, 32), 4),
+        (2, "table_wise", (1, ROW), 4),
+    ],
 )
 def test_masks_are_those_of_the_oracle(
-    world: int, plan: str, block: tuple[int, int | str], monkeypatch: pytest.MonkeyPatch
+    world: int, plan: str, block: tuple[int, int | str], examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an order of events that the ranks share, with ids of their own."""
+    """After some actions that the ranks share, with ids of their own; and after each of them masks and kept scores are
+    those of a pass over all rows."""
     ages = counted(monkeypatch)
-    cell = Cell(plan, world, PLANS[plan](), TABLES)
-    model = build(cell)
-    run = Run(model, block)
-    run.sparsifier.full_every = 6
-    drawn, own = random.Random(plan), random.Random(dist.get_rank())
-    level = 0.5
-    for event in ["train"] * 3 + drawn.choices(["level", "train", "nothing", "write", "load"], (4, 4, 1, 1, 1), k=9):
-        if event == "level":
-            level = drawn.choice([0.2, 0.5, 0.55, 0.8])
-        elif event == "train":
-            run.train(batch(cell, seed=own.randrange(1000), size=8))
-        elif event == "write":  # torch counts it
-            with torch.no_grad():
-                for kernel in kernels(model):
-                    for stored in (kernel.emb_module.weights_dev, kernel.emb_module.weights_host):
-                        stored.mul_(1.5)
-        elif event == "load":
-            model.load_state_dict(build(cell).state_dict())
-            run.enforcer.settle()
-        run.move(level)
-        run.sparsifier.audit()
-    run.check_given_out()
-    assert not run.faults
+    user, item = TABLES
+    cell = Cell(plan, world, PLANS[plan](), (replace(user, rows=550 * world), item))
+    own = random.Random(dist.get_rank())
+    model = build(cell, optimizer_args={"lr": 0.5})
+    for actions in drawn(examples):
+        set_weights(model, weights(cell))
+        run = Run(model, block)
+        level, moved = 0.4, False
+        for action, samples, change in [("train", 4, 0.0), ("train", 4, 0.03), *actions]:
+            level = min(0.9, level + change)
+            if action == "train":
+                run.train(batch(cell, seed=own.randrange(1000), size=samples))
+            elif action == "preview":
+                run.sparsifier.preview(dict.fromkeys(run.names, level + 0.05))
+            elif action == "write":  # torch counts it
+                with torch.no_grad():
+                    for kernel in kernels(model):
+                        for stored in (kernel.emb_module.weights_dev, kernel.emb_module.weights_host):
+                            stored.mul_(1.5)
+            elif action == "load":
+                model.load_state_dict(build(cell).state_dict())
+                run.enforcer.settle()
+            elif action == "move" and plan == "table_wise" and not moved:
+                reshard(model, MOVED, world)
+                run.reads.follow(model)
+                moved = True
+            for group in run.sparsifier.data_groups.values():
+                group["sparsity_level"] = level
+            step_checked(run.sparsifier)
+        run.step()
+        run.check_given_out()
+        assert not run.faults
+        run.enforcer.detach()
+        run.reads.close()
+        model = build(cell, optimizer_args={"lr": 0.5}) if moved else model
     if ages:  # not on ranks whose shards are cut or small
         assert 0 in ages and max(ages) > 2, ages
 
@@ -96,14 +154,7 @@ def test_scores_that_know_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None
             model(batch(cell, seed=own.randrange(1000), size=8)).square().mean().backward()
         for group in sparsifier.data_groups.values():
             group["sparsity_level"] = level
-        sparsifier.full_every = 1
-        fresh = sparsifier.preview().masks
-        sparsifier.full_every = 100
-        sparsifier.step()
-        for name, masks in fresh.items():
-            for mask, expected in zip(sparsifier.packed_store.masks(name), masks, strict=True):
-                assert torch.equal(mask.bits, expected.bits), name
-        sparsifier.audit()
+        step_checked(sparsifier)
     assert max(ages) > 5
     enforcer.detach()
 
@@ -166,7 +217,7 @@ def test_what_is_not_seen_is_found_by_an_audit(monkeypatch: pytest.MonkeyPatch) 
     if dist.get_rank() == 1:
         [(_, _, view)] = [piece for kernel in kernels(model) for piece in pieces(kernel) if piece[0] == "user"]
         view.data[3] += 1.0
-    with pytest.raises(ValueError, match=r"'user': 1 kept scores differ .* in row 753"):
+    with pytest.raises(ValueError, match=r"'user': 1 kept scores differ .* in row 553"):
         run.sparsifier.audit()
     run.sparsifier.full_every = 1
     run.sparsifier.audit()
