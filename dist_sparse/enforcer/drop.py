@@ -42,6 +42,7 @@ class KeptIds:
 
     def __init__(self, kept: Sequence[Tensor | None]) -> None:
         self._kept = list(kept)
+        self._with_ids = importlib.import_module("dist_sparse.tables.torchrec").with_ids
 
     def __call__(self, ids: Tensor, counts: list[int]) -> Tensor | None:
         """Return which ids to hand on: bool ``(n,)``; None if one is outside its table: all of them are then, since
@@ -71,4 +72,4 @@ class KeptIds:
         values, lengths = torch.ops.fbgemm.masked_select_jagged_1d(features.values(), features.lengths(), chosen)
         weights = features.weights_or_none()
         weights = None if weights is None else weights.masked_select(chosen)
-        return importlib.import_module("dist_sparse.tables.torchrec").with_ids(features, values, lengths, weights)
+        return self._with_ids(features, values, lengths, weights)
