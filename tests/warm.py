@@ -12,6 +12,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -39,12 +40,12 @@ def run_script(
 def run_ranks_of(
     script: Path, arguments: Sequence[object] = (), *, world: int, cwd: Path, timeout: float = 200.0
 ) -> list[CompletedProcess[str]]:
-    """The same of every rank, with the variables that torchrun sets."""
+    """The same of every rank, with the variables that torchrun sets. Their clocks show different hours."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "TZ": f"ZONE{rank}"} for rank in range(world)]
     return _run(script, arguments, cwd, ranks, timeout)
 
 
@@ -90,6 +91,7 @@ def _main(words: list[str], cwd: str, env: dict[str, str], folder: str) -> None:
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(env)
+    time.tzset()
     os.chdir(cwd)
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))

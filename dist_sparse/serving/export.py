@@ -87,7 +87,7 @@ def export(
         model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any module.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose removed rows
             :func:`~dist_sparse.compact` took out, or that has none.
-        path: of the new folder, in one that exists; of rank 0.
+        path: of the new folder, in one that exists; the same on every rank, where only rank 0 writes to it.
         dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest float32), ``"fp16"``
             the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of each row's grid, which holds 0.
 

@@ -37,6 +37,9 @@ def main(options: argparse.Namespace) -> None:
     """Run all and print the summary. Collective over the default process group."""
     started = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
+    folders = [options.run_dir]  # the default is of each rank's own clock
+    dist.broadcast_object_list(folders)
+    run_dir: Path = folders[0]
 
     def say(text: str) -> None:
         if rank == 0:
@@ -83,11 +86,11 @@ def main(options: argparse.Namespace) -> None:
         return Checkpoints(options.checkpoint / name.replace(" ", "_"), every=options.checkpoint_every)
 
     # The report compares a run with those in folders inside its own.
-    dense = trained("dense", settings, options.run_dir / "dense")
-    sparse = trained("sparsified", settings, options.run_dir, sparsity)
+    dense = trained("dense", settings, run_dir / "dense")
+    sparse = trained("sparsified", settings, run_dir, sparsity)
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
-        results.append(trained(f"dense dim {dim}", narrowed(settings, dim), options.run_dir / f"dense_dim_{dim}"))
+        results.append(trained(f"dense dim {dim}", narrowed(settings, dim), run_dir / f"dense_dim_{dim}"))
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
@@ -95,7 +98,7 @@ def main(options: argparse.Namespace) -> None:
     say(f"\n{overhead(sparse)}")
     if rank == 0:
         served = serve([result.artifacts for result in results])
-        page = write_report(options.run_dir).resolve()
+        page = write_report(run_dir).resolve()
         say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
         say(f"{served_table(served)}\n\n{advice(served, sparse.name)}")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")

@@ -401,15 +401,17 @@ class TestRuns:
 
     @pytest.mark.parametrize(("sharding", "block", "width"), [("mixed", "1,ROW", DIM), ("column_wise", "1,4", 4)])
     def test_two_processes(self, npz: Path, tmp_path: Path, sharding: str, block: str, width: int) -> None:
-        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--sparsity", 0.5, "--run-dir", tmp_path / "run")
+        folder = tmp_path / "run"
+        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--sparsity", 0.5)
         options += ("--sharding", sharding, "--block", block)
         if sharding == "mixed":
-            done = start("--nproc", 2, *options)
-        else:  # without the launcher
+            done = start("--nproc", 2, *options, "--run-dir", folder)
+        else:  # without the launcher, into the folder named after the time of rank 0
             done, other = run_ranks_of(MAIN, options, world=2, cwd=tmp_path)
             assert (other.returncode, other.stdout) == (0, ""), other.stderr
+            (folder,) = (tmp_path / "runs").iterdir()
         result = printed(done)
-        noted = numbers(read_run(tmp_path / "run"))
+        noted = numbers(read_run(folder))
         for run, last in {
             "sparsified": noted["last"],
             **{n: of["last"] for n, of in noted["compared"].items()},
@@ -421,9 +423,9 @@ class TestRuns:
         assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
         assert noted["runs"][0]["bytes"] == sum(int(table["bytes kept"]) for table in result.tables.values())
         assert [artifact["name"] for artifact in noted["artifacts"]] == ["fp32", "int8", "int4"]
-        text = (tmp_path / "run" / "report.html").read_text()
+        text = (folder / "report.html").read_text()
         assert f'data-value="{noted["last"]["test_auc"]!r}">{result.runs["sparsified"]["AUC"]}<' in text
-        assert (tmp_path / "run" / "report-sparsity.png").exists()
+        assert (folder / "report-sparsity.png").exists()
         check(result, 0.5, 1, width)
         assert {table["sharding"] for table in result.tables.values()} >= (
             {"row_wise", "column_wise", "table_wise"} if sharding == "mixed" else {sharding}
