@@ -51,7 +51,7 @@ def test_what_is_known_is_true(seed: int, ties: bool, level: float, steps: list[
             counts = index.counts(threshold >> before, before, shift, 1024)
             if counts is not None:
                 assert torch.equal(counts, torch.bincount((inside >> shift) & 1023, minlength=1024))
-        for least, most in ((threshold, threshold), (threshold + 1, threshold + (1 << 18)), (threshold, KEPT - 1)):
+        for least, most in ((threshold, threshold), (threshold + 1, threshold + (1 << 14)), (threshold, KEPT - 1)):
             found = index.within(least, most)
             if found is not None:
                 answered += 1
