@@ -61,7 +61,8 @@ class IndexedScores:
         if self._near is not None:
             low, high, near = self._near
             entering = _within(new, low, high) & ~_within(old, low, high)
-            near = torch.cat([near[_within(self.at(near), low, high)], places[entering].to(near.dtype)])
+            near = near.masked_select(_within(self.at(near), low, high))
+            near = torch.cat([near, places.masked_select(entering).to(near.dtype)])
             self._near = _Near(low, high, near) if near.numel() * _MANY < self.bits.numel() else None
         self._used = False
 
@@ -91,7 +92,7 @@ class IndexedScores:
             if near is None:
                 return None
         self._near, self._used = near, True
-        return near.places[_within(self.at(near.places), least - 1, most)]
+        return near.places.masked_select(_within(self.at(near.places), least - 1, most))
 
     def _find_near(self, least: int, most: int) -> _Near | None:
         flat = self.bits.view(-1)

@@ -143,7 +143,7 @@ class KeptScores:
             # What the mask removes was zeroed before weights are scored, whatever has written it.
             kept = mask.keeps(rows)
             if not bool(kept.all()):
-                rows, zeros = rows[kept], rows[~kept]
+                rows, zeros = rows.masked_select(kept), rows.masked_select(~kept)
         grid = grid_of(shard.rect, block)
         widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
         found = [torch.zeros(len(zeros), grid.cols)]
