@@ -18,6 +18,7 @@ import pytest
 import dist_sparse
 import dist_sparse.groups
 from benchmarks.structure import circles, crossed, module_of, private_reads, sources, updating, walks
+from tests.mutations import MUTATIONS, missing
 
 ROOT = Path(__file__).parents[1]
 CODE = [
@@ -166,6 +167,11 @@ def test_a_mask_update_is_short_to_read() -> None:
     model, sparsifier = updating()
     assert len(crossed(sparsifier.step).modules) <= MODULES_CROSSED
     assert walks(model, sparsifier.step) <= WALKS
+
+
+def test_every_mutation_is_of_this_code() -> None:
+    """``python -m tests.mutations`` can apply each of them."""
+    assert not missing(MUTATIONS)
 
 
 def test_structure_is_counted_right(tmp_path: Path) -> None:
