@@ -26,6 +26,7 @@ from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.modules import model_source
+from dist_sparse.training.plan import protected
 
 __all__ = ["BUDGETS", "LOWER_IS_BETTER", "TOLERANCE", "frontier", "measure_plan"]
 
@@ -107,7 +108,7 @@ def frontier(
         checks.number("tolerance", tolerance, least=0)
         kept = checks.name_list("protect", protect)
         located = model_source(model).locate()
-        guarded = {data.name for data in model_source(model, include=kept).locate()} if kept else set()
+        guarded = protected(located, kept)
         pruned = [d.name for d in located if d.shape[0] >= min_rows and d.name not in guarded]
         groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
         check_candidate(Candidate(groups=groups), {data.name: data for data in located})
@@ -175,7 +176,7 @@ def measure_plan(
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
     tried = [Attempt(method=name, candidate=each.candidate) for name, each in zip(methods, fitting, strict=True)]
     measured = measurements(tried, "plan")
-    budget = planned.budget / planned.dense_bytes
+    budget = min(planned.budget / planned.dense_bytes, 1.0)
     points = [Point(budget=budget, measured=each) for each in sorted(measured, key=whole.loss)]
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
 

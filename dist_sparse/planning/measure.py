@@ -115,7 +115,7 @@ class Measurements:
                 raise ValueError(f"evaluate() returned {found!r}; must return metrics by name.")
             try:
                 metrics = {str(name): float(value) for name, value in found.items()}
-            except TypeError:
+            except (TypeError, ValueError):
                 raise ValueError(f"evaluate() returned {found!r}; values must be numbers.") from None
             for name, value in metrics.items():
                 if not math.isfinite(value):
@@ -144,7 +144,7 @@ class Measurements:
                     line = json.loads(text)
                 except ValueError:  # cut off when the run was interrupted
                     continue
-                if line["model"] == self._fingerprint:
+                if isinstance(line, dict) and line.get("model") == self._fingerprint:
                     found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}
         told: Any = self._world.all_gather_json(found)[0]
         return dict(told)

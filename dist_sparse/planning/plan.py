@@ -207,11 +207,13 @@ def _json(choice: Choice) -> dict[str, Any]:
 def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
     """The lines that make a candidate of a trained ``model`` and the ``optimizer`` that steps it."""
     candidate, sparse, lines = choice.candidate, None, []
+    changed = [table for table in tables if table.name in candidate.narrowed or table.name in candidate.levels]
+    at = "end=0, min_rows=0" if any(table.shape[0] < 16 for table in changed) else "end=0"  # left dense by default
     if candidate.columns < 1 and candidate.groups:
         groups = [list(group) for group in candidate.groups]
         level = f"{1 - candidate.columns:.6g}"
         lines += [
-            f'sparse = sparsify(model, optimizer, level={level}, block="col", rotate={groups}, end=0)',
+            f'sparse = sparsify(model, optimizer, level={level}, block="col", rotate={groups}, {at})',
             "sparse.step()",
             "model = compact(model, sparse)  # then train on, with the new fused optimizer",
         ]
@@ -221,5 +223,5 @@ def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
     if candidate.levels:
         sparse = "sparse"
         levels = {glob.escape(name): round(level, 9) for name, level in candidate.levels.items()}
-        lines += [f'sparse = sparsify(model, optimizer, level={levels}, block="row", end=0)', "sparse.step()"]
+        lines += [f'sparse = sparsify(model, optimizer, level={levels}, block="row", {at})', "sparse.step()"]
     return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']

@@ -67,7 +67,7 @@ class Frontier:
     @property
     def recommended(self) -> Point | None:
         """The smallest budget within which a method loses no more than ``tolerance``, and the simplest method there
-        that is as good as the best but for half of it; None if all lose more."""
+        that is as good as the best but for half of it, in the fewest bytes; None if all lose more."""
         good = [point for point in self.points if self.loss(point.measured) <= self.tolerance]
         if not good:
             return None
@@ -75,7 +75,7 @@ class Frontier:
         there = [point for point in good if point.budget == smallest]
         best = min(self.loss(point.measured) for point in there)
         near = [point for point in there if self.loss(point.measured) <= best + self.tolerance / 2]
-        return min(near, key=lambda point: [*METHODS].index(point.method))
+        return min(near, key=lambda point: ([*METHODS].index(point.method), point.measured.bytes))
 
     @property
     def recommendation(self) -> str:

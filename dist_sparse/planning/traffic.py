@@ -22,8 +22,9 @@ Sums = Mapping[int, tuple[Tensor, float]]
 
 def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None) -> dict[str, int]:
     """Return how many rows of a table no gradient has reached, for tables that Adagrad steps: its sums of squares never
-    shrink, so that a sum of zero is a row that no batch has looked up. Collective: every rank of the world must call
-    it.
+    shrink, so that a sum of zero is a row that no batch has looked up. Of a table whose sums are all zero nothing is
+    known: it has not been trained, or its weights were loaded without them. Collective: every rank of the world must
+    call it.
 
     Args:
         model: the one that holds the tables; of fused ones it knows the optimizer.
@@ -46,7 +47,7 @@ def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: 
         touched |= gather_rows(tables, lambda data, rect: _touched(data, rect, sums), _asked)
     counts = {name: int((~flags).sum()) for name, flags in touched.items()}
     found = {name: number for each in world.all_gather_json(counts) for name, number in each.items()}
-    return {data.name: found[data.name] for data in located if data.name in found}
+    return {d.name: found[d.name] for d in located if d.name in found and found[d.name] < d.shape[0]}
 
 
 def _sums(model: nn.Module, located: Sequence[ShardedData], optimizer: Any) -> Sums:

@@ -43,6 +43,7 @@ __all__ = [
     "Score",
     "final_levels",
     "left_dense",
+    "protected",
     "table_floors",
 ]
 
@@ -165,15 +166,13 @@ def left_dense(
     """
     names = [data.name for data in located]
     rotated = names if rotate is None else [name for group in rotation_groups(rotate, names) for name in group]
-    for pattern in plan.protect:
-        if not any(_matches(data, pattern) for data in located):
-            raise ValueError(f"Invalid protect: {pattern!r} matches none of {[data.name for data in located]}.")
+    guarded = protected(located, plan.protect)
     tables = same_storage([m.weight.data for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))])
     frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
     reasons = {}
     for data in located:
         whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-        if any(_matches(data, pattern) for pattern in plan.protect):
+        if data.name in guarded:
             reasons[data.name] = "protected"
         elif any(frozen(tensor) for tensor in whole):
             reasons[data.name] = "frozen (requires_grad=False)"
@@ -186,6 +185,18 @@ def left_dense(
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons
+
+
+def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str]:
+    """Return the names of the tables that globs match.
+
+    Raises:
+        ValueError: a glob matches no table.
+    """
+    for pattern in protect:
+        if not any(_matches(data, pattern) for data in located):
+            raise ValueError(f"Invalid protect: {pattern!r} matches none of {[data.name for data in located]}.")
+    return {data.name for data in located if any(_matches(data, pattern) for pattern in protect)}
 
 
 def final_levels(

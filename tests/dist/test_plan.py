@@ -21,7 +21,7 @@ def test_untouched_rows(name: str) -> None:
     cell = cells(WORLD)[name]
     model, rank = build(cell), dist.get_rank()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)  # of the replicated table; it lists the fused ones too
-    assert plan(model, "20%", optimizer=optimizer).untouched == {table.name: table.rows for table in cell.tables}
+    assert plan(model, "20%", optimizer=optimizer).untouched == {}, "nothing was trained"
     before = gathered(model)
     model(batch(cell, seed=rank)).sum().backward()
     optimizer.step()

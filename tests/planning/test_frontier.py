@@ -106,7 +106,7 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
     trained.clear()
     assert found(model, budgets=[0.2, 0.1], **options) == points and trained == []  # read from trials.jsonl
     written = (tmp_path / "trials.jsonl").read_text()
-    (tmp_path / "trials.jsonl").write_text(written[:-40])  # interrupted in the last line
+    (tmp_path / "trials.jsonl").write_text("3\n{}\n" + written[:-40])  # other lines; interrupted in the last one
     assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
     assert (
         json.loads((tmp_path / "frontier.json").read_text())["recommendation"] in (tmp_path / "frontier.md").read_text()
@@ -127,6 +127,8 @@ def test_a_plan_is_measured(tmp_path: Path) -> None:
     losses = [result.loss(point.measured) for point in result.points]
     assert losses == sorted(losses) and result.recommended is not None
     assert result.recommended.measured.attempt.candidate.groups == (("weight",),)
+    whole = measure_plan(model, error_of(model), plan(model, 10**9), lower_is_better=["error"], tolerance=0.1)
+    assert "100.0%" in str(whole) and whole.recommendation.startswith("Use int4"), "fp16 is as good, in more bytes"
     with pytest.raises(ValueError, match=r"must be of all tables of the model; .*'other', 'weight'"):
         measure_plan(model, error_of(model), plan({"other": (400, 16)}, "20%"))
 
@@ -155,12 +157,14 @@ def test_errors(tmp_path: Path) -> None:
         ({"budgets": [20]}, "Invalid budgets=20"),
         ({"rotate": [["weight", "item"]]}, "['item'] are none of the tables ['weight']"),
         ({"budgets": []}, "Invalid budgets=[]"),
+        ({"protect": "user*"}, "Invalid protect: 'user*' matches none of ['weight']"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             frontier(model, error_of(model), **options)  # type: ignore[arg-type]
     for metrics, message in (
         ({}, r"returned {}"),
         ({"auc": None}, "values must be numbers"),
+        ({"auc": "high"}, "values must be numbers"),
         ({"auc": float("nan")}, "returned auc=nan; must be finite"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -136,6 +136,15 @@ def test_what_is_printed_makes_what_was_planned(tmp_path: Path) -> None:
     assert made.user.weight.shape == (50, 8) and made.cross.weight.shape == (1000, 8)
 
 
+def test_what_is_printed_fits_tables_of_a_few_rows(tmp_path: Path) -> None:
+    """sparsify() leaves tables of fewer than 16 rows dense, unless it is asked not to."""
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 16), "country": nn.EmbeddingBag(10, 16)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    answer = plan(model, "13%", rotate=[["user", "country"]])
+    made = paste(answer, 2, model, optimizer, tmp_path)["model"]
+    assert made["country"].weight.shape == (10, 8)
+
+
 def test_traffic_that_is_not_known() -> None:
     model, optimizer = trained(torch.optim.Adam)  # its sums shrink: after a while they are zero again
     assert plan(model, "9%", optimizer=optimizer).untouched == plan(model, "9%").untouched == {}
@@ -170,8 +179,13 @@ def test_for_people_and_for_programs() -> None:
 def test_tables_without_rows() -> None:
     model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 16), "empty": nn.EmbeddingBag(0, 16)})
     assert used(plan(model, "40%")) == [("full", "int8", 16)]
-    optimizer = torch.optim.Adagrad(model.parameters())
-    assert plan(model, "40%", optimizer=optimizer).untouched == {"user": 64, "empty": 0}
+
+
+def test_a_model_that_was_not_trained_keeps_its_rows() -> None:
+    """Its sums are all zero, as after a load of weights alone: they say nothing of traffic."""
+    model = Crossed()
+    answer = plan(model, "10%", optimizer=torch.optim.Adagrad(model.parameters()))
+    assert answer.untouched == {} and answer.recommended == plan(model, "10%").recommended
 
 
 def test_tables_of_a_model() -> None:
