@@ -45,5 +45,7 @@ def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
         return show(shtab.complete(parser, shell=options.shell).rstrip())
 
     added = subcommand(commands, "completion", "prints a script with which a shell completes commands", _COMPLETION)
-    added.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads it")
+    added.add_argument(
+        "shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="the shell that reads it: bash, zsh or fish"
+    )
     added.set_defaults(run=run)

@@ -12,11 +12,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dist_sparse.cli.completion import add_completion
 from dist_sparse.cli.output import fail, flush, progress, show, use_colors
-from dist_sparse.cli.parsing import STATUS, Commands, Subcommand, add_json, closest, subcommand
+from dist_sparse.cli.parsing import STATUS, Commands, Parser, Subcommand, add_json, closest, subcommand
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
 
@@ -37,8 +38,9 @@ _EXAMPLES = f"""examples:
 Options of a command: dist-sparse COMMAND --help
 """
 
-_SERVE_CHECK = f"""example:
+_SERVE_CHECK = f"""examples:
   dist-sparse serve-check served/
+  dist-sparse serve-check runs/latest/served/int8
 
 ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified by
 checksums; bitmaps, grids and weights are checked to be valid, and that every
@@ -78,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dist-sparse",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
@@ -130,11 +132,12 @@ def _add_launch(commands: Commands) -> None:
 
 def _add_serve_check(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
+        from dist_sparse.report.run import resolved
         from dist_sparse.serving.check import check_artifact
         from dist_sparse.serving.summary import summary
 
         try:
-            manifest = check_artifact(options.folder).manifest
+            manifest = check_artifact(resolved(Path(options.folder))).manifest
         except (ValueError, OSError, ImportError) as error:
             return fail("serve-check", f"refused: {error}")
         return show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")

@@ -7,16 +7,23 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-__all__ = ["STATUS", "Commands", "Subcommand", "add_json", "closest", "subcommand"]
+__all__ = ["STATUS", "Commands", "Parser", "Subcommand", "add_json", "closest", "subcommand"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[Subcommand]"
 
 STATUS = "exit status: 0 success, 1 failure (one line says why), 2 invalid command line"
 
 
-class Subcommand(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors are two lines: what is wrong, and which command shows the options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nUsage and options: {self.prog} --help\n")
+
+
+class Subcommand(Parser):
     """Parser of one subcommand. An unknown option is reported first, with the closest known one: argparse alone reports
     it last, with the usage of `dist-sparse`. Options are not abbreviated, since more options would change what they
     stand for.

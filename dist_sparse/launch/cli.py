@@ -30,6 +30,20 @@ _COMMANDS = {
     "kubeflow": "write a TrainJob for Kubeflow Trainer v2",
 }
 
+_TYPED = {
+    "script": "SCRIPT",
+    "nproc_per_node": "--nproc",
+    "rank": "--ranks",
+    "cpu": "--cpus",
+    "gpu": "--gpus",
+    "walltime": "--time",
+    "port": "--rdzv-port",
+    "rendezvous.endpoint": "--rdzv-endpoint",
+    "rendezvous.id": "--rdzv-id",
+    "rendezvous.local_addr": "--local-addr",
+}
+"""What a user types for a field that a message names, where the option has another name."""
+
 _EXAMPLES = """\
   {prog} --nproc 2 train.py -- --epochs 1
   {prog} --nproc gpu -m my.training -- --lr 0.1
@@ -65,7 +79,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     try:
         return _do(options)
     except (ValueError, ImportError) as error:
-        of_command[options.command].error(str(error))
+        of_command[options.command].error(re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error)))
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -90,6 +104,10 @@ def _do(options: argparse.Namespace) -> int:
     else:
         _write(text.encode(encoding, "surrogateescape"), options.output)
     return 0
+
+
+def _typed(field: re.Match[str]) -> str:
+    return _TYPED.get(field[0], f"--{field[0].replace('_', '-')}")
 
 
 def _print(text: str, encoding: str = sys.getfilesystemencoding()) -> None:

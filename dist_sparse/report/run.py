@@ -35,7 +35,7 @@ from dist_sparse.report.lines import (
 from dist_sparse.report.traffic import Traffic, read_traffic
 from dist_sparse.text import shortened
 
-__all__ = ["DueStep", "Run", "Series", "Spent", "read_run", "read_runs"]
+__all__ = ["DueStep", "Run", "Series", "Spent", "read_run", "read_runs", "resolved"]
 
 _LATEST = "latest"
 
@@ -163,7 +163,7 @@ def read_run(folder: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss")
         (True, 2, 0.3333333333333333)
     """
-    folder = _found(Path(folder))
+    folder = resolved(Path(folder))
     nested = [_read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))]
     return dataclasses.replace(_read(folder), compared=_by_name(nested))
 
@@ -188,23 +188,24 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
     """
     if len(folders) == 1:
         return read_run(folders[0])
-    first, *others = (_read(_found(Path(folder))) for folder in folders)
+    first, *others = (_read(resolved(Path(folder))) for folder in folders)
     return dataclasses.replace(first, compared=_by_name(others, first))
 
 
-def _found(folder: Path) -> Path:
-    """Return ``folder``; for ``runs/latest``, which is no folder, the run in ``runs`` that was started last."""
-    if folder.name != _LATEST or folder.exists():
-        return folder
+def resolved(path: Path) -> Path:
+    """Return ``path``, in which ``runs/latest``, which is no folder, is the run in ``runs`` that was started last."""
+    latest = next((part for part in (path, *path.parents) if part.name == _LATEST), None)
+    if latest is None or latest.exists():
+        return path
     runs = []
-    for file in folder.parent.glob(f"*/{RUN}"):
+    for file in latest.parent.glob(f"*/{RUN}"):
         try:
             runs.append((datetime.strptime(read_about(file)["started"], "%Y-%m-%dT%H:%M:%S%z"), file.parent))
         except (*WRONG, OSError):
             continue  # it is no run that can be read: not the one that is wanted
     if not runs:
-        raise ValueError(f"{folder.parent} holds no run, so that there is none that would be the {_LATEST}.")
-    return max(runs)[1]
+        raise ValueError(f"{latest.parent} holds no run, so that there is none that would be the {_LATEST}.")
+    return max(runs)[1] / path.relative_to(latest)
 
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:

@@ -53,7 +53,7 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_was_meant(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(words)
-    assert leaving.value.code == 2 and capsys.readouterr().err.endswith(f"{message}\n")
+    assert leaving.value.code == 2 and f"{message}\n" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_a_wrong_command_line_is_2(words: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as leaving:
         main(words)
     assert leaving.value.code == 2
-    assert "usage: dist-sparse" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(" --help\n")
 
 
 def test_words_of_launch_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:

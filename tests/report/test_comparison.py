@@ -19,6 +19,7 @@ from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import baseline, compare, headline
 from dist_sparse.report.figures import BarChart, DotChart
 from dist_sparse.report.folder import RUN
+from dist_sparse.report.run import resolved
 from dist_sparse.report.summary import numbers, summary
 
 
@@ -120,6 +121,7 @@ def test_the_latest_run_and_the_browser(
         (tmp_path / name / RUN).write_text(json.dumps(about | {"started": started}))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / RUN).write_text("{")
+    assert resolved(tmp_path / "latest" / "served") == tmp_path / "newer" / "served"
     command = ["report", str(tmp_path / "latest"), "--no-png", "--open"]
     assert main(command) == 0 and opened == [(tmp_path / "newer" / "report.html").as_uri()]
     assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
