@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -154,6 +155,7 @@ class Crossed:
 def crossed(action: Callable[[], Any]) -> Crossed:
     """Run ``action``, and count the calls of functions of dist_sparse on this thread."""
     seen = Crossed()
+    gc.collect()  # what was left unreachable before would call its finalizers now
     before = sys.getprofile()
     sys.setprofile(seen)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,8 +68,8 @@ missing or wrong, 2 invalid command line
 def main(words: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``words`` (``sys.argv[1:]`` by default) name; return the exit status.
 
-    0 is success, 1 a failure that one line on stderr explains, 2 an invalid command line, 141 a closed pipe; `launch`
-    has others.
+    0 is success, 1 a failure that one line on stderr explains, 2 an invalid command line, 130 Ctrl-C, 141 a closed
+    pipe; `launch` has others.
     """
     try:
         return _main(words)
@@ -77,6 +78,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if status:
             return status
         raise
+    except KeyboardInterrupt:
+        print("dist-sparse: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _main(words: Sequence[str] | None) -> int:

@@ -178,7 +178,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     entry = tmp_path / "entry.py"
     entry.write_text(
         "from tests.planning.test_frontier import error_of, table\n\n\n"
-        "def measured(columns=1.0):\n    model = table(2, round(16 * columns))\n    return model, error_of(model)\n"
+        "def measured(columns=1.0):\n    model = table(2, round(16 * columns))\n    return model, error_of(model)\n\n\n"
+        "def stopped():\n    model = table(2)\n    evaluate, calls = error_of(model), []\n"
+        "    def third(model):\n        calls.append(1)\n        if len(calls) == 3:\n"
+        "            raise KeyboardInterrupt\n        return evaluate(model)\n    return model, third\n"
     )
     words = ["frontier", f"{entry}:measured", "--budget", "20%", "--method", "small", "--method", "bits"]
     assert main([*words, "--less", "error", "--json"]) == 0
@@ -190,5 +193,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["plan", words[1], "--level", "0.5", "--measure"])
     assert "--measure is for --budget" in capsys.readouterr().err
+    kept = ["--budget", "20%", "--method", "elements", "--less", "error", "--out", str(tmp_path / "out")]
+    assert main(["frontier", f"{entry}:stopped", *kept]) == 130
+    assert capsys.readouterr().err.endswith("dist-sparse: interrupted\n")
+    assert main(["frontier", f"{entry}:measured", *kept, "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert len((tmp_path / "out" / "trials.jsonl").read_text().splitlines()) == len(trials), "none is measured twice"
     assert main([*words, "--metric", "auc"]) == 1
     assert "Invalid --metric='auc'" in capsys.readouterr().err
