@@ -8,8 +8,11 @@ Start with these five:
     CubicDataScheduler   raises the sparsity level during training
     MaskEnforcer         keeps removed weights at zero in every forward
 
-Before training:     plan (what a budget of bytes can hold, and which of it to use)
-After training:      frontier (what a trained model is worth at a few sizes)
+Before training:     plan (what fits a budget of bytes, and which of it to use), simulate (a mask update on many ranks)
+A trained model:     frontier (its metrics at a few sizes)
+Serving:             export, load_served
+Smaller tables:      compact (store kept rows and columns only, train on)
+Narrower tables:     rotate (columns by importance), or sparsify(block="col", rotate=...)
 Look and log:        describe, TableStats, RunLog
 Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)
 Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataScheduler, CosineDataScheduler,
@@ -18,9 +21,7 @@ Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
 Whole rows, columns: ROW and COL, as in sparse_block_shape=(1, ROW) or (COL, 1)
 One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
 Checkpoints:         Checkpoints (saved whole, verified, resumed on any number of ranks)
-Serving:             export, load_served
-Smaller tables:      compact (store kept rows only, train on)
-After training:      post_training_sparse_quantize (8-bit tables)
+8-bit tables:        post_training_sparse_quantize
 Under Lightning:     dist_sparse.lightning.SparsifyCallback
 Names of ancestors:  CubicSL, LambdaSL, Noamlr, ExponentDecayLr
 

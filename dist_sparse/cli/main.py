@@ -137,9 +137,12 @@ def _add_launch(commands: Commands) -> None:
 def _add_serve_check(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         from dist_sparse.report.run import resolved
-        from dist_sparse.serving.check import check_artifact
-        from dist_sparse.serving.summary import summary
 
+        try:
+            from dist_sparse.serving.check import check_artifact
+            from dist_sparse.serving.summary import summary
+        except ModuleNotFoundError as error:
+            return fail("serve-check", f"needs {error.name}, which is not installed.")
         try:
             manifest = check_artifact(resolved(Path(options.folder))).manifest
         except (ValueError, OSError, ImportError) as error:

@@ -70,11 +70,11 @@ class SparseTraining:
         ...         optimizer.step()
         ...         sparse.step()
         >>> sparse
-        SparseTraining(step 3 of 2, level 0.75 by norm, 1 table, detached)
+        SparseTraining(step 3, schedule ended at 2, level 0.75 by norm, 1 table, detached)
         >>> sparse.sparsity
         0.75
         >>> print(sparse.summary())
-        SparseTraining(step 3 of 2, level 0.75 by norm, 1 table, detached)
+        SparseTraining(step 3, schedule ended at 2, level 0.75 by norm, 1 table, detached)
         table   shape    sharding    block  level  sparsity  removed blocks
         ------  -------  ----------  -----  -----  --------  --------------
         weight  100 x 8  replicated  row     0.75    0.7500              75
@@ -211,9 +211,9 @@ class SparseTraining:
         final = getattr(self.scheduler, "final", {})
         finals = sorted(set(final.values() if isinstance(final, dict) else [final]))
         level = " to ".join(f"{each:.4g}" for each in dict.fromkeys(finals[:1] + finals[-1:]))
-        tables, end = len(self.sparsifier.data_groups), self.scheduler.end
+        tables, step, end = len(self.sparsifier.data_groups), self.scheduler.last_epoch, self.scheduler.end
         parts = [
-            f"step {self.scheduler.last_epoch}" + ("" if end is None else f" of {end}"),
+            f"step {step}" + ("" if end is None else f" of {end}" if step <= end else f", schedule ended at {end}"),
             (f"level {level} " if level else "") + f"by {self.sparsifier.scored_by}",
             *(["over all tables"] if self.sparsifier.scope == "global" else []),
             number_of(tables, "table"),

@@ -290,7 +290,9 @@ class TestShown:
     def test_repr_summary_and_html(self) -> None:
         model, optimizer, sparse = pair(level={"user": 0.5, "item": 0.25})
         train(model, optimizer, sparse, 7)
-        assert repr(sparse) == "SparseTraining(step 7 of 6, level 0.25 to 0.5 by norm, 2 tables, attached)"
+        assert (
+            repr(sparse) == "SparseTraining(step 7, schedule ended at 6, level 0.25 to 0.5 by norm, 2 tables, attached)"
+        )
         assert sparse.sparsity == pytest.approx((20 + 8) / 70)
         shown = vars(SparseTraining)["_repr_html_"](sparse)  # as notebooks call it
         assert shown.startswith("<pre>SparseTraining(") and "user" in shown
