@@ -131,7 +131,9 @@ def _dots(chart: DotChart) -> str:
             text = f"{escape(run.name)}, {escape(name)}<br>{size(taken)}, AUC {auc:.4f}"
             side = ("l" if x < WIDTH / 2 else "r") + (" under" if place % 2 else "")  # labels of neighbors stay apart
             over += f'<div class="spot {side}" style="{at}"><b>{escape(name)}</b><span>{text}</span></div>'
-    marks = [(100 * y_of(y) / HEIGHT, f"{y:.4g}") for y in ticks(low, high, 4)]
+    levels = ticks(low, high, 4)
+    decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in levels)
+    marks = [(100 * y_of(y) / HEIGHT, f"{y:.{decimals}f}") for y in levels]
     sizes = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
     inside = [taken for taken in sizes if left <= math.log10(taken) <= right]
     inside = inside[:: max(1, -(-len(inside) // 5))]

@@ -230,6 +230,10 @@ def inspect_text(run: Run) -> str:
     lines = [f"{run.folder}: started {run.started} on {ranks}; {versions}", status(run), ""]
     if known["tables"]:
         rows = [[*_cells(table), *_sizes(table)] for table in known["tables"]]
+        if known["other_tables"]:
+            size = mib(sum(known["other_tables"].values()))
+            others = f"{number_of(len(known['other_tables']), 'other')}, dense"
+            rows.append([others, *[""] * (len(_HEAD) - 4), size, size, ""])
         total = ["all", "", "", "", "", *_sizes(known)]
         lines += [*table_lines(_HEAD, rows, right=range(5, len(_HEAD)), total=total), ""]
     last = ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items())
