@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_sparse.cli.completion import add_completion
-from dist_sparse.cli.output import fail, flush, progress, show, use_colors
+from dist_sparse.cli.output import fail, flush, interrupted, progress, show, use_colors
 from dist_sparse.cli.parsing import STATUS, Commands, Parser, Subcommand, add_json, closest, subcommand
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
@@ -79,8 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return status
         raise
     except KeyboardInterrupt:
-        print("dist-sparse: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return interrupted()
 
 
 def _main(words: Sequence[str] | None) -> int:

@@ -12,13 +12,18 @@ import sys
 
 from dist_sparse.text import printable
 
-__all__ = ["fail", "flush", "progress", "show", "use_colors"]
+__all__ = ["fail", "flush", "interrupted", "progress", "show", "use_colors"]
 
 
 def fail(command: str, why: Exception | str) -> int:
     lines = str(why).split("\n")  # which may hold names of a model or a log
     print(f"dist-sparse {command}: " + "\n".join(map(printable, lines)), file=sys.stderr)
     return 1
+
+
+def interrupted() -> int:
+    print("dist-sparse: interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def progress(what: str) -> None:
