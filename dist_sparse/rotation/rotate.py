@@ -98,16 +98,16 @@ class _Rotation:
     @property
     def names(self) -> list[str]:
         """The tables that are rotated."""
-        return _names(self._chosen)
+        return _names(self.groups)
 
     @property
-    def _chosen(self) -> list[Sequence[str]]:
+    def groups(self) -> list[Sequence[str]]:
         """The groups whose tables are all registered still: the others can't be rotated any more."""
         return [group for group in self._groups if all(name in self._sparsifier.packed_store for name in group)]
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
-        packed, chosen = self._sparsifier.packed_store, self._chosen
+        packed, chosen = self._sparsifier.packed_store, self.groups
         with packed.agreeing("step()"):
             located = packed.locate()
         packed.reshard(located)

@@ -166,13 +166,16 @@ def _parts(sparse: Any, optimizer: Any) -> tuple[BaseDataSparsifier, Sequence[An
 
 
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
-    """The columns that stay of each rotated table, a multiple of 4, as FBGEMM needs."""
-    rotated = () if sparsifier.rotation is None else sparsifier.rotation.names
-    widths = {}
-    for name in stats.keys() & set(rotated):
-        data, width = sparsifier.packed_store.find(name), sparsifier.packed_store.block(name)[1]
-        kept = stats[name].blocks - stats[name].removed_blocks
-        widths[name] = narrow_width(kept * width, data.shape[1])
+    """The columns that stay of each rotated table, a multiple of 4, as FBGEMM needs; tables that are rotated together
+    meet in dot products, and keep as many as the one of them that keeps the most."""
+    widths: dict[str, int] = {}
+    for group in () if sparsifier.rotation is None else sparsifier.rotation.groups:
+        columns = sparsifier.packed_store.find(group[0]).shape[1]
+        kept = [columns]
+        if all(name in stats for name in group):
+            blocks = {name: stats[name].blocks - stats[name].removed_blocks for name in group}
+            kept = [n * sparsifier.packed_store.block(name)[1] for name, n in blocks.items()]
+        widths |= {name: narrow_width(max(kept), columns) for name in group if name in stats}
     return widths
 
 

@@ -69,6 +69,11 @@ class Rotation(Protocol):
         """The tables whose columns hold less and less in a mask update, so that the last ones are removed."""
         ...
 
+    @property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """The same tables, by what is rotated together."""
+        ...
+
     def update(self) -> None:
         """Rotate them. Collective over the groups of the sharded tables."""
         ...

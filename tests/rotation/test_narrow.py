@@ -70,6 +70,19 @@ def test_a_model_of_one_table() -> None:
     assert list(model.state_dict()) == ["weight", "rotation_of_weight"]
 
 
+@pytest.mark.parametrize(("level", "width"), [({"user": 0.75, "item": 0.5}, 8), ({"user": 0.75}, 16)])
+def test_tables_that_meet_get_the_width_of_the_widest(level: dict[str, float], width: int) -> None:
+    """Dot products between tables of other widths would raise."""
+    model = nn.ModuleDict({"user": nn.Embedding(50, 16), "item": nn.Embedding(40, 16)})
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level=level, block="col", end=0, rotate=[["user", "item"]])
+    sparse.step()
+    wanted = model["user"].weight @ model["item"].weight.T
+    model = compact(model, sparse)
+    assert model["user"].weight.shape == (50, width) and model["item"].weight.shape == (40, width)
+    torch.testing.assert_close(model["user"].weight @ model["item"].weight.T, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_columns_that_are_not_rotated_are_refused() -> None:
     model = Towers()
     sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, block="col", begin=0, end=0)
