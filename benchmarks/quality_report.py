@@ -25,7 +25,7 @@ _IMAGE = Path(__file__).parents[1] / "docs" / "images" / "quality.png"
 _LOOKS = {
     "narrowed": ("#009E73", "o"),
     "small dense": ("#0072B2", "o"),
-    "small dense float32": ("#0072B2", "s"),
+    "small dense float32": ("#882255", "s"),
     "soft threshold": ("#E69F00", "D"),
     "elements": ("#D55E00", "D"),
     "1x4 blocks": ("#CC79A7", "D"),
