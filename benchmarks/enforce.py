@@ -23,6 +23,9 @@ __all__ = ["CASES", "main", "report"]
 BLOCKS: list[Any] = ["rows", [1, 4]]
 EVERY = 100
 
+SHORT = 25
+"""Rounds of 20 steps, instead of a few of 100, for small models: a machine changes its speed by more than they cost."""
+
 
 def _tables(tables: int, rows: int, ids: int, below: int) -> dict[str, int]:
     return {"tables": tables, "rows": rows, "dim": 64, "ids": ids, "below": below}
@@ -38,6 +41,7 @@ def _case(
         "ids": ids,
         "block": block,
         "every": EVERY,
+        "steps": 100 if rounds < SHORT else 20,
         "rounds": rounds,
         "peers": peers,
         "peer_steps": 10,
@@ -54,13 +58,13 @@ CASES = [
         for ids, below in (("below 100k", 100_000), ("uniform", 1 << 62))
         for rows in (100_000, 10_000_000)
     ],
-    *[_case("b", block, None, "drawn", ["whole"], 5) for block in BLOCKS],
+    *[_case("b", block, None, "drawn", ["whole"], SHORT) for block in BLOCKS],
     *[
         _case("b", block, _tables(8, 1_000_000, ids, 1_000_000), f"uniform, {ids} a bag", peers, 3)
         for block in BLOCKS
         for ids, peers in ((1, ["whole", "ancestor"]), (10, ["whole"]))
     ],
-    *[_case("b", block, MANY_SMALL, "uniform, 10 a bag", ["whole"], 5) for block in BLOCKS],
+    *[_case("b", block, MANY_SMALL, "uniform, 10 a bag", ["whole"], SHORT) for block in BLOCKS],
 ]
 
 
@@ -69,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["a", "b"], help="only the cases of one question")
     parser.add_argument("--tables", type=int, help="only the cases with so many tables")
-    parser.add_argument("--rounds", type=int, help="of every case, instead of 3 or 5: 1 takes a few minutes")
+    parser.add_argument("--rounds", type=int, help=f"of every case, instead of 3 or {SHORT}: 1 takes a few minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     options = parser.parse_args()
     found = []
@@ -89,13 +93,14 @@ def main() -> int:
 def report(found: list[dict[str, Any]]) -> str:
     """The figures as markdown tables with what they mean."""
     notes = (
-        "Milliseconds a step, 2 threads, one process; the median of 100 steps on fresh batches, the least of several "
-        "rounds. enforce: host time in the enforcer's hooks. settle: in the mask update, before scoring, for all rows "
-        "that were written since the last. move: the rest of that update. with all: a step with hooks, and a hundredth "
-        'of the mask update; zeroed: the same with removed_rows="zero", all else with ids of removed rows dropped. '
-        "mul_: the plain loop and every table times its mask after every step (masks as one column for rows). "
-        "torch.ao: forward through mask * weight and a dense gradient, tables only; its masks are not applied to the "
-        "weights, and updating them takes seconds more."
+        "Milliseconds a step, 2 threads, one process; the median of 100 steps (20 for small models) on fresh "
+        "batches, the least of several rounds in turns. enforce: host time in the enforcer's hooks. settle: in "
+        "the mask update, before scoring, for all rows that were written since the last. move: the rest of that "
+        "update. with all: a step with hooks, and a hundredth of the mask update; zeroed: the same with "
+        'removed_rows="zero", all else with ids of removed rows dropped. mul_: the plain loop and every table '
+        "times its mask after every step (masks as one column for rows). torch.ao: forward through mask * weight "
+        "and a dense gradient, tables only; its masks are not applied to the weights, and updating them takes "
+        "seconds more."
     )
     return "\n\n".join(part for part in (notes, _by_rows(found), _loops(found)) if part)
 

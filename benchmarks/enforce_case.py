@@ -150,14 +150,15 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
     sparsifier.step()
     ways = ("drop", "zero") if case["kind"] == "b" else ("drop",)
     enforcers = {way: MaskEnforcer(sparsifier, removed_rows=way) for way in ways}
-    every, rounds = case["every"], case["rounds"]
+    rounds, rise = case["rounds"], min(0.01, 0.05 / case["rounds"])
     steps = iter(range(10**9))
     plain, whole = [], []
     enforced: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in ways}
     for turn in range(rounds):
-        plain.append(_timed(loop, steps, every, lambda: None))
+        plain.append(_timed(loop, steps, case["steps"], lambda: None))
+        levels = LEVEL - rise * (rounds - turn), LEVEL - rise * (rounds - turn - 1)
         for way, enforcer in enforcers.items():
-            enforced[way].append(_enforced(loop, steps, every, sparsifier, enforcer, LEVEL - 0.01 * (rounds - turn)))
+            enforced[way].append(_enforced(loop, steps, case, sparsifier, enforcer, levels))
         if "whole" in case["peers"]:
             whole.append(_timed(loop, steps, case["peer_steps"], _whole_tables(loop.model, sparsifier, block)))
     ours, enforcing, settling, moving = (min(figures) for figures in zip(*enforced["drop"], strict=True))
@@ -175,33 +176,33 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
 def _enforced(
     loop: Loop,
     steps: Iterator[int],
-    every: int,
+    case: dict[str, Any],
     sparsifier: DataNormSparsifier,
     enforcer: MaskEnforcer,
-    level: float,
+    levels: tuple[float, float],
 ) -> tuple[float, float, float, float]:
     """Seconds of a step with everything on; of it in hooks; of a mask update to clean rows, and of the rest of it."""
     with enforcer.attach(loop.optimizer):
         for group in sparsifier.data_groups.values():
-            group["sparsity_level"] = level
-        sparsifier.step()  # so that the step inside the clock removes 1 % more, as one of a schedule does
+            group["sparsity_level"] = levels[0]
+        sparsifier.step()  # so that the step inside the clock removes more, as one of a schedule does
         for group in sparsifier.data_groups.values():
-            group["sparsity_level"] += 0.01
-        before, called = enforcer.seconds, iter(range(1, every + 1))
+            group["sparsity_level"] = levels[1]
+        before, called = enforcer.seconds, iter(range(1, case["steps"] + 1))
         settling = moving = 0.0
 
         def after() -> None:
             nonlocal settling, moving
-            if next(called) == every:
+            if next(called) == case["steps"]:
                 started = time.perf_counter()
                 enforcer.settle()  # as the step would, to have a figure of its own
                 settled = time.perf_counter()
                 sparsifier.step()
                 settling, moving = settled - started, time.perf_counter() - settled
 
-        usual = _timed(loop, steps, every, after)
-        enforcing = (enforcer.seconds - before - settling) / every
-    return usual + (settling + moving) / every, enforcing, settling, moving
+        usual = _timed(loop, steps, case["steps"], after)
+        enforcing = (enforcer.seconds - before - settling) / case["steps"]
+    return usual + (settling + moving) / case["every"], enforcing, settling, moving
 
 
 def _timed(loop: Loop, steps: Iterator[int], count: int, after: Callable[[], None]) -> float:

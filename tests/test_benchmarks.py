@@ -51,7 +51,16 @@ def test_a_small_case_of_enforcement_runs(which: str) -> None:
     case = next(c for c in CASES if which in (c["kind"], c["model"]) and (c["kind"] == "a") == (which == "a"))
     tables = case["tables"] and {**case["tables"], "rows": 3000, "below": 3000}
     peers = ["whole", "ancestor"] if which == "tables" else case["peers"]
-    small = {**case, "tables": tables, "peers": peers, "every": 2, "rounds": 1, "peer_steps": 1, "ancestor_steps": 1}
+    small = {
+        **case,
+        "tables": tables,
+        "peers": peers,
+        "every": 2,
+        "steps": 2,
+        "rounds": 1,
+        "peer_steps": 1,
+        "ancestor_steps": 1,
+    }
     found = run_case("benchmarks.enforce_case", small, 1)
     assert all(found[key] > 0 for key in ("plain_s", "ours_s", "enforce_s", "settle_s", "move_s"))
     assert all(found[f"{peer}_s"] > 0 for peer in peers)
