@@ -64,14 +64,20 @@ def budget_levels(
         rotate: as in :func:`~dist_sparse.rotate`: columns of rotated tables are removed for good.
 
     Raises:
-        ValueError: the budget is less than can be reached, or holds all tables as they are; or blocks do not divide a
-            table.
+        ValueError: the budget is less than can be reached, or holds all tables as they are; blocks do not divide a
+            table; or tables of one group of ``rotate``, which are as wide as the widest, have different floors.
     """
     pruned = {data.name: data for data in located if data.name not in left_dense}
     shapes = {name: resolve_block(name, block, data.shape) for name, data in pruned.items()}
     for name, data in pruned.items():
         if any(size % side for size, side in zip(data.shape, shapes[name], strict=True)):
             raise ValueError(f"Table {name!r}: a budget needs blocks that divide {data.shape}; {shapes[name]} do not.")
+    for group in () if rotate is None or isinstance(rotate, str) else rotate:
+        of_group = {name: floors.get(name, 0.0) for name in group if name in pruned}
+        if len(set(of_group.values())) > 1:
+            raise ValueError(
+                f"Invalid floor for a budget: tables rotated together keep as many columns, not {of_group}."
+            )
     blocks = {name: grid_of(Rect(0, 0, *data.shape), shapes[name]).blocks for name, data in pruned.items()}
     most = {name: n - max(math.ceil(floors.get(name, 0.0) * n - 1e-9), min(n, 1)) for name, n in blocks.items()}
     dense = sum(_bytes(data) for data in located if data.name in left_dense)

@@ -70,3 +70,12 @@ def test_the_least_and_the_most() -> None:
     for wrong in (True, 0.5, "half", "101%", "-1%", "nan%", None):
         with pytest.raises(ValueError, match="budget="):
             parse_budget(wrong)
+
+
+def test_tables_rotated_together_have_one_floor() -> None:
+    """Else the widest decides after compact(), and the budget is exceeded."""
+    tables = model_source(nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})).locate()
+    budget = parse_budget("60%")
+    with pytest.raises(ValueError, match=r"rotated together .* not \{'a': 0.9, 'b': 0.0\}"):
+        budget_levels(budget, tables, {}, (COL, 1), {"a": 0.9}, False, [["a", "b"]])
+    assert budget_levels(budget, tables, {}, (COL, 1), {"a": 0.5, "b": 0.5}, False, [["a", "b"]])
