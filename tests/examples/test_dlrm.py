@@ -384,8 +384,8 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
 class TestRuns:
     def test_one_process_tells_the_truth_and_says_it_twice(self, npz: Path, tmp_path: Path) -> None:
         """The second time from checkpoints: the dense run had ended, the others are in the middle."""
-        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--epochs", 2)
-        options += ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 20)
+        options = ("--data", npz, "--batch-size", 128, "--every", 5, "--epochs", 2)
+        options += ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 10)
         first = printed(run_script(MAIN, options, cwd=tmp_path))
         for folder in (path for path in (tmp_path / "saved").iterdir() if path.name not in ("run", "dense")):
             *_, older, last = sorted(folder.glob("step-*"))
@@ -402,7 +402,7 @@ class TestRuns:
     @pytest.mark.parametrize(("sharding", "block", "width"), [("mixed", "1,ROW", DIM), ("column_wise", "1,4", 4)])
     def test_two_processes(self, npz: Path, tmp_path: Path, sharding: str, block: str, width: int) -> None:
         folder = tmp_path / "run"
-        options = ("--data", npz, "--batch-size", 64, "--every", 5, "--sparsity", 0.5)
+        options = ("--data", npz, "--batch-size", 128, "--every", 5, "--sparsity", 0.5)
         options += ("--sharding", sharding, "--block", block)
         if sharding == "mixed":
             done = start("--nproc", 2, *options, "--run-dir", folder)

@@ -67,7 +67,7 @@ def test_negatives_of_the_test_are_unknown_and_recall_is_counted_as_by_hand(inte
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_print_what_they_serve(npz: Path, tmp_path: Path) -> None:
-    options = ("--data", npz, "--dim", 16, "--width", 4, "--epochs", 8, "--batch-size", 64, "--out", tmp_path / "out")
+    options = ("--data", npz, "--dim", 16, "--width", 4, "--epochs", 5, "--batch-size", 64, "--out", tmp_path / "out")
     done = run_ranks_of(MAIN, options, world=2, cwd=tmp_path)[0]
     assert done.returncode == 0, done.stderr
     head, _, *lines = (re.split(r" {2,}", line) for line in done.stdout.strip().split("\n\n")[-1].splitlines())
