@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from dist_sparse.cli.completion import add_completion
@@ -134,15 +133,13 @@ def _add_launch(commands: Commands) -> None:
 
 def _add_serve_check(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.report.run import resolved
-
         try:
             from dist_sparse.serving.check import check_artifact
             from dist_sparse.serving.summary import summary
         except ModuleNotFoundError as error:
             return fail("serve-check", f"needs {error.name}, which is not installed.")
         try:
-            manifest = check_artifact(resolved(Path(options.folder))).manifest
+            manifest = check_artifact(options.folder).manifest
         except (ValueError, OSError, ImportError) as error:
             return fail("serve-check", f"refused: {error}")
         return show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")

@@ -4,6 +4,7 @@
   short, which :func:`read_lines` skips and a resumed run removes.
 - One process at a time writes a log: :class:`LogFile` holds a lock on it, which ends with the process.
 - Files are private to the user (0600), because a config may hold anything. No symbolic link is followed to write.
+- In a folder called ``runs``, the link ``latest`` refers to the run that was started or resumed last.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dist_sparse.text import shortened
 
 __all__ = [
     "FORMAT",
+    "LATEST",
     "LINES",
     "RUN",
     "LogFile",
@@ -46,6 +48,9 @@ FORMAT = 1
 """Version of the folder's layout; a reader refuses others."""
 
 RUN, LINES = "run.json", "log.jsonl"
+
+LATEST = "latest"
+"""Beside the runs in a folder called ``runs``: a symbolic link to the one that was started or resumed last."""
 
 _LONGEST = 1 << 26
 """Bytes of a line, and of run.json, that are read: 64 MiB, some 250,000 tables."""
@@ -177,7 +182,19 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
     except BaseException:
         log.close()
         raise
+    _link_latest(folder.absolute())
     return log
+
+
+def _link_latest(folder: Path) -> None:
+    """Have ``runs/latest`` refer to ``runs/<folder>``, unless the user keeps something else under that name."""
+    link = folder.with_name(LATEST)
+    if folder.parent.name != "runs" or folder == link or (link.exists() and not link.is_symlink()):
+        return
+    part = link.with_name(f".{os.urandom(8).hex()}.part")
+    with contextlib.suppress(OSError):  # a file system without links: the run has its name
+        part.symlink_to(folder.name)
+        part.replace(link)
 
 
 def replace_files(files: Mapping[Path, bytes]) -> None:

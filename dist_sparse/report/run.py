@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from dist_sparse.records import StepRecord, TableStats
 from dist_sparse.report.artifacts import Artifact, read_artifacts
-from dist_sparse.report.folder import LINES, RUN, read_about, read_lines
+from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import Latest, Scored, scored
 from dist_sparse.report.lines import (
     WRONG,
@@ -35,9 +35,7 @@ from dist_sparse.report.lines import (
 from dist_sparse.report.traffic import Traffic, read_traffic
 from dist_sparse.text import shortened
 
-__all__ = ["DueStep", "Run", "Series", "Spent", "read_run", "read_runs", "resolved"]
-
-_LATEST = "latest"
+__all__ = ["DueStep", "Run", "Series", "Spent", "read_run", "read_runs"]
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
@@ -163,13 +161,15 @@ def read_run(folder: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss")
         (True, 2, 0.3333333333333333)
     """
-    folder = resolved(Path(folder))
+    folder = Path(folder)
     nested = [_read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))]
     return dataclasses.replace(_read(folder), compared=_by_name(nested))
 
 
 def read_runs(folders: Sequence[str | Path]) -> Run:
     """Read several runs: the first, compared with the others. Of one alone the runs inside its folder are compared.
+
+    A folder that is given twice, such as ``runs/latest`` among ``runs/*``, counts once.
 
     Raises:
         ValueError: as :func:`read_run`.
@@ -186,26 +186,13 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
         >>> runs.name, list(runs.compared)
         ('rows', ['columns'])
     """
-    if len(folders) == 1:
+    different: dict[str, Path] = {}
+    for folder in folders:
+        different.setdefault(os.path.realpath(folder), Path(folder))
+    if len(different) == 1:
         return read_run(folders[0])
-    first, *others = (_read(resolved(Path(folder))) for folder in folders)
+    first, *others = map(_read, different.values())
     return dataclasses.replace(first, compared=_by_name(others, first))
-
-
-def resolved(path: Path) -> Path:
-    """Return ``path``, in which ``runs/latest``, which is no folder, is the run in ``runs`` that was started last."""
-    latest = next((part for part in (path, *path.parents) if part.name == _LATEST), None)
-    if latest is None or latest.exists():
-        return path
-    runs = []
-    for file in latest.parent.glob(f"*/{RUN}"):
-        try:
-            runs.append((datetime.strptime(read_about(file)["started"], "%Y-%m-%dT%H:%M:%S%z"), file.parent))
-        except (*WRONG, OSError):
-            continue  # it is no run that can be read: not the one that is wanted
-    if not runs:
-        raise ValueError(f"{latest.parent} holds no run, so that there is none that would be the {_LATEST}.")
-    return max(runs)[1] / path.relative_to(latest)
 
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
@@ -226,7 +213,9 @@ def _read(folder: Path) -> Run:
     for needed in (file, lines):
         if not needed.is_file():
             why = f"there is no {needed.name}, which RunLog writes" if folder.is_dir() else "there is no such folder"
-            newest = f" The newest of the runs inside is {folder / _LATEST}." if any(folder.glob(f"*/{RUN}")) else ""
+            newest = (
+                f" The newest of the runs inside is {folder / LATEST}." if (folder / LATEST / RUN).is_file() else ""
+            )
             raise ValueError(f"{folder} holds no run: {why}.{newest}")
     about = read_about(file)
     reader = _Reader()

@@ -38,7 +38,7 @@ def turn_back(root: nn.Module, module: nn.Module, outputs: Mapping[str, str] | N
         root.register_buffer(_BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device))
     hook = _hook(module)
     if hook is None:
-        module.register_forward_hook(hook := _Hook(root))
+        module.register_forward_hook(hook := _Hook(root), prepend=True)  # hooks of the user's read the original basis
     own = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]  # its name in the collection
     found = [None] if outputs is None else [output for output, table in outputs.items() if table == own]
     hook.names |= dict.fromkeys(found, data.name)

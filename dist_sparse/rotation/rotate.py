@@ -23,6 +23,9 @@ __all__ = ["Rotate", "rotate", "rotation_groups"]
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
 """``"table"``: each table by itself. Otherwise groups of names."""
 
+_HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
+"""What may be between tables that are rotated together and their dot products."""
+
 Located = Mapping[str, ShardedData]
 
 
@@ -46,8 +49,9 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
 
     Raises:
         ValueError: a name is unknown or in two groups; blocks are not whole columns; the tables of a group differ in
-            width or ranks; a weight is tied, renormalized (``max_norm``) or pooled by its maximum; or the optimizer's
-            state would be wrong. On every rank, and nothing has changed.
+            width or ranks, or an ``nn.Sequential`` passes the output of one on to a layer or nonlinearity; a weight is
+            tied, renormalized (``max_norm``) or pooled by its maximum; or the optimizer's state would be wrong. On
+            every rank, and nothing has changed.
 
     Example::
 
@@ -72,7 +76,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         _check(sparsifier, located, groups)
         if sparsifier.enforcer is not None:
             _enforcer(sparsifier).check_rotation(_names(groups))
-        lookups = {name: _lookup(sparsifier, located[name]) for name in _names(groups)}
+        lookups = {name: _lookup(sparsifier, located[name], len(group) == 1) for group in groups for name in group}
     alone = [group[0] for group in groups if len(group) == 1]
     for name in alone:
         turn_back(*lookups[name], located[name])
@@ -223,20 +227,24 @@ class _Lookup(NamedTuple):
     outputs: dict[str, str] | None
 
 
-def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData) -> _Lookup:
+def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData, turned: bool) -> _Lookup:
     """Return what looks a table up.
 
+    Args:
+        turned: its output will be turned back; otherwise only dot products may read it.
+
     Raises:
-        ValueError: there is nothing, its output is not a sum of rows, or another module reads the weight too.
+        ValueError: there is nothing, its output is not a sum of rows, another module reads the weight too, or something
+            else than dot products reads the output.
     """
     path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
     for model in (source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")):
         modules = modules_by_path(model)
-        outputs, module = None, modules.get(".".join(path))
+        outputs, module, place = None, modules.get(".".join(path)), path
         if len(path) > 1 and "torchrec" in sys.modules:  # <path of the collection>.embedding_bags.<table>
             collection = modules.get(".".join(path[:-2]))
             outputs = importlib.import_module("dist_sparse.tables.torchrec").outputs_of(collection)
-            module = module if outputs is None else collection
+            module, place = (module, path) if outputs is None else (collection, path[:-2])
         if module is None:
             continue
         around = type(modules.get(".".join(path[:-3]))).__name__
@@ -247,10 +255,28 @@ def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData) -> _Lookup:
             reason = "its rows are pooled by their maximum"
         elif getattr(module, "max_norm", None) is not None:
             reason = "max_norm renormalizes its rows"
+        elif not turned and (reader := _reader(modules, ".".join(place))):
+            reason = (
+                f"{reader} reads it, but only dot products may read tables that are rotated together; use "
+                'rotate="table", which rotates outputs back'
+            )
         if reason:
             raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
         return _Lookup(modules[""], module, outputs)
     raise ValueError(f"Table {data.name!r} can't be rotated: it is in no model given to add_model().")
+
+
+def _reader(modules: Mapping[str, nn.Module], path: str) -> str:
+    """The layer or nonlinearity to which ``nn.Sequential`` passes the output of the module at ``path``, if so."""
+    while isinstance(parent := modules.get(path.rpartition(".")[0]), nn.Sequential) and path:
+        path, _, name = path.rpartition(".")
+        following = dict(parent.named_children())
+        for after in list(following)[list(following).index(name) + 1 :]:
+            if type(following[after]).__module__.partition(".")[0] != "torch":
+                return ""  # a module of the user's, which may be the dot products
+            if not isinstance(following[after], _HARMLESS):
+                return f"{type(following[after]).__name__} {f'{path}.{after}'.lstrip('.')!r}"
+    return ""
 
 
 def _tied(modules: Mapping[str, nn.Module], data: ShardedData) -> str:

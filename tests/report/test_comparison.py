@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import webbrowser
 from pathlib import Path
@@ -18,8 +17,6 @@ from dist_sparse.report import add_artifact, read_run, read_runs, write_report
 from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import baseline, compare, headline
 from dist_sparse.report.figures import BarChart, DotChart
-from dist_sparse.report.folder import RUN
-from dist_sparse.report.run import resolved
 from dist_sparse.report.summary import numbers, summary
 
 
@@ -116,17 +113,26 @@ def test_the_latest_run_and_the_browser(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or len(opened) < 2)
-    for name, started in (("older", "2026-11-22T09:00:00+0100"), ("newer", "2026-11-22T08:30:00+0000")):
-        about = json.loads((log(tmp_path / name) / RUN).read_text())
-        (tmp_path / name / RUN).write_text(json.dumps(about | {"started": started}))
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / RUN).write_text("{")
-    assert resolved(tmp_path / "latest" / "served") == tmp_path / "newer" / "served"
-    command = ["report", str(tmp_path / "latest"), "--no-png", "--open"]
-    assert main(command) == 0 and opened == [(tmp_path / "newer" / "report.html").as_uri()]
+    runs = tmp_path / "runs"
+    older, newer = log(runs / "older"), log(runs / "newer")
+    assert (runs / "latest").readlink() == Path("newer")
+    command = ["report", str(runs / "latest"), "--no-png", "--open"]
+    assert main(command) == 0 and opened == [(newer / "report.html").as_uri()]
     assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="there is none that would be the latest"):
-        read_run(tmp_path / "newer" / "latest")
+    with pytest.raises(ValueError, match=r"The newest of the runs inside is .*runs/latest\."):
+        read_run(runs)
+    assert list(read_runs(sorted(runs.iterdir())).compared) == ["older"]  # runs/*: latest and newer are one run
+    RunLog(older, resume=True).close()
+    RunLog(runs / "latest", resume=True).close()
+    assert (runs / "latest").readlink() == Path("older")
+    assert sorted(file.name for file in runs.iterdir()) == ["latest", "newer", "older"]
+
+
+def test_latest_stays_what_the_user_made_it(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    log(tmp_path / "runs" / "a")
+    log(tmp_path / "elsewhere" / "a")
+    assert not (tmp_path / "runs" / "latest").is_symlink() and not (tmp_path / "elsewhere" / "latest").exists()
 
 
 def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

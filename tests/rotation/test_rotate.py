@@ -151,6 +151,19 @@ class Tied(Towers):
         self.again.weight = self.item.weight
 
 
+PAIR = [["user", "item/0/0"]]
+
+
+def towers(*after: nn.Module) -> nn.Module:
+    item = nn.Sequential(nn.Sequential(nn.Embedding(20, 4), nn.Identity()), *after)
+    return nn.ModuleDict({"user": nn.Embedding(20, 4), "item": item})
+
+
+class Dot(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows @ rows.T
+
+
 class Other(BaseDataSparsifier):
     def update_mask(self, name: str, data: Tensor, **config: Any) -> None: ...
 
@@ -168,6 +181,14 @@ class Other(BaseDataSparsifier):
         (Tied, [["user", "item"]], "col", r"'item' can't be rotated: the modules \['item', 'again'\] share its weight"),
         (lambda: nn.EmbeddingBag(20, 4, mode="max"), "table", "col", "pooled by their maximum"),
         (
+            lambda: towers(nn.ReLU()),
+            PAIR,
+            "col",
+            "can't be rotated: ReLU 'item.1' reads it, but only dot products",
+        ),
+        (lambda: towers(nn.Dropout(), nn.Linear(4, 4)), PAIR, "col", "Linear 'item.2' reads it"),
+        (lambda: towers(nn.Sequential(nn.Tanh())), PAIR, "col", "Sequential 'item.1' reads it"),
+        (
             lambda: nn.ModuleDict({"user": nn.Embedding(20, 4), "item": nn.Embedding(20, 8)}),
             [["user", "item"]],
             "col",
@@ -183,6 +204,27 @@ def test_refused(model: Any, tables: Any, block: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rotate(sparsifier, tables)
     assert sparsifier.rotation is None and list(made.state_dict()) == list(before)
+
+
+@pytest.mark.parametrize("after", [(), (nn.Dropout(), nn.Flatten()), (Dot(), nn.ReLU())], ids=len)
+def test_what_may_read_tables_that_are_rotated_together(after: tuple[nn.Module, ...]) -> None:
+    sparsifier = DataNormSparsifier(sparse_block_shape="col")
+    sparsifier.add_model(towers(*after))
+    rotate(sparsifier, PAIR)
+    rotate(sparsifier)
+    assert sparsifier.rotation is not None
+
+
+def test_hooks_of_the_user_read_the_original_basis() -> None:
+    torch.manual_seed(0)
+    table, ids = nn.Embedding(20, 8), torch.arange(20)
+    table.register_forward_hook(lambda module, args, output: output.relu())
+    optimizer, before = optim.SGD(table.parameters(), lr=0.1), table(ids).detach()
+    sparse = sparsify(table, optimizer, level=0.0, block="col", end=1, rotate="table")
+    rows = table.weight.detach().clone()
+    sparse.step()
+    assert not torch.equal(rows, table.weight)
+    torch.testing.assert_close(table(ids), before)
 
 
 def test_plain_data_is_refused() -> None:
