@@ -239,9 +239,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         self._check_held(goals)
         if self.enforcer is None:
             self._keeper = None
-        elif (
-            integer("full_every", self.full_every, least=1) > 1 and self.max_change == 1
-        ):  # held blocks are noted in the scores
+        elif integer("full_every", self.full_every, least=1) > 1 and self.max_change == 1:
+            # Not with max_change: blocks that are held are noted in the scores.
             self._keeper = self._keeper or Keeper()
             written, masks = self.enforcer.written(), self.packed_store.masks
             goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)

@@ -275,9 +275,8 @@ def _note_facts(
             data = located[name]
             facts[f"the config of table {name!r}"] = configs[name]
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
-            if (
-                name in moved or data.fqn is None
-            ):  # add_model() has compared the others, which takes long at 1,000 ranks
+            # add_model() has compared the others, which takes long at 1,000 ranks.
+            if name in moved or data.fqn is None:
                 facts[f"the sharding of table {name!r}"] = data.tiling
 
 
