@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -240,11 +240,11 @@ def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData, turned: bool) -> 
     path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
     for model in (source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")):
         modules = modules_by_path(model)
-        outputs, module, place = None, modules.get(".".join(path)), path
+        outputs, module = None, modules.get(".".join(path))
         if len(path) > 1 and "torchrec" in sys.modules:  # <path of the collection>.embedding_bags.<table>
             collection = modules.get(".".join(path[:-2]))
             outputs = importlib.import_module("dist_sparse.tables.torchrec").outputs_of(collection)
-            module, place = (module, path) if outputs is None else (collection, path[:-2])
+            module = module if outputs is None else collection
         if module is None:
             continue
         around = type(modules.get(".".join(path[:-3]))).__name__
@@ -255,7 +255,7 @@ def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData, turned: bool) -> 
             reason = "its rows are pooled by their maximum"
         elif getattr(module, "max_norm", None) is not None:
             reason = "max_norm renormalizes its rows"
-        elif not turned and (reader := _reader(modules, ".".join(place))):
+        elif not turned and (reader := _reader(modules, module)):
             reason = (
                 f"{reader} reads it, but only dot products may read tables that are rotated together; use "
                 'rotate="table", which rotates outputs back'
@@ -266,17 +266,33 @@ def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData, turned: bool) -> 
     raise ValueError(f"Table {data.name!r} can't be rotated: it is in no model given to add_model().")
 
 
-def _reader(modules: Mapping[str, nn.Module], path: str) -> str:
-    """The layer or nonlinearity to which ``nn.Sequential`` passes the output of the module at ``path``, if so."""
-    while isinstance(parent := modules.get(path.rpartition(".")[0]), nn.Sequential) and path:
-        path, _, name = path.rpartition(".")
-        following = dict(parent.named_children())
-        for after in list(following)[list(following).index(name) + 1 :]:
-            if type(following[after]).__module__.partition(".")[0] != "torch":
-                return ""  # a module of the user's, which may be the dot products
-            if not isinstance(following[after], _HARMLESS):
-                return f"{type(following[after]).__name__} {f'{path}.{after}'.lstrip('.')!r}"
+def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
+    """The layer or nonlinearity to which an ``nn.Sequential`` passes what ``table`` has looked up, if so."""
+    for path, module in modules.items():
+        parts = list(_parts(module, path)) if _computed_by(module) is nn.Sequential else []
+        for place in (i for i, (_, part) in enumerate(parts) if part is table):
+            for name, part in parts[place + 1 :]:
+                if not _computed_by(part).__module__.startswith("torch.nn."):
+                    break  # the user's own, which may be the dot products
+                if not isinstance(part, _HARMLESS):
+                    return f"{type(part).__name__} {name!r}"
     return ""
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what an ``nn.Sequential`` calls in turn, without wrappers, by path; of nested ones their parts."""
+    inner = modules_by_path(module)[""]
+    if _computed_by(inner) is not nn.Sequential:
+        yield path, inner
+        return
+    for name, child in inner._modules.items():
+        if child is not None:
+            yield from _parts(child, f"{path}.{name}".lstrip("."))
+
+
+def _computed_by(module: nn.Module) -> type:
+    """The class whose ``forward()`` a module runs."""
+    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
 def _tied(modules: Mapping[str, nn.Module], data: ShardedData) -> str:

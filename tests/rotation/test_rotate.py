@@ -164,6 +164,22 @@ class Dot(nn.Module):
         return rows @ rows.T
 
 
+class Shared(Towers):
+    """Its table is looked up by a second way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Sequential(self.item, nn.ReLU())
+
+
+class Own(nn.Sequential):
+    """It calls its parts itself, not one after the other."""
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        user, item, over = self
+        return over(user(users) @ item(items).T)
+
+
 class Other(BaseDataSparsifier):
     def update_mask(self, name: str, data: Tensor, **config: Any) -> None: ...
 
@@ -187,7 +203,8 @@ class Other(BaseDataSparsifier):
             "can't be rotated: ReLU 'item.1' reads it, but only dot products",
         ),
         (lambda: towers(nn.Dropout(), nn.Linear(4, 4)), PAIR, "col", "Linear 'item.2' reads it"),
-        (lambda: towers(nn.Sequential(nn.Tanh())), PAIR, "col", "Sequential 'item.1' reads it"),
+        (lambda: towers(nn.Sequential(nn.Dropout(), nn.Tanh())), PAIR, "col", "Tanh 'item.1.1' reads it"),
+        (Shared, [["user", "item"]], "col", "ReLU 'again.1' reads it"),
         (
             lambda: nn.ModuleDict({"user": nn.Embedding(20, 4), "item": nn.Embedding(20, 8)}),
             [["user", "item"]],
@@ -206,11 +223,20 @@ def test_refused(model: Any, tables: Any, block: str, message: str) -> None:
     assert sparsifier.rotation is None and list(made.state_dict()) == list(before)
 
 
-@pytest.mark.parametrize("after", [(), (nn.Dropout(), nn.Flatten()), (Dot(), nn.ReLU())], ids=len)
-def test_what_may_read_tables_that_are_rotated_together(after: tuple[nn.Module, ...]) -> None:
+@pytest.mark.parametrize(
+    ("model", "tables"),
+    [
+        (towers(), PAIR),
+        (towers(nn.Dropout(), nn.Sequential(nn.Flatten())), PAIR),
+        (towers(nn.Sequential(Dot()), nn.ReLU()), PAIR),
+        (Own(nn.Embedding(20, 4), nn.Embedding(20, 4), nn.ReLU()), [["0", "1"]]),
+    ],
+    ids=["nothing", "what is harmless", "dot products", "not one after the other"],
+)
+def test_what_may_read_tables_that_are_rotated_together(model: nn.Module, tables: list[list[str]]) -> None:
     sparsifier = DataNormSparsifier(sparse_block_shape="col")
-    sparsifier.add_model(towers(*after))
-    rotate(sparsifier, PAIR)
+    sparsifier.add_model(model)
+    rotate(sparsifier, tables)
     rotate(sparsifier)
     assert sparsifier.rotation is not None
 
