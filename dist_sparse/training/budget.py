@@ -33,13 +33,13 @@ def parse_budget(budget: object) -> Budget:
         >>> parse_budget("20%"), parse_budget(1 << 20)
         (0.2, 1048576)
     """
-    if not isinstance(budget, str):
-        return checks.integer("budget", budget, least=0)
     try:
-        share = float(budget.removesuffix("%")) / 100
+        if not isinstance(budget, str):
+            return checks.integer("budget", budget, least=0)
+        share = float(budget.removesuffix("%")) / 100 if budget.endswith("%") else math.nan
     except ValueError:
         share = math.nan
-    if not budget.endswith("%") or not 0 <= share <= 1:
+    if not 0 <= share <= 1:
         raise ValueError(f"Invalid {budget=}: must be bytes (an int >= 0), or text such as '20%', from 0% to 100%.")
     return share
 
