@@ -73,7 +73,6 @@ def compact(
             afterwards. None uses those that the enforcer is attached to; ``()`` means there are none.
         plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept rows are called
             ``inner``. None keeps sharding types, ranks and columns, and cuts the kept rows evenly.
-
         removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table share one row, which
             is 0 at first, is trained as any other, and is served. Measure it on validation data: it helps where ids
             are those of training, and can harm where they are new.
