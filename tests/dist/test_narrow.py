@@ -26,9 +26,14 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad])
+OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "name", "optimizer"),
+    [(1, "row_wise", RowWiseAdagrad), *((2, name, kind) for name in KINDS for kind in OPTIMIZERS)],
+)
 def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: Any) -> None:
     cell = trained_cells(world)[name]
     if (not cell.fused and optimizer is not torch.optim.SGD) or (name in CUT and optimizer is torch.optim.SGD):
@@ -74,6 +79,24 @@ def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: An
     # A row-wise optimizer takes the mean of a gradient's squares over fewer columns from now on.
     same = len(found[0]) * 7 // 12 if optimizer is RowWiseAdagrad else None
     torch.testing.assert_close(found[1][:same], found[0][:same], rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["row_wise", "column_wise_uneven", "table_row_wise", "grid_shard", "ec_two_shards"])
+def test_four_ranks(name: str) -> None:
+    """A table smaller than the world, ranks that keep no columns, blocks of both."""
+    cell = cells(4)[name]
+    model: Any = build(cell)
+    sparse = sparsify(
+        model, optimizer_of(model), level=0.9, block="col", end=0, min_rows=0, rotate="table", optimizer_state="reset"
+    )
+    sparse.step()
+    features = batch(cell, seed=dist.get_rank())
+    wanted = model(features).detach()
+    model = compact(model, sparse)
+    torch.testing.assert_close(model(features).detach(), wanted, rtol=1e-5, atol=1e-5)
+    widths = {table: full.shape[1] for table, full in gathered(model).items()}
+    assert widths == {t.name: max(4, -(-round(t.dim * 0.1) // 4) * 4) for t in cell.tables}
 
 
 @on_ranks(2)
