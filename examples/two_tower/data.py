@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dlrm import interactions
+from dlrm.batches import DataError
 
 __all__ = ["NEGATIVES", "Interactions", "Test", "load"]
 
@@ -68,7 +69,13 @@ class Interactions:
             yield self.user[index], torch.cat([self.item[index][:, None], negatives[mine]], dim=1)
 
     def steps(self, batch_size: int) -> int:
-        """Return the batches of one pass; what fills no batch is dropped."""
+        """Return the batches of one pass; what fills no batch is dropped.
+
+        Raises:
+            DataError: there is not one whole batch.
+        """
+        if batch_size > len(self.user):
+            raise DataError(f"Invalid {batch_size=}: there are only {len(self.user)} interactions to train with.")
         return len(self.user) // batch_size
 
     def test(self, part: str) -> Test:

@@ -143,6 +143,12 @@ def parse() -> argparse.Namespace:
             parser.error(f"argument --{name}: must be a multiple of 4, as FBGEMM wants")
     if options.width >= options.dim:
         parser.error(f"argument --width: must be less than --dim {options.dim}")
+    if options.cut is not None and options.cut >= options.epochs:
+        parser.error(f"argument --cut: must be less than --epochs {options.epochs}")
+    if not (options.lr > 0 and options.l2 >= 0):
+        parser.error("arguments --lr and --l2: must be numbers above 0, and at least 0")
+    if options.out.exists() and any(options.out.iterdir()):
+        parser.error(f"argument --out: {options.out} is not empty, and artifacts are never overwritten")
     if options.batch_size % world:
         parser.error(f"argument --batch-size: must be divisible by {world} processes")
     return options

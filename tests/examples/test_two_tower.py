@@ -83,9 +83,17 @@ def test_two_ranks_print_what_they_serve(npz: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_refused(npz: Path, tmp_path: Path) -> None:
-    for options, says in ((["--width", 6], "multiple of 4"), (["--width", 64], "less than --dim 64")):
+    for options, says in (
+        (["--width", 6], "multiple of 4"),
+        (["--width", 64], "less than --dim 64"),
+        (["--cut", 14], "less than --epochs 14"),
+        (["--lr", "nan"], "above 0"),
+        (["--out", npz.parent], "is not empty"),
+    ):
         done = run_script(MAIN, ["--data", npz, *options], cwd=tmp_path)
         assert done.returncode == 2 and says in done.stderr
+    done = run_script(MAIN, ["--data", npz, "--batch-size", 10**6], cwd=tmp_path)
+    assert done.returncode == 1 and "interactions to train with" in done.stderr and "Traceback" not in done.stderr
     done = run_script(MAIN, ["--data", tmp_path / "none.npz", "--out", tmp_path / "out"], cwd=tmp_path)
     assert done.returncode == 1 and "no such file" in done.stderr and "Traceback" not in done.stderr
 
