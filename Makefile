@@ -50,7 +50,7 @@ $(READY): requirements/cpu.txt pyproject.toml
 train: $(READY)  ## trains a DLRM on MovieLens-100K: dense, sparsified, smaller
 	@echo 'Training a DLRM dense, sparsified and with smaller tables; processes: $(NPROC).'
 	@echo 'That takes about a minute. torch and TorchRec load first.'
-	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 --env OMP_NUM_THREADS=1 examples/dlrm/main.py $(ARGS)
+	$(BIN)/python examples/dlrm/main.py --nproc $(NPROC) $(ARGS)
 
 frontier: $(READY)  ## measures that DLRM at 50, 20, 10 and 5% of its bytes
 	OMP_NUM_THREADS=1 $(BIN)/python -m dist_sparse frontier examples/dlrm/planned.py:measured --out runs/frontier $(ARGS)

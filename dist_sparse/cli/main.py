@@ -100,7 +100,12 @@ def _main(words: Sequence[str] | None) -> int:
         parser.error(f"there is no {kind} {words[0]}{closest(words[0], [*commands.choices, '--help', '--version'])}")
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
-    return run(options)
+    try:
+        return run(options)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return fail(words[0], "needs torch, which is not installed; dist-sparse doctor prints how to install it.")
 
 
 class _Version(argparse.Action):
@@ -133,11 +138,9 @@ def _add_launch(commands: Commands) -> None:
 
 def _add_serve_check(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        try:
-            from dist_sparse.serving.check import check_artifact
-            from dist_sparse.serving.summary import summary
-        except ModuleNotFoundError as error:
-            return fail("serve-check", f"needs {error.name}, which is not installed.")
+        from dist_sparse.serving.check import check_artifact
+        from dist_sparse.serving.summary import summary
+
         try:
             manifest = check_artifact(options.folder).manifest
         except (ValueError, OSError, ImportError) as error:

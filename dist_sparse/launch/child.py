@@ -42,7 +42,7 @@ def torchrun(parent: int, shown: str, words: list[str]) -> int:
     """Run torchrun in this process and return the exit code of the job.
 
     That is the code of the rank that failed first, or 128 + n if signal n killed it or was sent to this process. The
-    last line on standard error names the rank, its exception and the line of the script.
+    last line on standard error names the rank, its exception and the line of the script. Without torch the code is 1.
 
     Args:
         parent: pid of the launcher. When it dies, this process gets a SIGTERM and ends the ranks.
@@ -56,6 +56,10 @@ def torchrun(parent: int, shown: str, words: list[str]) -> int:
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        sys.exit(f"launch: {sys.executable} does not have torch; dist-sparse doctor prints how to install it.")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     try:

@@ -213,6 +213,8 @@ def _read(folder: Path) -> Run:
     for needed in (file, lines):
         if not needed.is_file():
             why = f"there is no {needed.name}, which RunLog writes" if folder.is_dir() else "there is no such folder"
+            if folder.is_symlink() and not folder.exists():
+                why = f"it links to {folder.readlink()}, which is gone"
             latest = folder / LATEST
             newest = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
             raise ValueError(f"{folder} holds no run: {why}.{newest}")

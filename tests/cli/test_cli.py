@@ -260,16 +260,17 @@ def test_runs_are_read_without_torch(tmp_path: Path) -> None:
         "print([main(line.split()) for line in sys.stdin])"
     )
     lines = ["inspect run", "inspect run --json", "report run --no-png", "report run run --no-png", "inspect saved"]
-    lines.append("serve-check run")
+    lines += ["serve-check run", "frontier model.py:f"]
     done = run_code(code, tmp_path, "\n".join(lines))
-    assert done.stdout.endswith("[0, 0, 0, 0, 1, 1]\n"), done.stderr
+    assert done.stdout.endswith("[0, 0, 0, 0, 1, 1, 1]\n"), done.stderr
     assert "float32" in done.stdout and (tmp_path / "run" / "comparison.html").exists()
     assert run_code(code.replace("sys.modules['torch'] = None; ", ""), tmp_path, lines[0]).stdout in (
         done.stdout.partition("{")[0] + "[0]\n"
     )
-    first, second = done.stderr.splitlines()
+    first, *others = done.stderr.splitlines()
     assert first.startswith("dist-sparse inspect: ")
-    assert second == "dist-sparse serve-check: needs torch, which is not installed."
+    why = "needs torch, which is not installed; dist-sparse doctor prints how to install it."
+    assert others == [f"dist-sparse {command}: {why}" for command in ("serve-check", "frontier")]
 
 
 def test_torchrecs_notices_are_kept_out_of_a_plan(tmp_path: Path) -> None:

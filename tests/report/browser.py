@@ -74,12 +74,12 @@ class Browser:
         for domain in ("Page", "Network", "Runtime"):
             self._do(f"{domain}.enable")
 
-    def open(self, file: Path, width: int, *, dark: bool = False, script: bool = True) -> None:
-        """Load the page in a window ``width`` CSS pixels wide; return when it is laid out."""
+    def open(self, file: Path, width: int, *, dark: bool = False, script: bool = True, paper: bool = False) -> None:
+        """Load the page in a window ``width`` CSS pixels wide, or on paper; return when it is laid out."""
         self.requested.clear()
         self._do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._do("Emulation.setEmulatedMedia", features=[scheme])
+        self._do("Emulation.setEmulatedMedia", media="print" if paper else "", features=[scheme])
         self._do("Emulation.setScriptExecutionDisabled", value=not script)
         self._do("Page.navigate", url=file.resolve().as_uri())
         until = time.monotonic() + _SECONDS

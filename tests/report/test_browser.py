@@ -74,6 +74,12 @@ def test_it_can_be_read(browser: Browser, report: Path, width: int, dark: bool) 
     assert browser.value("window.hacked") is None
 
 
+def test_nothing_is_cut_off_on_paper(browser: Browser, report: Path) -> None:
+    browser.open(report, 720, paper=True)
+    assert browser.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert browser.value("document.querySelectorAll('.filter')[0].checkVisibility()") is False
+
+
 def test_lines_are_where_their_numbers_are(browser: Browser, report: Path) -> None:
     """The final sparsity of all blocks, measured against the chart's own axis."""
     browser.open(report, 1280)

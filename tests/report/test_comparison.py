@@ -126,6 +126,9 @@ def test_the_latest_run_and_the_browser(
     RunLog(runs / "latest", resume=True).close()
     assert (runs / "latest").readlink() == Path("older")
     assert sorted(file.name for file in runs.iterdir()) == ["latest", "newer", "older"]
+    older.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"latest holds no run: it links to older, which is gone\."):
+        read_run(runs / "latest")
 
 
 def test_latest_stays_what_the_user_made_it(tmp_path: Path) -> None:

@@ -208,15 +208,18 @@ def test_files(folder: Path, tmp_path: Path) -> None:
     assert not list(folder.glob("*.png"))
 
 
-def test_without_matplotlib_nothing_is_written(
+def test_without_matplotlib_the_command_writes_the_page_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["report", str(folder)]) == 1
-    assert 'pip install "dist_sparse[report]"' in capsys.readouterr().err
+    with pytest.raises(ImportError, match=r'pip install "dist_sparse\[report\]"'):
+        write_report(folder)
     assert not list(folder.glob("report*"))
-    assert main(["report", str(folder), "--no-png"]) == 0
-    assert (folder / "report.html").exists()
+    note = 'dist-sparse report: no PNGs, which need matplotlib: pip install "dist_sparse[report]"\n'
+    for words, said in (([], note), (["--no-png"], "")):
+        assert main(["report", str(folder), *words]) == 0 and capsys.readouterr().err == said
+    assert [file.name for file in folder.glob("report*")] == ["report.html"]
 
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
