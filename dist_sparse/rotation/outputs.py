@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["bases_of_outputs", "expect_bases", "follow", "is_turned", "move_bases", "turn_back"]
+__all__ = ["bases_of_outputs", "expect_bases", "follow", "has_basis", "is_turned", "move_bases", "turn_back"]
 
 _BASIS = "rotation_of_"
 
@@ -32,7 +32,7 @@ def turn_back(root: nn.Module, module: nn.Module, outputs: Mapping[str, str] | N
         module: the one that looks the table up.
         outputs: the name and the table of each output of a collection; None for a module whose output is one tensor.
     """
-    if _BASIS + data.name not in root._buffers:
+    if not has_basis(root, data.name):
         device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
         exact = torch.float64 if data.dtype == torch.float64 else torch.float32
         root.register_buffer(_BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device))
@@ -61,6 +61,11 @@ def follow(root: nn.Module, name: str, basis: Tensor) -> None:
     """Follow a further rotation of a table by ``basis``, float64 on the CPU."""
     held = root.get_buffer(_BASIS + name)
     held.copy_(held.cpu().double() @ basis)
+
+
+def has_basis(root: nn.Module, name: str) -> bool:
+    """Return whether the model keeps a basis that outputs of a table are turned back by."""
+    return _BASIS + name in root._buffers
 
 
 def is_turned(module: nn.Module) -> bool:

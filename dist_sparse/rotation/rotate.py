@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.bases import bases_of
-from dist_sparse.rotation.outputs import follow, turn_back
+from dist_sparse.rotation.outputs import follow, has_basis, turn_back
 from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import modules_by_path
@@ -255,6 +255,8 @@ def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData, turned: bool) -> 
             reason = "its rows are pooled by their maximum"
         elif getattr(module, "max_norm", None) is not None:
             reason = "max_norm renormalizes its rows"
+        elif not turned and has_basis(modules[""], data.name):
+            reason = 'its output is rotated back, as rotate="table" does, so that dot products do not read its rows'
         elif not turned and (reader := _reader(modules, module)):
             reason = (
                 f"{reader} reads it, but only dot products may read tables that are rotated together; use "

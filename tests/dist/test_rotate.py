@@ -281,6 +281,7 @@ def test_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match=r"\['tiny'\] can't be rotated: their optimizer keeps element-wise state"):
         sparsifier.step()
     adam.detach()
+    model = build(cells(2)["mixed"])
     pair: dict[str, Any] = {"rotate": [["user", "tiny"]], "optimizer_state": "reset", "min_rows": 0}
     broken = sparsify(model, optimizer_of(model), level=0.5, block="col", end=2, **pair)
     for shard in broken.sparsifier.packed_store.locate()["user"].shards:

@@ -124,6 +124,11 @@ def test_again_on_the_same_model() -> None:
     torch.testing.assert_close(model(*batch()), wanted, rtol=1e-5, atol=1e-5)
     second.step()
     assert not model.user.weight[:, 2:].any()
+    second.detach()
+    wanted = model(*batch()).detach()
+    with pytest.raises(ValueError, match="'user' can't be rotated: its output is rotated back"):
+        sparsify(model, optimizer, level=0.75, block="col", end=1, rotate=[["user", "item"]])
+    torch.testing.assert_close(model(*batch()), wanted, rtol=0, atol=0)
 
 
 def test_element_state_is_reset_if_that_was_said() -> None:
