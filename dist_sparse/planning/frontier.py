@@ -111,7 +111,7 @@ def frontier(
         guarded = protected(located, kept)
         pruned = [d.name for d in located if d.shape[0] >= min_rows and d.name not in guarded]
         groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
-        check_candidate(Candidate(groups=groups), {data.name: data for data in located})
+        check_candidate(model, Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
     untouched = untouched_rows(model, located, None)

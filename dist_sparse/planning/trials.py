@@ -19,13 +19,14 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
 from dist_sparse.rotation.bases import bases_of
+from dist_sparse.rotation.outputs import has_basis
 from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.serving.codes import decode, encode
 from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.score import BlockShape
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import model_source, modules_by_path
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
 __all__ = ["check_candidate", "serving"]
@@ -65,7 +66,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     with world.agreeing("a trial") as facts:
         located = {data.name: data for data in model_source(model).locate()}
         lookups_of(model, list(located.values()))
-        check_candidate(candidate, located)
+        check_candidate(model, candidate, located)
         check_range(list(located.values()), "fp32")
         facts["candidate"] = asdict(candidate)
         for data in located.values():
@@ -82,8 +83,8 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             weight.data.copy_(before)
 
 
-def check_candidate(candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
-    """Refuse what does not fit the tables. Local.
+def check_candidate(model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
+    """Refuse what does not fit the tables of a model. Local.
 
     Raises:
         ValueError: names the table and the rule.
@@ -100,6 +101,9 @@ def check_candidate(candidate: Candidate, located: Mapping[str, ShardedData]) ->
                 f"The tables {list(group)} can't be rotated together: their widths and ranks are {held}, and must be "
                 "equal."
             )
+        root = modules_by_path(model)[""]
+        if len(group) > 1 and (turned := [name for name in group if has_basis(root, name)]):
+            raise ValueError(f"The tables {turned} can't be rotated together with others: outputs are rotated back.")
     for name, data in located.items():
         if data.copied and cut_by_columns(data):
             raise ValueError(

@@ -18,6 +18,7 @@ from dist_sparse import (
     SparseTraining,
     compact,
     export,
+    frontier,
     load_served,
     post_training_sparse_quantize,
     rotate,
@@ -128,6 +129,8 @@ def test_again_on_the_same_model() -> None:
     wanted = model(*batch()).detach()
     with pytest.raises(ValueError, match="'user' can't be rotated: its output is rotated back"):
         sparsify(model, optimizer, level=0.75, block="col", end=1, rotate=[["user", "item"]])
+    with pytest.raises(ValueError, match=r"\['user', 'item'\] can't be rotated together with others"):
+        frontier(model, lambda _: {"loss": 0.0}, rotate=[["user", "item"]])
     torch.testing.assert_close(model(*batch()), wanted, rtol=0, atol=0)
 
 
