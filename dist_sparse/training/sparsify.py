@@ -19,7 +19,7 @@ from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.facts import from_json, to_json
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
-from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
@@ -358,7 +358,7 @@ def sparsify(
         >>> sparse.detach()
     """
     together = group_over(world_ranks())
-    with together.agreeing("sparsify()"):
+    with together.agreeing("sparsify()") as facts:
         plan = Plan(
             level=level,
             budget=budget,
@@ -381,6 +381,8 @@ def sparsify(
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
         unpruned = left_dense(model, located, plan, rotate)
+        groups = None if rotate is None else rotation_groups(rotate, [data.name for data in located])
+        facts["rotate, score, auto_step"] = [groups, score, bool(auto_step)]
         final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"
