@@ -9,11 +9,14 @@ import pty
 import re
 import socket
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
 
 import pytest
+
+from dist_sparse.launch import child
 
 from .jobs import LAUNCH, ROOT, finish, job, script
 
@@ -110,6 +113,22 @@ def test_the_last_line_names_the_rank_that_failed_first(tmp_path: Path, last: st
     if "fail(" in last:
         begin = err.index("[1] Traceback (most recent call last)")
         assert err[begin:].splitlines()[1].startswith(f'[1]   File "{tmp_path / "job.py"}", line ')
+
+
+def test_threads_of_gloo_end_before_the_interpreter(tmp_path: Path) -> None:
+    """As a thread of Python's here, which runs only where the main thread waits after the script's last line."""
+    text = """
+import sys, threading
+sys.modules["torch.distributed"] = sys
+sys.setswitchinterval(60)
+ended = threading.Event()
+threading.Thread(target=lambda: ended.wait() and print("released", flush=True), daemon=True).start()
+ended.set()
+"""
+    (tmp_path / "job.py").write_text(text)
+    words = [sys.executable, child.__file__, "rank", str(tmp_path / "job.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "released\n"
 
 
 def test_one_process_has_the_launcher_s_own_files(tmp_path: Path) -> None:
