@@ -49,9 +49,9 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
 
     Raises:
         ValueError: a name is unknown or in two groups; blocks are not whole columns; the tables of a group differ in
-            width or ranks, or an ``nn.Sequential`` passes the output of one on to a layer or nonlinearity; a weight is
-            tied, renormalized (``max_norm``) or pooled by its maximum; or the optimizer's state would be wrong. On
-            every rank, and nothing has changed.
+            width or ranks, the output of one is rotated back already, or an ``nn.Sequential`` passes it on to a layer
+            or nonlinearity; a weight is tied, renormalized (``max_norm``) or pooled by its maximum; or the optimizer's
+            state would be wrong. On every rank, and nothing has changed.
 
     Example::
 
