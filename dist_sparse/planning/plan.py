@@ -31,6 +31,9 @@ _KINDS = {
     "rows": "rows removed",
 }
 
+_PARTS = ("weights", "scales", "index", "bases")
+"""What is served, beside weights where there is any of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -71,8 +74,9 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        head = ("use", "what", "dtype", "columns", "rows", "served", "", "weights", "scales", "index", "bases")
-        rows = [self._cells(choice) for choice in self.choices]
+        parts = [part for part in _PARTS if part == "weights" or any(getattr(c.served, part) for c in self.choices)]
+        head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
+        rows = [self._cells(choice, parts) for choice in self.choices]
         budget = f"{size(self.budget)}, {percent(self.budget / self.dense_bytes)}"
         lines = [f"budget {budget} of {size(self.dense_bytes)} in {number_of(len(self.tables), 'table')}", ""]
         lines += table_lines(head, rows, right=range(3, len(head)))
@@ -81,7 +85,7 @@ class Plan:
             lines += ["", f"{place}. {_KINDS[choice.kind]}, {choice.candidate.dtype}:", *_calls(choice, self.tables)]
         return "\n".join(lines)
 
-    def _cells(self, choice: Choice) -> list[str]:
+    def _cells(self, choice: Choice, parts: Sequence[str]) -> list[str]:
         use = "no" if not choice.fits else ""
         if choice in self.recommended:
             use = f"{self.recommended.index(choice) + 1}."
@@ -90,7 +94,7 @@ class Plan:
         columns = str(widths[0]) if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"
         served = choice.served
         share = percent(served.total / self.dense_bytes)
-        sizes = [size(served.total), share, *map(size, (served.weights, served.scales, served.index, served.bases))]
+        sizes = [size(served.total), share, *(size(getattr(served, part)) for part in parts)]
         kept = count(sum(rows for rows, _ in shapes))
         return [use, _KINDS[choice.kind], choice.candidate.dtype, columns, kept, *sizes]
 

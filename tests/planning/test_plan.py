@@ -165,6 +165,8 @@ def test_a_few_idle_rows_stay() -> None:
 def test_for_people_and_for_programs() -> None:
     answer = plan(CROSSED, "9.4%", rotate=[list(CROSSED)])
     assert str(answer).splitlines()[0] == "budget 13.1 MiB, 9.4% of 139 MiB in 3 tables"
+    parts = [str(plan(CROSSED, "9.4%", rotate=how)).splitlines()[2].split()[6:] for how in ([list(CROSSED)], "table")]
+    assert parts == [["weights", "scales"], ["weights", "scales", "bases"]], "columns of zeros are left out"
     assert str(answer).splitlines()[-5:-2] == [
         "2. rotated columns removed, int4:",
         "sparse = sparsify(model, optimizer, level=0.375, block=\"col\", rotate=[['user', 'item', 'cross']], end=0)",
