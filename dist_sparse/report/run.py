@@ -196,11 +196,13 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
 
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
-    """Number names that occur more than once."""
+    """Tell names that occur more than once apart, by folder, or number them."""
     named: dict[str, Run] = {}
     taken = {first.name} if first is not None else set()
     for run in runs:
         name, times = run.name, 1
+        if name in named or name in taken:
+            name = f"{run.name} ({run.folder.resolve().name})"
         while name in named or name in taken:
             times += 1
             name = f"{run.name} ({times})"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from dlrm.batches import DataError, Dataset, SparseFeature
-from dlrm.movielens import hashed_cross
+from dlrm.hashing import hashed_cross
 
 __all__ = ["load", "read"]
 

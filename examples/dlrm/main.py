@@ -1,4 +1,5 @@
-"""Train a DLRM dense, sparsified, and with small tables of the same size; compare their artifacts as they are served.
+"""Train a DLRM dense, sparsified, and with tables of the same bytes: of fewer columns, and of fewer rows that ids are
+hashed into; compare their artifacts as they are served.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
@@ -25,6 +26,8 @@ from dist_sparse import Checkpoints
 from dist_sparse.report.page import write_report
 from dist_sparse.text import block_shape_text, number_of
 from dlrm import interactions, movielens
+from dlrm.batches import Dataset
+from dlrm.hashing import folded
 from dlrm.model import DIM, NARROWEST, sharding_of
 from dlrm.options import parse
 from dlrm.process import run_and_leave
@@ -70,13 +73,15 @@ def main(options: argparse.Namespace) -> None:
         block=options.block, norm=options.norm, level=options.level, every=options.every, score=options.score
     )
 
-    number, count = 0, 2 + len(options.dims or [DIM])
+    number, count = 0, 3 + len(options.dims or [DIM])
 
-    def trained(name: str, settings: Settings, folder: Path, sparsity: Sparsity | None = None) -> Result:
+    def trained(
+        name: str, settings: Settings, folder: Path, sparsity: Sparsity | None = None, data: Dataset = dataset
+    ) -> Result:
         nonlocal number
         number += 1
         say(f"run {number} of {count}: {name}")
-        result = run(name, dataset, settings, folder, sparsity, saved(name))
+        result = run(name, data, settings, folder, sparsity, saved(name))
         say(f"{name}: done after {time.perf_counter() - started:.0f} s")
         return result
 
@@ -91,6 +96,8 @@ def main(options: argparse.Namespace) -> None:
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
         results.append(trained(f"dense dim {dim}", narrowed(settings, dim), run_dir / f"dense_dim_{dim}"))
+    few = same_bytes_in_rows(sparse, least=world)
+    results.append(trained("folded rows", settings, run_dir / "folded_rows", data=folded(dataset, few)))
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
@@ -110,6 +117,13 @@ def main(options: argparse.Namespace) -> None:
 def same_bytes(dense: Result, sparse: Result) -> int:
     """Return the embedding dimension of dense tables with about the bytes that the sparsified run kept."""
     return max(NARROWEST, round(DIM * sparse.table_bytes / dense.table_bytes / NARROWEST) * NARROWEST)
+
+
+def same_bytes_in_rows(sparse: Result, least: int) -> dict[str, int]:
+    """Return the rows that would take the bytes that each sparsified table kept, with those of its mask; ``least`` for
+    fewer."""
+    taken = {table.name: table.kept_bytes + table.mask_bytes for table in sparse.tables if table.target}
+    return {name: max(least, round(size / (4 * DIM))) for name, size in taken.items()}
 
 
 def narrowed(settings: Settings, dim: int) -> Settings:

@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 
 from dlrm.batches import DataError, Dataset, SparseFeature
+from dlrm.hashing import hashed_cross
 
-__all__ = ["CACHE", "CROSS_ROWS", "fetch", "hashed_cross", "load", "past_of_user"]
+__all__ = ["CACHE", "CROSS_ROWS", "fetch", "load", "past_of_user"]
 
 CACHE = Path(__file__).resolve().parents[2] / ".data"
 CROSS_ROWS = 50_000
@@ -146,14 +147,6 @@ def past_of_user(user: Ints, time: Ints) -> tuple[Ints, npt.NDArray[np.float64]]
     past[order] = first_of_moment - first_of_user
     hours[order] = (t - t[first_of_user]) / 3600
     return past, hours
-
-
-def hashed_cross(left: Ints, right: Ints, rows: int) -> Ints:
-    """An id in [0, rows) for every pair, by splitmix64's mixer: the same in every process, unlike Python's hash()."""
-    mixed = left.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + right.astype(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(rows)).astype(np.int64)
 
 
 def _table(path: Path, expected: int) -> list[list[str]]:

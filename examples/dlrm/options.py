@@ -51,9 +51,8 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     add(
         "--score",
         choices=SCORES,
-        default="norm",
         help="blocks with the smallest score are removed: by norm, by lookups, or by what Adagrad has summed "
-        "(default: %(default)s)",
+        "(default: norm_accumulator for rows, otherwise norm)",
     )
     add(
         "--level",
@@ -128,6 +127,8 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         help="steps between checkpoints (default: %(default)s)",
     )
     options = parser.parse_args(argv)
+    if options.score is None:
+        options.score = "norm_accumulator" if options.block == (1, ROW) and options.norm == "L2" else "norm"
     if options.score != "norm" and options.norm != "L2":
         parser.error(f"argument --norm: {options.norm} is for --score norm")
     if options.level is None:

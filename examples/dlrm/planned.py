@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 # So that this file can be named by its path, from anywhere.
@@ -21,6 +20,7 @@ from torch import nn
 
 from dlrm import interactions, movielens
 from dlrm.batches import Batch, Dataset, batches
+from dlrm.hashing import folded
 from dlrm.model import DIM, build, sharding_of
 from dlrm.predictions import Predictions
 from dlrm.process import quiet
@@ -53,7 +53,8 @@ def measured(columns: float = 1.0, rows: float = 1.0, data: Path | None = None) 
         rows: fraction of their rows into which ids are hashed.
         data: as above.
     """
-    dataset = _hashed(_dataset(data), rows)
+    dataset = _dataset(data)
+    dataset = folded(dataset, {feature.name: math.ceil(rows * feature.rows) for feature in dataset.sparse})
     test = [dataset.batch(index) for index in dataset.test.split(4096)]
 
     @torch.no_grad()
@@ -84,14 +85,3 @@ def _trained(dataset: Dataset, dim: int = DIM) -> nn.Module:
         torch.mean(loss).backward()
         sharded.optimizer.step()
     return sharded.model
-
-
-def _hashed(dataset: Dataset, share: float) -> Dataset:
-    """The data set with the ids of each feature hashed into a share of its rows."""
-    sparse = []
-    for feature in dataset.sparse:
-        rows = math.ceil(share * feature.rows)
-        ids = feature.ids.numpy()
-        hashed = ids if rows == feature.rows else movielens.hashed_cross(ids, 0 * ids, rows)
-        sparse.append(replace(feature, rows=rows, ids=torch.from_numpy(hashed)))
-    return replace(dataset, sparse=tuple(sparse))

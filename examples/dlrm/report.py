@@ -43,11 +43,12 @@ def runs_table(results: Sequence[Result]) -> str:
 
 
 def served_table(served: Sequence[Served]) -> str:
-    """Return all artifacts, the largest first: bytes and AUC, both against the first one, the dense run in float32."""
+    """Return all artifacts, the largest first and those of the last run last: bytes and AUC, both against the dense run
+    in float32, which is the first."""
     dense = served[0]
     head = ("artifact", "dtype", "bytes", "of dense", "AUC", "delta")
     lines = []
-    for a in sorted(served, key=lambda a: -a.file_bytes):
+    for a in sorted(served, key=lambda a: (a.run == served[-1].run, -a.file_bytes)):
         share = f"{a.file_bytes / dense.file_bytes:.1%}"
         delta = "" if a is dense else f"{a.auc - dense.auc:+.4f}"
         lines.append((a.run, a.dtype, str(a.file_bytes), share, f"{a.auc:.4f}", delta))
@@ -55,15 +56,15 @@ def served_table(served: Sequence[Served]) -> str:
 
 
 def advice(served: Sequence[Served], sparsified: str) -> str:
-    """Return which artifact is the smallest without a loss, and which of those of the run ``sparsified`` are worse than
-    a dense one that is not larger."""
+    """Return which artifact is the smallest without a loss; if it is one of the run ``sparsified``, which others of
+    that run are worse than an artifact that is not larger."""
     dense = served[0]
     equal = [a for a in served if a.auc >= dense.auc - _SPREAD]
     smallest = min(equal, key=lambda a: a.file_bytes)
     share = f"{smallest.file_bytes / dense.file_bytes:.1%} of the bytes"
     lines = [f"Smallest with an AUC within {_SPREAD} of dense: {smallest.run} in {smallest.dtype}, {share}."]
     if smallest.run != sparsified:
-        lines.append("Prefer it to pruning on this data.")
+        return f"{lines[0]}\nPrefer it to pruning on this data."
     others = [a for a in served if a.run != sparsified]
     for pruned in (a for a in served if a.run == sparsified):
         better = [a for a in others if a.file_bytes <= pruned.file_bytes and a.auc >= pruned.auc]

@@ -131,7 +131,7 @@ class Sparsification:
             sparsity_level=0.0, sparse_block_shape=sparsity.block, norm=sparsity.norm, score=sparsity.score
         )
         fused = all(sharded.sharding[name] != "data_parallel" for name in chosen)
-        self.sparsifier.counts_lookups |= sparsity.score == "norm" and fused  # for the report: they score nothing
+        self.sparsifier.counts_lookups |= fused  # for the report; only "frequency" scores by them
         self.sparsifier.add_model(sharded.model, include=chosen)
         begin = int(steps * _BEGIN)
         end = max(int(steps * _END), begin + 1)

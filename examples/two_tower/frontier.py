@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> None:
     def evaluate(model: nn.Module) -> dict[str, float]:
         rows = rows_of(model.module.collection, (data.users, data.items))
         found = measure(*rows, model.module.bias.detach(), data, test)
-        return {"auc": found.auc, "auc_popular": found.auc_popular, "recall@20": found.recall}
+        return {"auc": found.auc, "ne": found.ne, "auc_popular": found.auc_popular, "recall@20": found.recall}
 
     def trained(columns: float = 1.0) -> tuple[nn.Module, object]:
         dim = round(columns * options.dim)

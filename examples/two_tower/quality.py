@@ -7,19 +7,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torchrec.metrics.auc import compute_auc
+from torchrec.metrics.ne import compute_ne, get_ne_states
 
-from two_tower.data import Interactions, Test
+from two_tower.data import NEGATIVES, Interactions, Test
 
 __all__ = ["Quality", "measure"]
 
 _K = 20
+_ETA = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """AUC over uniform negatives and over popular ones, and recall@20 among items not known from training."""
+    """AUC over uniform negatives and over popular ones, the normalized entropy over uniform ones, in the proportion of
+    training, and recall@20 among items not known from training."""
 
     auc: float
+    ne: float
     auc_popular: float
     recall: float
 
@@ -30,9 +34,10 @@ def measure(user: Tensor, item: Tensor, bias: Tensor, data: Interactions, test: 
     def scores(items: Tensor) -> Tensor:  # (n, k)
         return (user[test.user][:, None] * item[items]).sum(2) + bias[items]
 
-    right = scores(test.item[:, None])
+    right, wrong = scores(test.item[:, None]), scores(test.uniform)
     return Quality(
-        auc=_auc(right, scores(test.uniform)),
+        auc=_auc(right, wrong),
+        ne=_ne(right, wrong),
         auc_popular=_auc(right, scores(test.popular)),
         recall=_recall(user, item, bias, data, test),
     )
@@ -43,6 +48,16 @@ def _auc(right: Tensor, wrong: Tensor) -> float:
     labels = torch.zeros_like(scores)
     labels[:, : right.numel()] = 1
     return float(compute_auc(1, [scores], [labels], [torch.ones_like(scores)]))
+
+
+def _ne(right: Tensor, wrong: Tensor) -> float:
+    logits = torch.cat([right, wrong], dim=1).double()
+    labels = torch.zeros_like(logits)
+    labels[:, 0] = 1
+    weights = torch.where(labels == 1, 1.0, NEGATIVES / wrong.shape[1])
+    state = get_ne_states(labels, logits.sigmoid(), weights, _ETA)
+    parts = (state[name].sum() for name in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"))
+    return float(compute_ne(*parts, _ETA))
 
 
 def _recall(user: Tensor, item: Tensor, bias: Tensor, data: Interactions, test: Test) -> float:

@@ -295,6 +295,10 @@ class TestOptions:
             parse(None, ["--run-dir", str(tmp_path)])
         assert f"--run-dir: {tmp_path / 'dense'} holds the log of a run" in capsys.readouterr().err
 
+    def test_the_score_that_the_block_and_norm_allow(self) -> None:
+        given = ([], ["--block", "1x4"], ["--norm", "L1"])
+        assert [parse(None, words).score for words in given] == ["norm_accumulator", "norm", "norm"]
+
     def test_blocks(self) -> None:
         assert parse(None, ["--block", "1,ROW"]).block == (1, "ROW")
         assert parse(None, ["--block", "10x4"]).block == (10, 4)
@@ -352,13 +356,15 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         assert bytes_kept == rows * dim * 4 - removed_blocks * rows_per_block * columns_per_block * 4
         assert int(table["mask bytes"]) >= blocks / 8
         kept += bytes_kept
-    dense, sparsified, small = result.runs
-    assert (dense, sparsified) == ("dense", "sparsified")
+    dense, sparsified, small, folded = result.runs
+    assert (dense, sparsified, folded) == ("dense", "sparsified", "folded rows")
     dim = int(result.runs[small]["dim"])
     assert small == f"dense dim {dim}"
     rows = sum(int(table["rows x dim"].split(" x ")[0]) for table in result.tables.values())
     assert abs(4 * rows * dim - kept) <= 8 * rows  # widths are multiples of 4
-    weights = {dense: 4 * rows * DIM, sparsified: kept, small: 4 * rows * dim}
+    masks = sum(int(table["mask bytes"]) for table in result.tables.values())
+    alike = kept + masks - 4 * DIM * len(result.tables)  # in whole rows
+    weights = {dense: 4 * rows * DIM, sparsified: kept, small: 4 * rows * dim, folded: alike}
     for run, expected in weights.items():
         fp32, int8, int4 = (result.artifacts[run, dtype] for dtype in ("fp32", "int8", "int4"))
         assert expected <= int(fp32["bytes"]) < expected + rows + 4096 * len(result.tables)
@@ -371,7 +377,7 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         delta = float(artifact.get("delta") or 0)
         assert delta == pytest.approx(float(artifact["AUC"]) - float(whole["AUC"]), abs=1.01e-4)
     assert float(re.findall(r"trained models by at most (\S+)\.\n", result.text)[0]) < 1e-5
-    assert [f"run {number} of 3: {run}" in result.text for number, run in enumerate(result.runs, start=1)] == [True] * 3
+    assert [f"run {number} of 4: {run}" in result.text for number, run in enumerate(result.runs, start=1)] == [True] * 4
     assert result.text.rstrip().rpartition("\n")[2].startswith("The report, to open in a browser: file:///")
     for run in result.runs.values():
         assert 0.4 < float(run["AUC"]) <= 1
@@ -409,7 +415,7 @@ class TestRuns:
         else:  # without the launcher, into the folder named after the time of rank 0
             done, other = run_ranks_of(MAIN, options, world=2, cwd=tmp_path)
             assert (other.returncode, other.stdout) == (0, ""), other.stderr
-            (folder,) = (tmp_path / "runs").iterdir()
+            folder = tmp_path / "runs" / "latest"
         result = printed(done)
         noted = numbers(read_run(folder))
         for run, last in {
@@ -419,7 +425,7 @@ class TestRuns:
             shown = result.runs[run.replace("_", " ")]
             assert f"{last['test_auc']:.4f}" == shown["AUC"] and f"{last['test_ne']:.4f}" == shown["NE"]
             assert {"loss", "ms_per_step"} <= set(last)
-        assert noted["finished"] and noted["world"] == 2 and len(noted["compared"]) == 2
+        assert noted["finished"] and noted["world"] == 2 and len(noted["compared"]) == 3
         assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
         assert noted["runs"][0]["bytes"] == sum(int(table["bytes kept"]) for table in result.tables.values())
         assert [artifact["name"] for artifact in noted["artifacts"]] == ["fp32", "int8", "int4"]

@@ -62,6 +62,14 @@ def test_negatives_of_the_test_are_unknown_and_recall_is_counted_as_by_hand(inte
         recalls.append(len(held & set(scores.topk(20).indices.tolist())) / len(held))
     assert measured.recall == pytest.approx(np.mean(recalls), abs=1e-6)
     assert 0.45 < measured.auc < 0.55  # random tables know nothing
+    right, wrong = (
+        (user[test.user][:, None] * item[items]).sum(2) + bias[items] for items in (test.item[:, None], test.uniform)
+    )
+    share = 1 / (1 + data.NEGATIVES)  # of interactions in training
+    surprise = [-torch.nn.functional.logsigmoid(logits).mean() for logits in (right, -wrong)]
+    loss = share * surprise[0] + (1 - share) * surprise[1]
+    entropy = -(share * np.log(share) + (1 - share) * np.log(1 - share))
+    assert measured.ne == pytest.approx(loss.item() / entropy, rel=1e-5)
 
 
 @pytest.mark.dist
