@@ -14,6 +14,8 @@ __all__ = ["drawn"]
 
 _MOST_TIPS = 64
 _TIP_LINES = 7
+_LABEL = 60
+"""Of WIDTH and of HEIGHT: dots so near to each other have labels that may overlap."""
 
 Place = Callable[[float], float]
 
@@ -117,6 +119,13 @@ def _dots(chart: DotChart) -> str:
     def y_of(auc: float) -> float:
         return round(HEIGHT * (1 - (auc - low) / (high - low)), 1)
 
+    everywhere = [(x_of(taken), y_of(auc)) for _, taken, auc in dots]
+
+    def is_under(x: float, y: float, place: int) -> bool:
+        """Whether the label of a dot is below it, so that neighbors' labels stay apart: not where another dot is."""
+        near = [y - other for at, other in everywhere if abs(x - at) < _LABEL and 0 < abs(y - other) < _LABEL]
+        return all(up > 0 for up in near) and (bool(near) or place % 2 == 1)
+
     shapes, over, legend, others = "", "", "", 0
     for run in chart.runs:
         kind = run.role
@@ -129,7 +138,7 @@ def _dots(chart: DotChart) -> str:
             shapes += f'<path class="{kind} dot" d="M{x} {y}h0"/>'
             at = f"left:{x / 10:.2f}%;top:{100 * y / HEIGHT:.2f}%"
             text = f"{escape(run.name)}, {escape(name)}<br>{size(taken)}, AUC {auc:.4f}"
-            side = ("l" if x < WIDTH / 2 else "r") + (" under" if place % 2 else "")  # labels of neighbors stay apart
+            side = ("l" if x < WIDTH / 2 else "r") + (" under" if is_under(x, y, place) else "")
             over += f'<div class="spot {side}" style="{at}"><b>{escape(name)}</b><span>{text}</span></div>'
     levels = ticks(low, high, 4)
     decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in levels)

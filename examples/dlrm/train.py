@@ -243,7 +243,8 @@ def run(
     start = 0 if saving is None else saving.resume()
     pipeline: Pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
 
-    config = {"data": dataset.name, **asdict(settings), "sparsity": sparsity and asdict(sparsity)}
+    rows = {feature.name: feature.rows for feature in dataset.sparse}
+    config = {"data": dataset.name, "rows": rows, **asdict(settings), "sparsity": sparsity and asdict(sparsity)}
     sparsified = () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
     notes = Notes(folder, name, sharded.model, config, *sparsified, start=None if saving is None else start)
     sharded.model.train()
