@@ -19,14 +19,14 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
 from dist_sparse.rotation.bases import bases_of
-from dist_sparse.rotation.outputs import has_basis
+from dist_sparse.rotation.lookups import find_lookup
 from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.serving.codes import decode, encode
 from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.score import BlockShape
-from dist_sparse.tables.modules import model_source, modules_by_path
+from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
 __all__ = ["check_candidate", "serving"]
@@ -101,9 +101,8 @@ def check_candidate(model: nn.Module, candidate: Candidate, located: Mapping[str
                 f"The tables {list(group)} can't be rotated together: their widths and ranks are {held}, and must be "
                 "equal."
             )
-        root = modules_by_path(model)[""]
-        if len(group) > 1 and (turned := [name for name in group if has_basis(root, name)]):
-            raise ValueError(f"The tables {turned} can't be rotated together with others: outputs are rotated back.")
+        for name in group if len(group) > 1 else ():
+            find_lookup([model], located[name], turned=False)
     for name, data in located.items():
         if data.copied and cut_by_columns(data):
             raise ValueError(

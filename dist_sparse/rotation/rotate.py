@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.bases import bases_of
-from dist_sparse.rotation.outputs import follow, has_basis, turn_back
+from dist_sparse.rotation.lookups import find_lookup
+from dist_sparse.rotation.outputs import follow, turn_back
 from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.shards import COL, ShardedData
 
 __all__ = ["Rotate", "rotate", "rotation_groups"]
 
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
 """``"table"``: each table by itself. Otherwise groups of names."""
-
-_HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
-"""What may be between tables that are rotated together and their dot products."""
 
 Located = Mapping[str, ShardedData]
 
@@ -76,7 +71,8 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         _check(sparsifier, located, groups)
         if sparsifier.enforcer is not None:
             _enforcer(sparsifier).check_rotation(_names(groups))
-        lookups = {name: _lookup(sparsifier, located[name], len(group) == 1) for group in groups for name in group}
+        models = [source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")]
+        lookups = {name: find_lookup(models, located[name], len(group) == 1) for group in groups for name in group}
     alone = [group[0] for group in groups if len(group) == 1]
     for name in alone:
         turn_back(*lookups[name], located[name])
@@ -217,92 +213,3 @@ def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
             "Tables can't be rotated without an attached MaskEnforcer, which knows the state of their optimizers."
         )
     return sparsifier.enforcer
-
-
-class _Lookup(NamedTuple):
-    """The model without wrappers, the module in it that looks a table up, the table of each output of a collection."""
-
-    root: nn.Module
-    module: nn.Module
-    outputs: dict[str, str] | None
-
-
-def _lookup(sparsifier: BaseDataSparsifier, data: ShardedData, turned: bool) -> _Lookup:
-    """Return what looks a table up.
-
-    Args:
-        turned: its output will be turned back; otherwise only dot products may read it.
-
-    Raises:
-        ValueError: there is nothing, its output is not a sum of rows, another module reads the weight too, or something
-            else than dot products reads the output.
-    """
-    path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
-    for model in (source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")):
-        modules = modules_by_path(model)
-        outputs, module = None, modules.get(".".join(path))
-        if len(path) > 1 and "torchrec" in sys.modules:  # <path of the collection>.embedding_bags.<table>
-            collection = modules.get(".".join(path[:-2]))
-            outputs = importlib.import_module("dist_sparse.tables.torchrec").outputs_of(collection)
-            module = module if outputs is None else collection
-        if module is None:
-            continue
-        around = type(modules.get(".".join(path[:-3]))).__name__
-        reason = _tied(modules, data)
-        if outputs is not None and "FeatureProcessed" in around:
-            reason = f"{around} reads its collection without calling it"
-        elif getattr(module, "mode", "sum") == "max":
-            reason = "its rows are pooled by their maximum"
-        elif getattr(module, "max_norm", None) is not None:
-            reason = "max_norm renormalizes its rows"
-        elif not turned and has_basis(modules[""], data.name):
-            reason = 'its output is rotated back, as rotate="table" does, so that dot products do not read its rows'
-        elif not turned and (reader := _reader(modules, module)):
-            reason = (
-                f"{reader} reads it, but only dot products may read tables that are rotated together; use "
-                'rotate="table", which rotates outputs back'
-            )
-        if reason:
-            raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
-        return _Lookup(modules[""], module, outputs)
-    raise ValueError(f"Table {data.name!r} can't be rotated: it is in no model given to add_model().")
-
-
-def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
-    """The layer or nonlinearity to which an ``nn.Sequential`` passes what ``table`` has looked up, if so."""
-    for path, module in modules.items():
-        parts = list(_parts(module, path)) if _computed_by(module) is nn.Sequential else []
-        for place in (i for i, (_, part) in enumerate(parts) if part is table):
-            for name, part in parts[place + 1 :]:
-                if not _computed_by(part).__module__.startswith("torch.nn."):
-                    break  # the user's own, which may be the dot products
-                if not isinstance(part, _HARMLESS):
-                    return f"{type(part).__name__} {name!r}"
-    return ""
-
-
-def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what an ``nn.Sequential`` calls in turn, without wrappers, by path; of nested ones their parts."""
-    inner = modules_by_path(module)[""]
-    if _computed_by(inner) is not nn.Sequential:
-        yield path, inner
-        return
-    for name, child in inner._modules.items():
-        if child is not None:
-            yield from _parts(child, f"{path}.{name}".lstrip("."))
-
-
-def _computed_by(module: nn.Module) -> type:
-    """The class whose ``forward()`` a module runs."""
-    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-
-
-def _tied(modules: Mapping[str, nn.Module], data: ShardedData) -> str:
-    """Why a weight that several modules hold can't be rotated, if so: the others would read it rotated."""
-    places = {shard.tensor.data_ptr() for shard in data.shards if data.sharding == "replicated"}
-    holders = [
-        path or type(module).__name__
-        for path, module in modules.items()
-        if any(p is not None and p.data_ptr() in places for p in module._parameters.values())
-    ]
-    return f"the modules {holders} share its weight" if len(holders) > 1 else ""
