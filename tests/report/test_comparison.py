@@ -132,10 +132,14 @@ def test_the_latest_run_and_the_browser(
 
 
 def test_latest_stays_what_the_user_made_it(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "latest").mkdir(parents=True)
-    log(tmp_path / "runs" / "a")
+    for made in (Path.mkdir, Path.touch):
+        runs = tmp_path / made.__name__ / "runs"
+        runs.mkdir(parents=True)
+        made(runs / "latest")
+        log(runs / "a")
+        assert not (runs / "latest").is_symlink() and sorted(each.name for each in runs.iterdir()) == ["a", "latest"]
     log(tmp_path / "elsewhere" / "a")
-    assert not (tmp_path / "runs" / "latest").is_symlink() and not (tmp_path / "elsewhere" / "latest").exists()
+    assert not (tmp_path / "elsewhere" / "latest").exists()
 
 
 def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
