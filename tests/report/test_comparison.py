@@ -16,7 +16,8 @@ from dist_sparse.cli.main import main
 from dist_sparse.report import add_artifact, read_run, read_runs, write_report
 from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import baseline, compare, headline
-from dist_sparse.report.figures import BarChart, DotChart
+from dist_sparse.report.drawing import drawn
+from dist_sparse.report.figures import BarChart, DotChart, Dots
 from dist_sparse.report.summary import numbers, summary
 
 
@@ -140,6 +141,15 @@ def test_latest_stays_what_the_user_made_it(tmp_path: Path) -> None:
         assert not (runs / "latest").is_symlink() and sorted(each.name for each in runs.iterdir()) == ["a", "latest"]
     log(tmp_path / "elsewhere" / "a")
     assert not (tmp_path / "elsewhere" / "latest").exists()
+
+
+def test_labels_of_near_dots_are_on_the_sides_away_from_each_other() -> None:
+    upper = Dots(name="upper", role="this", dots=(("fp32", 8000, 0.710), ("int4", 1000, 0.710)))
+    lower = Dots(name="lower", role="other", dots=(("fp32", 8000, 0.709), ("int4", 1000, 0.709)))
+    far = Dots(name="far", role="other", dots=(("fp32", 90_000, 0.700),))
+    drawing = drawn(DotChart(key="auc_over_bytes", title="", note="", runs=(upper, lower, far)))
+    sides = re.findall(r'class="spot [lr]( under)?"', drawing)
+    assert sides == ["", "", " under", " under", ""]
 
 
 def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
