@@ -21,7 +21,6 @@ Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
 Whole rows, columns: ROW and COL, as in sparse_block_shape=(1, ROW) or (COL, 1)
 One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
 Checkpoints:         Checkpoints (saved whole, verified, resumed on any number of ranks)
-8-bit tables:        post_training_sparse_quantize
 Under Lightning:     dist_sparse.lightning.SparsifyCallback
 Names of ancestors:  CubicSL, LambdaSL, Noamlr, ExponentDecayLr
 
@@ -62,7 +61,6 @@ _MODULE_OF = {
     "frontier": "planning.frontier",
     "load_served": "serving.served",
     "plan": "planning.plan",
-    "post_training_sparse_quantize": "quantization.quantize",
     "rotate": "rotation.rotate",
     "simulate": "planning.simulate",
     "sparsify": "training.sparsify",
@@ -76,7 +74,6 @@ _PACKAGES = (
     "masking",
     "optim",
     "planning",
-    "quantization",
     "report",
     "schedulers",
     "serving",

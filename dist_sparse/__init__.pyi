@@ -7,7 +7,6 @@ from dist_sparse import lightning as lightning
 from dist_sparse import masking as masking
 from dist_sparse import optim as optim
 from dist_sparse import planning as planning
-from dist_sparse import quantization as quantization
 from dist_sparse import report as report
 from dist_sparse import schedulers as schedulers
 from dist_sparse import serving as serving
@@ -22,7 +21,6 @@ from dist_sparse.optim.schedules import Noamlr as Noamlr
 from dist_sparse.planning.frontier import frontier as frontier
 from dist_sparse.planning.plan import plan as plan
 from dist_sparse.planning.simulate import simulate as simulate
-from dist_sparse.quantization.quantize import post_training_sparse_quantize as post_training_sparse_quantize
 from dist_sparse.records import TableStats as TableStats
 from dist_sparse.report.run_log import RunLog as RunLog
 from dist_sparse.rotation.rotate import rotate as rotate

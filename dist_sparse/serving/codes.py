@@ -1,7 +1,7 @@
 """Rows as an artifact stores them: float32, float16, 8 and 4 bits, and packed to the elements that are not pruned.
 
 - 8 and 4 bits are on grids that hold zero exactly, in the format of FBGEMM's inference kernels: ``code * scale +
-  bias``, both in float16 (:func:`dist_sparse.quantization.grid.half_grid`). Two 4-bit codes share a byte, the first in
+  bias``, both in float16 (:func:`dist_sparse.serving.grid.half_grid`). Two 4-bit codes share a byte, the first in
   its lower half.
 - A packed row is a bit for each block of columns (not zero in any of its bits: stored), and the elements of the stored
   blocks one after the other. Rows begin at bytes: a row with an odd number of 4-bit codes ends with half a byte of 0.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.masks import pack, unpack
-from dist_sparse.quantization.grid import half_grid
+from dist_sparse.serving.grid import half_grid
 from dist_sparse.serving.manifest import Dtype
 
 __all__ = [

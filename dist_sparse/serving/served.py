@@ -17,10 +17,10 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 from dist_sparse.checks import choice
-from dist_sparse.quantization.grid import chunks
 from dist_sparse.serving import lookup
 from dist_sparse.serving.artifact import Artifact, open_artifact
 from dist_sparse.serving.codes import starts, unpack_rows
+from dist_sparse.serving.grid import chunks
 from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
 from dist_sparse.serving.row_index import RowIndex, RowIndexes

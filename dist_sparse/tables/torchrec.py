@@ -2,9 +2,8 @@
 
 The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it shards a module, so
 nothing communicates; the views come from the kernels. Both are read at each call, because
-``DistributedModelParallel.reshard`` replaces them. :mod:`dist_sparse.tables.modules`,
-:mod:`dist_sparse.enforcer.fused` and :mod:`dist_sparse.quantization.quantize` import this module once torchrec is in
-use.
+``DistributedModelParallel.reshard`` replaces them. :mod:`dist_sparse.tables.modules` and
+:mod:`dist_sparse.enforcer.fused` import this module once torchrec is in use.
 """
 
 from __future__ import annotations
