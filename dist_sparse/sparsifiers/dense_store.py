@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from dist_sparse.tables.shards import check_memory
 
-__all__ = ["DenseStore", "Masked", "as_matrix", "check_name", "name_for"]
+__all__ = ["DenseStore", "Masked", "as_matrix", "check_name"]
 
 
 class Masked(nn.Module):
@@ -197,20 +197,6 @@ def check_buffer_name(name: str) -> None:
     """
     if _is_attribute(name):
         raise KeyError(f"Invalid {name=}: torch's containers have an attribute of that name.")
-
-
-def name_for(path: str, taken: set[str]) -> str:
-    """Return a name for the parameter or module at ``path``, and add it to ``taken``.
-
-    It has '_' for '.', and a number behind it where it is taken ("a.b" and "a_b" differ) or can't be a buffer's.
-    """
-    wanted = name = path.replace(".", "_")
-    number = 1
-    while name in taken or _is_attribute(name):
-        number += 1
-        name = f"{wanted}_{number}"
-    taken.add(name)
-    return name
 
 
 def as_matrix(mask: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """The old import path of :mod:`dist_sparse.lightning`."""
 
-from dist_sparse.lightning import PostTrainingDataSparsity, SparsifyCallback, TrainingAwareDataSparsity
+from dist_sparse.lightning import SparsifyCallback
 
-__all__ = ["PostTrainingDataSparsity", "SparsifyCallback", "TrainingAwareDataSparsity"]
+__all__ = ["SparsifyCallback"]

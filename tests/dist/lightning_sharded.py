@@ -27,7 +27,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse.training.lightning import SparsifyCallback
+from dist_sparse.lightning import SparsifyCallback
 from tests.lightning.lightning_fits import PLAN, batches, quiet, trainer
 from tests.oracle import oracle_mask
 

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.training.lightning import SparsifyCallback
+from dist_sparse.lightning import SparsifyCallback
 from tests.dist.harness import run_ranks
 from tests.dist.lightning_sharded import check_sharded
 from tests.dist.plugin import on_ranks

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from dist_sparse.training.lightning import SparsifyCallback
+from dist_sparse.lightning import SparsifyCallback
 
 __all__ = [
     "PLAN",

@@ -17,7 +17,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dist_sparse import sparsify
-from dist_sparse.lightning.callback import OptimizerRounds
+from dist_sparse.lightning import OptimizerRounds
 from tests.lightning.lightning_fits import PLAN, Collected, Net, adam, batches, quiet, sparsified, trainer, zero_rows
 
 

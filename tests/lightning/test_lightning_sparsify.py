@@ -19,7 +19,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from dist_sparse import sparsify
-from dist_sparse.training.lightning import SparsifyCallback
+from dist_sparse.lightning import SparsifyCallback
 from tests.enforcer.test_enforce_errors import hooks
 from tests.lightning.lightning_fits import PLAN, Net, Numbered, adam, batches, checkpoint, quiet, trainer, zero_rows
 

@@ -40,7 +40,7 @@ else:
                 if missing.name not in (package, package.partition(".")[0]):
                     raise  # it is installed, and lacks a dependency
         raise ImportError(
-            "dist_sparse.training.lightning needs Lightning, and neither lightning nor pytorch_lightning is installed: "
+            "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is installed: "
             'pip install "dist_sparse[lightning]".'
         )
 
@@ -63,7 +63,7 @@ class SparsifyCallback(Callback):
     """Prune the embedding tables of the model while the Trainer trains it.
 
     A step of the schedule is a round of optimizer steps
-    (:class:`~dist_sparse.lightning.callback.OptimizerRounds`), taken at the end of its batch: accumulated
+    (:class:`~dist_sparse.lightning.OptimizerRounds`), taken at the end of its batch: accumulated
     batches and steps that a gradient scaler skips do not count.
 
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in which removed weights
