@@ -1,4 +1,4 @@
-"""What a mask update would take from 2 to 1,000 ranks, as :func:`dist_sparse.simulate` predicts it.
+"""What a mask update would take from 2 to 1,000 ranks, as :func:`benchmarks.simulate.simulate` predicts it.
 
 ``python -m benchmarks.scaling`` writes a dated result and ``docs/images/scaling.png``.
 """
@@ -18,8 +18,8 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from benchmarks.measure import keep
+from benchmarks.simulate import simulate
 from benchmarks.sweep_plot import INK
-from dist_sparse import simulate
 
 RESULTS = Path(__file__).with_name("results")
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "scaling.png"

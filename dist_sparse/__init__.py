@@ -8,7 +8,7 @@ Start with these five:
     CubicDataScheduler   raises the sparsity level during training
     MaskEnforcer         keeps removed weights at zero in every forward
 
-Before training:     plan (what fits a budget of bytes, and which of it to use), simulate (a mask update on many ranks)
+Before training:     plan (what fits a budget of bytes, and which of it to use)
 A trained model:     frontier (its metrics at a few sizes)
 Serving:             export, load_served
 Smaller tables:      compact (store kept rows and columns only, train on)
@@ -62,7 +62,6 @@ _MODULE_OF = {
     "load_served": "serving.served",
     "plan": "planning.plan",
     "rotate": "rotation.rotate",
-    "simulate": "planning.simulate",
     "sparsify": "training.sparsify",
 }
 

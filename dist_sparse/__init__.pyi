@@ -20,7 +20,6 @@ from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr
 from dist_sparse.optim.schedules import Noamlr as Noamlr
 from dist_sparse.planning.frontier import frontier as frontier
 from dist_sparse.planning.plan import plan as plan
-from dist_sparse.planning.simulate import simulate as simulate
 from dist_sparse.records import TableStats as TableStats
 from dist_sparse.report.run_log import RunLog as RunLog
 from dist_sparse.rotation.rotate import rotate as rotate

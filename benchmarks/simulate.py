@@ -129,7 +129,7 @@ def simulate(
 
     Example::
 
-        >>> from dist_sparse import simulate
+        >>> from benchmarks.simulate import simulate
         >>> found = simulate({"user": (4096, 16), "item": (8192, 16)}, [2, 1000], latency=10e-6, bandwidth=10e9)
         >>> [(p.world, p.collectives, p.sent) for p in found.predictions]
         [(2, 4, 65584), (1000, 4, 65584)]

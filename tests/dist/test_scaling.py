@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
-from dist_sparse import DataNormSparsifier, simulate
+from benchmarks.simulate import simulate
+from dist_sparse import DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
 from tests.dist.cells import Cell, TableSpec, build, set_weights, weights
 from tests.dist.plugin import on_ranks
