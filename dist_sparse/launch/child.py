@@ -1,24 +1,19 @@
 """What runs in a job's processes before torchrun and before the script of each rank.
 
 This file is run by its path, outside the package: the interpreter of a job need not have `dist_sparse`. Of torch, only
-the public API is used. A rank that fails leaves torchrun's error file, as with torch's `@record`, so that every failure
-has its exception, its line and its time.
+the public API is used. A rank that fails leaves torchrun's error file, by torch's `@record`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
-import json
 import os
 import re
 import runpy
 import signal
 import sys
 import time
-import traceback
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -27,31 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["rank", "torchrun"]
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 300
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send `number` to this process when its parent dies. Linux only; elsewhere it does nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-
-
-def torchrun(parent: int, shown: str, words: list[str]) -> int:
+def torchrun(shown: str, words: list[str]) -> int:
     """Run torchrun in this process and return the exit code of the job.
 
     That is the code of the rank that failed first, or 128 + n if signal n killed it or was sent to this process. The
     last line on standard error names the rank, its exception and the line of the script. Without torch the code is 1.
 
     Args:
-        parent: pid of the launcher. When it dies, this process gets a SIGTERM and ends the ranks.
         shown: local ranks whose output is shown, as in `0,1`; empty for all. The traceback of any other is printed.
         words: torchrun's arguments.
     """
-    die_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit("launch: the launcher was killed.")
     try:
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -65,18 +49,23 @@ def torchrun(parent: int, shown: str, words: list[str]) -> int:
     try:
         run.main(words)
     except ChildFailedError as error:
-        number, failure = _first(error.failures)
-        text, trace = _describe(failure)
-        if trace and shown and str(failure.local_rank) not in shown.split(","):
-            print(trace, end="", file=sys.stderr)
-        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-        print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
-        return code
+        return _report(error.failures, shown)
     except SignalException as error:
         return 128 + error.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+def _report(failures: dict[int, ProcessFailure], shown: str) -> int:
+    """Print the last line, and the traceback of a rank that is not shown; return the exit code."""
+    number, failure = _first(failures)
+    text, trace = _describe(failure)
+    if trace and shown and str(failure.local_rank) not in shown.split(","):
+        print(trace, end="", file=sys.stderr)
+    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
+    return code
 
 
 def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -101,7 +90,8 @@ def _describe(failure: ProcessFailure) -> tuple[str, str]:
     trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
     what = str(message.get("message", "")).partition("\n")[0][:_LONGEST_MESSAGE]
     # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's own.
-    frames = _FRAME.findall(trace.rpartition("Traceback (most recent call last)")[2])
+    last = trace.rpartition("Traceback (most recent call last)")[2]
+    frames = [(file, line) for file, line in _FRAME.findall(last) if file not in _harness()]
     lines = [line for file, line in frames if file == frames[0][0]]
     where = f" at {os.path.relpath(frames[0][0])}:{lines[-1]}" if frames else ""
     return f"failed{where} with {what}", trace
@@ -110,28 +100,16 @@ def _describe(failure: ProcessFailure) -> tuple[str, str]:
 def rank(words: list[str]) -> None:
     """Run the script, or `-m` and the module, with its arguments, as `python` would.
 
-    The process dies with torchrun. Lines are written whole: torchrun puts a prefix before whatever one write holds.
+    Lines are written whole: torchrun puts a prefix before whatever one write holds.
     """
-    die_with_parent(signal.SIGKILL)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
             stream.reconfigure(line_buffering=True, write_through=False)
-    module = words[0] == "-m"
-    sys.argv = words[1:] if module else words
-    target = sys.argv[0]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
     sys.excepthook = lambda kind, error, trace: sys.__excepthook__(kind, error.with_traceback(_of_script(trace)), None)
     try:
-        if module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
-    except BaseException as error:
-        failed = error.code not in (None, 0) if isinstance(error, SystemExit) else isinstance(error, Exception)
-        if failed:
-            _record(error)
-        raise
+        record(_run)(words)
     finally:
         # gloo's threads need the interpreter to release the tensors of the last collective. Where they get to it only
         # while the interpreter exits, torch aborts the process (pytorch/pytorch#190489).
@@ -139,31 +117,34 @@ def rank(words: list[str]) -> None:
             time.sleep(0.1)
 
 
+def _run(words: list[str]) -> None:
+    module = words[0] == "-m"
+    sys.argv = words[1:] if module else words
+    target = sys.argv[0]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
+    if module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
+
+
+def _harness() -> set[str]:
+    """Files whose frames stand before those of a script."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return {__file__, runpy.run_path.__code__.co_filename, record.__code__.co_filename}
+
+
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames before the script."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _harness():
         trace = trace.tb_next
     return trace
-
-
-def _record(error: BaseException) -> None:
-    """Write torchrun's error file as `@record` does.
-
-    torch itself is not needed for that: it may be what failed, and it takes seconds to load, in which ranks that fail
-    because of this one would come first.
-    """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    with contextlib.suppress(Exception):  # the script's own error matters more
-        trace = "".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__)))
-        more = {"py_callstack": trace, "timestamp": str(int(time.time()))}
-        text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}})
-        if file:
-            Path(f"{file}.part").write_text(text)
-            os.replace(f"{file}.part", file)  # torchrun may kill this process, and must not find half a file
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
         rank(sys.argv[2:])
     else:
-        sys.exit(torchrun(int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+        sys.exit(torchrun(sys.argv[2], sys.argv[3:]))

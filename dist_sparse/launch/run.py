@@ -1,25 +1,19 @@
-"""Run a job on this machine until nothing of it is left.
+"""Run a job on this machine: one torchrun, to which signals are passed on.
 
-The launcher starts torchrun in a session of its own, so that a signal reaches it once, through the launcher. torchrun
-passes it on to the ranks, waits for the grace period and kills what is left. In the end the launcher kills every
-process that has the job's random mark in its environment (Linux). If the launcher itself is killed, the kernel sends a
-SIGTERM to torchrun; if torchrun is killed, the kernel kills the ranks.
+torchrun starts in a session of its own, so that a signal from the terminal reaches it once, through the launcher.
+It passes the signal on to the ranks, waits for the grace period and kills the ranks that are left.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -29,10 +23,7 @@ from dist_sparse.launch.spec import LaunchSpec
 __all__ = ["run"]
 
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
-_JOB = "DIST_SPARSE_LAUNCH_JOB"  # the job's mark, behind the marks of the jobs that it runs in
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_MARGIN = 5.0  # seconds that torchrun has, beyond the ranks' grace, to kill them and exit
-_POLL = 0.5  # seconds
 
 
 def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
@@ -49,6 +40,29 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
             `spec`, or this is not the main thread.
         OSError: standard output or error is closed.
     """
+    _check(spec, ranks)
+    variables, dropped = environment(spec, os.environ)
+    if dropped:
+        _say(f"torchrun would take options from {', '.join(dropped)}: not passed on")
+    single = spec.nproc_per_node == 1
+    # One shown rank writes to the terminal itself, so that it can draw a progress bar in place.
+    direct = single or len(ranks) == 1
+    shown = ",".join(map(str, ranks))
+    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as logs:
+        output = ["--log-dir", logs, "--redirects", "0", "--tee", "0" if direct else "3"]
+        output += ["--local-ranks-filter", shown] if shown else []
+        program = [spec.python, "-u", "-P", _CHILD, "torchrun", shown]
+        words = argv(spec, program=program, output=output, before=[_CHILD, "rank"])
+        # A torchrun or torchx around this job may have set where it looks for the error.
+        variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
+        variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+        sys.stdout.flush()
+        stdin = None if single else subprocess.DEVNULL
+        process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
+        return _wait(process, spec.grace)
+
+
+def _check(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     if sys.stdout is None or sys.stderr is None:
         raise OSError("Standard output or error is closed: send it to a file, or to /dev/null.")
     if threading.current_thread() is not threading.main_thread():
@@ -60,99 +74,35 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
     for rank in ranks:
         if rank < 0 or (isinstance(spec.nproc_per_node, int) and rank >= spec.nproc_per_node):
             raise ValueError(f"Invalid {rank=}: must be a local rank, from 0 to nproc_per_node - 1.")
-    variables, dropped = environment(spec, os.environ)
-    if dropped:
-        print(f"launch: torchrun would take options from {', '.join(dropped)}: not passed on", file=sys.stderr)
-    single, direct = spec.nproc_per_node == 1, spec.nproc_per_node == 1 or len(ranks) == 1
-    shown = ",".join(map(str, ranks))
-    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as logs:
-        output = ["--log-dir", logs, "--redirects", "0", "--tee", "0" if direct else "3"]
-        output += ["--local-ranks-filter", shown] if shown else []
-        program = [spec.python, "-u", "-P", _CHILD, "torchrun", str(os.getpid()), shown]
-        words = argv(spec, program=program, output=output, before=[_CHILD, "rank"])
-        mark = secrets.token_hex(16)
-        variables[_JOB] = " ".join([*filter(None, [os.environ.get(_JOB)]), mark])
-        # A torchrun or torchx around this job may have set where it looks for the error.
-        variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
-        variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
-        sys.stdout.flush()
-        stdin = None if single else subprocess.DEVNULL
-        process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
-        return _Job(process, mark, spec.grace).wait()
 
 
-class _Job:
-    def __init__(self, process: subprocess.Popen[bytes], mark: str, grace: int) -> None:
-        self._process, self._mark, self._grace = process, mark, grace
-        self._stopped_by: int | None = None
-        self._deadline = float("inf")
+def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
+    """Pass the first signal on to torchrun until it exits, and return the exit code."""
+    passed: list[int] = []
 
-    def wait(self) -> int:
-        """Pass signals on to torchrun until it exits, kill what is left, and return the exit code."""
-        before = {number: signal.getsignal(number) for number in _FORWARDED}
-        try:
-            for number, handler in before.items():
-                if handler is not signal.SIG_IGN:  # as nohup sets it
-                    signal.signal(number, self._stop)
-            while self._process.poll() is None and time.monotonic() < self._deadline:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_POLL)
-                if self._stopped_by is None and _reader_is_gone():
-                    self._stop(signal.SIGPIPE)
-        finally:
-            self._kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        code = self._process.returncode
-        if self._stopped_by == signal.SIGPIPE or (self._stopped_by is not None and code < 0):
-            return 128 + self._stopped_by
-        if code < 0:
-            _say(f"torchrun was killed by {signal.Signals(-code).name}")
-        return code if code >= 0 else 128 - code
+    def forward(number: int, _: FrameType | None) -> None:
+        if passed:
+            return  # a second signal would break off torchrun's shutdown, and ranks would be left
+        passed.append(number)
+        process.send_signal(number)
+        _say(f"{signal.Signals(number).name}: the ranks have {grace} s to exit")
 
-    def _stop(self, number: int, _: FrameType | None = None) -> None:
-        """Pass the first signal on; a second one would break off torchrun's shutdown. A second Ctrl-C kills all."""
-        if self._stopped_by is None:
-            self._stopped_by = number
-            self._deadline = time.monotonic() + self._grace + _MARGIN
-            self._process.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
-            again = "; Ctrl-C again kills them now" if number == signal.SIGINT else ""
-            _say(f"{signal.Signals(number).name}: the ranks have {self._grace} s to exit{again}")
-        elif number == self._stopped_by == signal.SIGINT:
-            self._deadline = 0.0
-
-    def _kill(self) -> None:
-        """Kill torchrun, and then every process of the job."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        until = time.monotonic() + _MARGIN
-        while (left := list(_marked(self._mark))) and time.monotonic() < until:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # as nohup sets it
+                signal.signal(number, forward)
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code >= 0:
+        return code
+    if passed:
+        return 128 + passed[0]
+    _say(f"torchrun was killed by {signal.Signals(-code).name}")
+    return 128 - code
 
 
 def _say(text: str) -> None:
-    """Print a line on standard error, unless it is full or closed: a launcher that waits there could not end a job."""
-    with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, f"launch: {text}\n".encode())  # at once: ranks and torchrun write there too
-
-
-def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that no process reads any more, as after `| head`."""
-    output = select.poll()
-    output.register(1, 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
-
-
-def _marked(mark: str) -> Iterator[int]:
-    """Processes of this user that were started with `mark` in their environment, whatever session they are in."""
-    for entry in os.scandir("/proc") if sys.platform == "linux" else ():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                if mark.encode() in Path(entry.path, "environ").read_bytes():
-                    yield int(entry.name)
+    print(f"launch: {text}", file=sys.stderr, flush=True)
