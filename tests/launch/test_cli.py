@@ -237,9 +237,9 @@ def test_the_launcher_needs_no_torch() -> None:
     """It starts quickly, and where torch is broken."""
     code = "import dist_sparse.launch.cli, sys\n"
     code += "print(sorted({'torch', 'torchx', 'yaml', 'numpy'} & {*sys.modules}))"
-    code += "\nsys.path = [p for p in sys.path if 'site-packages' not in p]; import os"
+    code += "\nsys.path = [p for p in sys.path if 'site-packages' not in p]"
     code += "\nfrom dist_sparse.launch.child import torchrun"
-    code += "\ntorchrun(os.getppid(), '', [])"
+    code += "\ntorchrun('', [])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n" and done.returncode == 1
     assert done.stderr.startswith(f"launch: {sys.executable} does not have torch; ") and done.stderr.count("\n") == 1
