@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from dist_sparse.planning.candidates import Candidate, SizedTable
@@ -79,46 +79,91 @@ def attempts(
             any table.
         untouched: by table, how many rows training has never touched.
     """
-
-    def size(candidate: Candidate) -> int:
-        return candidate.served_bytes(tables).total
-
-    def fits(candidate: Candidate) -> bool:
-        return size(candidate) <= budget
-
-    def removing(dtype: Dtype, block: str, columns: float = 1.0, groups: Groups = ()) -> Candidate | None:
-        """With the lowest level that fits."""
-        whole = Candidate(dtype=dtype, block=_BLOCKS[block], columns=columns, groups=groups)
-        found = least_removed(whole, pruned, tables, budget)
-        return found if fits(found) else None
-
     groups = rotation_groups(rotate, [table.name for table in tables])
+    search = _Search(tables=tables, budget=budget, pruned=pruned, groups=tuple(map(tuple, groups)))
     if "bits" in methods:
-        alone = [Candidate(dtype=dtype) for dtype in dict.fromkeys(("fp16", *dtypes))]
-        yield from (Attempt(method="bits", candidate=each) for each in alone if each.dtype != "fp32" and fits(each))
+        yield from search.bits(dtypes)
     if "untouched" in methods:
-        lossless = Choices(tables=tables, budget=budget, groups=(), cold=(), untouched=untouched).all()
-        without = [each.candidate for each in lossless if each.kind == "full" and each.fits and each.candidate.levels]
-        yield from (Attempt(method="untouched", candidate=each) for each in without if each.dtype in dtypes)
+        yield from search.untouched(dtypes, untouched)
     for dtype in dtypes:
-        if fits(Candidate(dtype=dtype)):
-            continue
-        widths = column_fractions(tables)[::-1]
-        narrow = next((f for f in widths if fits(Candidate(dtype=dtype, columns=f))), None)
-        if narrow is not None and "small" in methods:
-            yield Attempt(method="small", candidate=Candidate(dtype=dtype), trained=("columns", narrow))
-        turned = [Candidate(dtype=dtype, columns=f, groups=worth_rotating(groups, tables, dtype, f)) for f in widths]
-        turned = [each for each in turned if each.groups]
-        first = next((i for i, each in enumerate(turned) if fits(each)), len(turned))
-        if first < len(turned) and "rotated" in methods:
-            yield Attempt(method="rotated", candidate=turned[first])
-        for block in (name for name in _BLOCKS if name in methods):
-            if (candidate := removing(dtype, block)) is not None:
-                yield Attempt(method=block, candidate=candidate)
-        for wider in turned[max(first - 2, 0) : first] if "mix" in methods else ():
-            if (candidate := removing(dtype, "rows", wider.columns, wider.groups)) is not None:
-                yield Attempt(method="mix", candidate=candidate)
+        if not search.fits(Candidate(dtype=dtype)):
+            yield from search.smaller(dtype, methods)
     if "hashed" in methods:
-        smallest = min(map(lambda dtype: Candidate(dtype=dtype), dtypes), key=size)
-        if budget < size(smallest):
-            yield Attempt(method="hashed", candidate=smallest, trained=("rows", budget / size(smallest)))
+        yield from search.hashed(dtypes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """The candidates of one budget."""
+
+    tables: Sequence[SizedTable]
+    budget: int
+    pruned: Sequence[str]
+    groups: Groups
+
+    def size(self, candidate: Candidate) -> int:
+        return candidate.served_bytes(self.tables).total
+
+    def fits(self, candidate: Candidate) -> bool:
+        return self.size(candidate) <= self.budget
+
+    def bits(self, dtypes: Sequence[Dtype]) -> Iterator[Attempt]:
+        """fp16 costs nothing to try, so it is tried even if it was not asked for."""
+        for dtype in dict.fromkeys(("fp16", *dtypes)):
+            candidate = Candidate(dtype=dtype)
+            if dtype != "fp32" and self.fits(candidate):
+                yield Attempt(method="bits", candidate=candidate)
+
+    def untouched(self, dtypes: Sequence[Dtype], untouched: Mapping[str, int]) -> Iterator[Attempt]:
+        lossless = Choices(tables=self.tables, budget=self.budget, groups=(), cold=(), untouched=untouched).all()
+        for choice in lossless:
+            candidate = choice.candidate
+            if choice.kind != "full" or not candidate.levels:
+                continue  # of narrower tables, or without an untouched row
+            if choice.fits and candidate.dtype in dtypes:
+                yield Attempt(method="untouched", candidate=candidate)
+
+    def smaller(self, dtype: Dtype, methods: Sequence[str]) -> Iterator[Attempt]:
+        """Yield what fits in a dtype of which the whole tables are too large."""
+        if "small" in methods:
+            yield from self._small(dtype)
+        rotated = self._rotated(dtype)
+        # Widths descend, so the first that fits keeps the most columns.
+        widest = next((i for i, each in enumerate(rotated) if self.fits(each)), len(rotated))
+        if widest < len(rotated) and "rotated" in methods:
+            yield Attempt(method="rotated", candidate=rotated[widest])
+        for block in _BLOCKS:
+            if block in methods:
+                yield from self._removing(block, Candidate(dtype=dtype, block=_BLOCKS[block]))
+        if "mix" in methods:
+            # A little wider than fits, and the rest of the bytes out of rows.
+            for wider in rotated[max(widest - 2, 0) : widest]:
+                yield from self._removing("mix", replace(wider, block=_BLOCKS["rows"]))
+
+    def _small(self, dtype: Dtype) -> Iterator[Attempt]:
+        for fraction in column_fractions(self.tables)[::-1]:
+            if self.fits(Candidate(dtype=dtype, columns=fraction)):
+                whole = Candidate(dtype=dtype)
+                yield Attempt(method="small", candidate=whole, trained=("columns", fraction))
+                return
+
+    def _rotated(self, dtype: Dtype) -> list[Candidate]:
+        """Every width of rotated tables, the widest first, where a rotation saves bytes."""
+        found = []
+        for fraction in column_fractions(self.tables)[::-1]:
+            groups = worth_rotating(self.groups, self.tables, dtype, fraction)
+            if groups:
+                found.append(Candidate(dtype=dtype, columns=fraction, groups=groups))
+        return found
+
+    def _removing(self, method: str, candidate: Candidate) -> Iterator[Attempt]:
+        """Yield the candidate with the lowest level that fits, if one does."""
+        found = least_removed(candidate, self.pruned, self.tables, self.budget)
+        if self.fits(found):
+            yield Attempt(method=method, candidate=found)
+
+    def hashed(self, dtypes: Sequence[Dtype]) -> Iterator[Attempt]:
+        smallest = min((Candidate(dtype=dtype) for dtype in dtypes), key=self.size)
+        share = self.budget / self.size(smallest)
+        if share < 1:
+            yield Attempt(method="hashed", candidate=smallest, trained=("rows", share))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ Sums = Mapping[int, tuple[Tensor, float]]
 
 
 def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None) -> dict[str, int]:
-    """Return how many rows of a table no gradient has reached, for tables that Adagrad steps: its sums of squares never
-    shrink, so that a sum of zero is a row that no batch has looked up. Of a table whose sums are all zero nothing is
-    known: it has not been trained, or its weights were loaded without them. Collective: every rank of the world must
-    call it.
+    """Return how many rows no gradient has reached, by table, for tables that Adagrad steps.
+
+    Collective over the world.
+    Adagrad's sums of squares never shrink, so a sum that is as at first is a row that no batch has looked up. A table
+    whose rows are all like that is left out: it was not trained, or its weights were loaded without the sums.
 
     Args:
         model: the one that holds the tables; of fused ones it knows the optimizer.
@@ -34,38 +36,74 @@ def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: 
     Raises:
         ValueError: something in ``optimizer`` is no optimizer.
     """
-    world, here = group_over(world_ranks()), rank_in(world_ranks())
+    world = group_over(world_ranks())
     with world.agreeing("plan()"):
-        sums = _sums(model, located, optimizer)
-    shards = [(data.name, shard.tensor) for data in located for shard in data.shards]
-    unknown = {name for name, weight in shards if weight.numel() and weight.data_ptr() not in sums}
-    unknown = {name for names in world.all_gather_json(sorted(unknown)) for name in names}
-    known = [data for data in located if data.name not in unknown and here in (data.ranks or (here,))]
-    touched: dict[str, Tensor] = {}
-    for ranks in sorted({data.ranks for data in known}, key=lambda ranks: ranks or ()):
-        tables = [data for data in known if data.ranks == ranks]
-        touched |= gather_rows(tables, lambda data, rect: _touched(data, rect, sums), _asked)
+        sums = _fused_sums(model)
+        for weight, state in _stepped_sums(located, optimizer):
+            # An optimizer may list fused tables that it never steps.
+            sums.setdefault(weight.data_ptr(), state)
+    touched = _touched_rows(_known_tables(located, sums), sums)
     counts = {name: int((~flags).sum()) for name, flags in touched.items()}
-    found = {name: number for each in world.all_gather_json(counts) for name, number in each.items()}
-    return {d.name: found[d.name] for d in located if d.name in found and found[d.name] < d.shape[0]}
+    over_ranks: dict[str, int] = {}
+    for each in world.all_gather_json(counts):
+        over_ranks |= each
+    return {
+        data.name: over_ranks[data.name] for data in located if over_ranks.get(data.name, data.shape[0]) < data.shape[0]
+    }
 
 
-def _sums(model: nn.Module, located: Sequence[ShardedData], optimizer: Any) -> Sums:
-    """What Adagrad has summed for this rank's shards."""
-    found: dict[int, tuple[Tensor, float]] = {}
+def _known_tables(located: Sequence[ShardedData], sums: Sums) -> list[ShardedData]:
+    """The tables of this rank of whose shards every rank knows the sums. Collective over the world."""
+    missing = set()
+    for data in located:
+        for shard in data.shards:
+            if shard.tensor.numel() and shard.tensor.data_ptr() not in sums:
+                missing.add(data.name)
+    unknown: set[str] = set()
+    for names in group_over(world_ranks()).all_gather_json(sorted(missing)):
+        unknown.update(names)
+    here = rank_in(world_ranks())
+    known = [data for data in located if data.name not in unknown]
+    return [data for data in known if here in (data.ranks or (here,))]
+
+
+def _touched_rows(known: Sequence[ShardedData], sums: Sums) -> dict[str, Tensor]:
+    """Which rows of each table a gradient has reached, on the first rank of its group; one gather for each group."""
+    by_ranks: dict[tuple[int, ...] | None, list[ShardedData]] = {}
+    for data in known:
+        by_ranks.setdefault(data.ranks, []).append(data)
+    touched: dict[str, Tensor] = {}
+    for ranks in sorted(by_ranks, key=lambda ranks: ranks or ()):
+        tables = by_ranks[ranks]
+        touched |= gather_rows(tables, lambda data, rect: _touched(data, rect, sums), _asked)
+    return touched
+
+
+def _fused_sums(model: nn.Module) -> dict[int, tuple[Tensor, float]]:
+    """What fused Adagrads have summed on this rank."""
+    found = {}
     for collection in collections_of([model]):
         for kernel in fused_kernels(collection):
-            found |= {weight.data_ptr(): (total, 0.0) for weight, total in summed_in(kernel)}
-    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    stepped = [
-        (leaf, p) for each in optimizers for leaf in leaves(each) for g in leaf.param_groups for p in g["params"]
-    ]
-    stepping = same_storage([parameter for _, parameter in stepped])
-    for weight in (shard.tensor for data in located for shard in data.shards):
-        for leaf, parameter in (stepped[i] for i in stepping(weight)):
-            if (state := summed(leaf, parameter, weight)) is not None:
-                found.setdefault(weight.data_ptr(), state)  # an optimizer may list fused tables that it never steps
+            for weight, total in summed_in(kernel):
+                found[weight.data_ptr()] = (total, 0.0)
     return found
+
+
+def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Iterator[tuple[Tensor, tuple[Tensor, float]]]:
+    """What the given optimizers have summed for this rank's shards."""
+    if optimizer is None:
+        return
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    stepped = []
+    for leaf in chain.from_iterable(map(leaves, optimizers)):
+        for group in leaf.param_groups:
+            stepped += [(leaf, parameter) for parameter in group["params"]]
+    stepping = same_storage([parameter for _, parameter in stepped])
+    for data in located:
+        for weight in (shard.tensor for shard in data.shards):
+            for leaf, parameter in map(stepped.__getitem__, stepping(weight)):
+                if (state := summed(leaf, parameter, weight)) is not None:
+                    yield weight, state
 
 
 def _asked(data: ShardedData, rank: int) -> Sequence[Rect]:
