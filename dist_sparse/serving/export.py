@@ -140,7 +140,7 @@ def export(
     manifest = Manifest(
         dist_sparse=dist_sparse.__version__,
         dtype=chosen,
-        collections=lookups.collections,
+        collections=tuple(lookups.collections),
         tables={name: _planned(source, chosen, world) for name, source in sources.items()},
         bytes=0,
     )

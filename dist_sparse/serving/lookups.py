@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.manifest import Collection, Feature, Pooling
 from dist_sparse.serving.row_index import RowIndex
-from dist_sparse.serving.sites import sites_of, torchrec_part
+from dist_sparse.serving.sites import Site, sites_of, torchrec_part
 from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Lookups", "lookups_of"]
 
 
-class Lookups(NamedTuple):
+@dataclass
+class Lookups:
     """How a model looks its tables up.
 
     Args:
@@ -27,10 +29,10 @@ class Lookups(NamedTuple):
         rotations: by table, what its outputs are multiplied by, float32 ``(columns, columns of the output)``.
     """
 
-    collections: tuple[Collection, ...]
-    pooling: dict[str, Pooling]
-    indexes: dict[str, RowIndex]
-    rotations: dict[str, Tensor]
+    collections: list[Collection] = field(default_factory=list)
+    pooling: dict[str, Pooling] = field(default_factory=dict)
+    indexes: dict[str, RowIndex] = field(default_factory=dict)
+    rotations: dict[str, Tensor] = field(default_factory=dict)
 
 
 def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
@@ -40,55 +42,79 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
     named = {data.fqn: data.name for data in located}
-    found: list[Collection] = []
-    pooling: dict[str, Pooling] = {}
-    indexes: dict[str, RowIndex] = {}
-    rotations: dict[str, Tensor] = {}
+    found = Lookups()
     for site in sites_of(model):
-        if shared := [fqn for fqn in site.tables.values() if fqn not in named]:
-            raise ValueError(f"{shared[0]} is a table of another module too; only one of them can be served.")
-        bases = {key: basis.T.float().cpu().contiguous() for key, basis in bases_of_outputs(site.module).items()}
+        for fqn in site.tables.values():
+            if fqn not in named:
+                raise ValueError(f"{fqn} is a table of another module too; only one of them can be served.")
         names = {table: named[fqn] for table, fqn in site.tables.items()}
         if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
-            [name] = names.values()
-            found.append(_collection_of(site.module, name, site.place))
-            bags = isinstance(site.module, nn.EmbeddingBag)
-            pooling[name] = "none" if not bags else "mean" if site.module.mode == "mean" else "sum"
-            if isinstance(site.module, (CompactEmbedding, CompactEmbeddingBag)):
-                indexes[name] = site.module.index
-            if None in bases:
-                rotations[name] = bases[None]
-            continue
-        torchrec: Any = torchrec_part()
-        weighted, tables = torchrec.lookups(site.replaced)
-        if getattr(site.module, "_need_indices", False):
-            raise ValueError(f"Collection {site.place!r} has need_indices=True, which serving does not support.")
-        for table, _, pooled in tables:
-            if weighted and pooled == "mean":
-                raise ValueError(
-                    f"Table {names[table]!r} has weighted means, which TorchRec divides differently in different "
-                    "shardings: they can't be served; weighted sums can."
-                )
-            pooling[names[table]] = pooled
-        if site.outer is not None:
-            indexes |= {names[table]: index for table, index in torchrec.table_indexes(site.outer).items()}
-        features = tuple(Feature(name=name, table=names[table]) for table, each, _ in tables for name in each)
-        found.append(
-            Collection(
-                path=site.place,
-                kind="sequence" if all(pooled == "none" for *_, pooled in tables) else "bag",
-                weighted=weighted,
-                tables=tuple(names[table] for table, *_ in tables),
-                features=features,
+            _add_embedding(found, site.module, names, site.place)
+        else:
+            _add_collection(found, site, names)
+    for data in located:
+        # A compact table that keeps no row still looks up: every id is a removed one.
+        if 0 in data.shape and data.name not in found.indexes:
+            raise ValueError(f"Table {data.name!r} has no weights: there is nothing to look up.")
+    for name, matrix in found.rotations.items():
+        if not bool(matrix.isfinite().all()):
+            raise ValueError(f"The rotation of table {name!r} is not finite: what it turns back can't be served.")
+    found.collections.sort(key=lambda each: each.path)
+    return found
+
+
+def _bases_of(module: nn.Module) -> dict[str | None, Tensor]:
+    """What outputs are multiplied by, by their key; None is the key of an embedding's only output."""
+    bases = bases_of_outputs(module)
+    return {key: basis.T.float().cpu().contiguous() for key, basis in bases.items()}
+
+
+def _add_embedding(found: Lookups, module: nn.Embedding | nn.EmbeddingBag, names: Mapping[str, str], path: str) -> None:
+    [name] = names.values()
+    found.collections.append(_collection_of(module, name, path))
+    found.pooling[name] = _pooling_of(module)
+    if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
+        found.indexes[name] = module.index
+    bases = _bases_of(module)
+    if None in bases:
+        found.rotations[name] = bases[None]
+
+
+def _pooling_of(module: nn.Embedding | nn.EmbeddingBag) -> Pooling:
+    if isinstance(module, nn.Embedding):
+        return "none"
+    return "mean" if module.mode == "mean" else "sum"
+
+
+def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> None:
+    torchrec: Any = torchrec_part()
+    weighted, tables = torchrec.lookups(site.replaced)
+    if getattr(site.module, "_need_indices", False):
+        raise ValueError(f"Collection {site.place!r} has need_indices=True, which serving does not support.")
+    features = []
+    for table, its_features, pooled in tables:
+        if weighted and pooled == "mean":
+            raise ValueError(
+                f"Table {names[table]!r} has weighted means, which TorchRec divides differently in different "
+                "shardings: they can't be served; weighted sums can."
             )
-        )
-        of_outputs = zip(found[-1].outputs, features, strict=True)
-        rotations |= {feature.table: bases[key] for key, feature in of_outputs if key in bases}
-    if empty := [data.name for data in located if 0 in data.shape and data.name not in indexes]:
-        raise ValueError(f"Table {empty[0]!r} has no weights: there is nothing to look up.")
-    if wrong := [name for name, matrix in rotations.items() if not bool(matrix.isfinite().all())]:
-        raise ValueError(f"The rotation of table {wrong[0]!r} is not finite: what it turns back can't be served.")
-    return Lookups(tuple(sorted(found, key=lambda each: each.path)), pooling, indexes, rotations)
+        found.pooling[names[table]] = pooled
+        features += [Feature(name=feature, table=names[table]) for feature in its_features]
+    if site.outer is not None:
+        for table, index in torchrec.table_indexes(site.outer).items():
+            found.indexes[names[table]] = index
+    collection = Collection(
+        path=site.place,
+        kind="sequence" if all(pooled == "none" for *_, pooled in tables) else "bag",
+        weighted=weighted,
+        tables=tuple(names[table] for table, *_ in tables),
+        features=tuple(features),
+    )
+    found.collections.append(collection)
+    bases = _bases_of(site.module)
+    for key, feature in zip(collection.outputs, features, strict=True):
+        if key in bases:
+            found.rotations[feature.table] = bases[key]
 
 
 def _collection_of(module: nn.Embedding | nn.EmbeddingBag, name: str, path: str) -> Collection:
