@@ -1,4 +1,4 @@
-"""What looks a table up that is to be rotated, and what reads it as far as a model declares that."""
+"""Find the module that looks a table up, and its declared consumers."""
 
 from __future__ import annotations
 
@@ -37,46 +37,81 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
         ValueError: there is nothing, its output is not a sum of rows, another module reads the weight too, or something
             else than dot products reads the output.
     """
-    path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
     for modules in map(modules_by_path, models):
-        outputs, module = None, modules.get(".".join(path))
-        if len(path) > 1 and "torchrec" in sys.modules:  # <path of the collection>.embedding_bags.<table>
-            collection = modules.get(".".join(path[:-2]))
-            outputs = importlib.import_module("dist_sparse.tables.torchrec").outputs_of(collection)
-            module = module if outputs is None else collection
+        module, outputs = _module_of(modules, data)
         if module is None:
             continue
-        around = type(modules.get(".".join(path[:-3]))).__name__
-        reason = _tied(modules, data)
-        if outputs is not None and "FeatureProcessed" in around:
-            reason = f"{around} reads its collection without calling it"
-        elif getattr(module, "mode", "sum") == "max":
-            reason = "its rows are pooled by their maximum"
-        elif getattr(module, "max_norm", None) is not None:
-            reason = "max_norm renormalizes its rows"
-        elif not turned and has_basis(modules[""], data.name):
-            reason = 'its output is rotated back, as rotate="table" does, so that dot products do not read its rows'
-        elif not turned and (reader := _reader(modules, module)):
-            reason = (
-                f"{reader} reads it, but only dot products may read tables that are rotated together; use "
-                'rotate="table", which rotates outputs back'
-            )
+        reason = _refusal(modules, module, data, in_collection=outputs is not None)
+        if not reason and not turned:
+            reason = _refusal_to_meet_others(modules, module, data)
         if reason:
             raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
         return Lookup(modules[""], module, outputs)
     raise ValueError(f"Table {data.name!r} can't be rotated: it is in no model given to add_model().")
 
 
+def _path_of(data: ShardedData) -> list[str]:
+    """The path of the module that holds the weight."""
+    return (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
+
+
+def _module_of(modules: Mapping[str, nn.Module], data: ShardedData) -> tuple[nn.Module | None, dict[str, str] | None]:
+    """The module that looks a table up, if it is here, and the table of each output if it is a collection."""
+    path = _path_of(data)
+    # Of TorchRec's: <path of the collection>.embedding_bags.<table>
+    if len(path) > 1 and "torchrec" in sys.modules:
+        collection = modules.get(".".join(path[:-2]))
+        outputs = importlib.import_module("dist_sparse.tables.torchrec").outputs_of(collection)
+        if outputs is not None:
+            return collection, outputs
+    return modules.get(".".join(path)), None
+
+
+def _refusal(modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData, in_collection: bool) -> str:
+    """Why the output of a table is not a sum of its rows, or not the only reader of the weight; "" if neither."""
+    around = type(modules.get(".".join(_path_of(data)[:-3]))).__name__
+    if in_collection and "FeatureProcessed" in around:
+        return f"{around} reads its collection without calling it"
+    if getattr(module, "mode", "sum") == "max":
+        return "its rows are pooled by their maximum"
+    if getattr(module, "max_norm", None) is not None:
+        return "max_norm renormalizes its rows"
+    return _tied(modules, data)
+
+
+def _refusal_to_meet_others(modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData) -> str:
+    """Why something else than a dot product reads a table that is rotated together with others; "" if nothing does."""
+    if has_basis(modules[""], data.name):
+        return 'its output is rotated back, as rotate="table" does, so that dot products do not read its rows'
+    reader = _reader(modules, module)
+    if reader:
+        return (
+            f"{reader} reads it, but only dot products may read tables that are rotated together; use "
+            'rotate="table", which rotates outputs back'
+        )
+    return ""
+
+
 def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
     """The layer or nonlinearity to which an ``nn.Sequential`` passes what ``table`` has looked up, if so."""
     for path, module in modules.items():
-        parts = list(_parts(module, path)) if _computed_by(module) is nn.Sequential else []
-        for place in (i for i, (_, part) in enumerate(parts) if part is table):
-            for name, part in parts[place + 1 :]:
-                if not _computed_by(part).__module__.startswith("torch.nn."):
-                    break  # the user's own, which may be the dot products
-                if not isinstance(part, _HARMLESS):
-                    return f"{type(part).__name__} {name!r}"
+        if _computed_by(module) is not nn.Sequential:
+            continue
+        parts = list(_parts(module, path))
+        for place, (_, part) in enumerate(parts):
+            reader = _first_layer(parts[place + 1 :]) if part is table else ""
+            if reader:
+                return reader
+    return ""
+
+
+def _first_layer(parts: Sequence[tuple[str, nn.Module]]) -> str:
+    """The first of the parts that are called in turn that a dot product does not commute with, if so."""
+    for name, part in parts:
+        if not _computed_by(part).__module__.startswith("torch.nn."):
+            return ""  # the user's own, which may be the dot products
+        if not isinstance(part, _HARMLESS):
+            return f"{type(part).__name__} {name!r}"
     return ""
 
 

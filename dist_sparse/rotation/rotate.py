@@ -68,12 +68,12 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         groups = _groups(tables, sparsifier)
         facts["tables"] = groups
         located = sparsifier.packed_store.locate()
-        _check(sparsifier, located, groups)
+        _refuse_unfit(sparsifier, located, groups)
         if sparsifier.enforcer is not None:
             _enforcer(sparsifier).check_rotation(_names(groups))
         models = [source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")]
-        lookups = {name: find_lookup(models, located[name], len(group) == 1) for group in groups for name in group}
-    alone = [group[0] for group in groups if len(group) == 1]
+        alone = [group[0] for group in groups if len(group) == 1]
+        lookups = {name: find_lookup(models, located[name], name in alone) for name in _names(groups)}
     for name in alone:
         turn_back(*lookups[name], located[name])
     sparsifier.rotation = _Rotation(sparsifier, groups, {name: lookups[name].root for name in alone})
@@ -107,36 +107,55 @@ class _Rotation:
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
-        packed, chosen = self._sparsifier.packed_store, self.groups
+        packed, groups = self._sparsifier.packed_store, self.groups
         with packed.agreeing("step()"):
             located = packed.locate()
         packed.reshard(located)
         with packed.agreeing("step()"):
             enforcer = _enforcer(self._sparsifier)
-            enforcer.settle()  # what is removed must be zero, or it would be spread over the other columns
-            enforcer.check_rotation(_names(chosen))
-            _check(self._sparsifier, located, chosen)
-        grams: dict[str, Tensor] = {}
-        names = {ranks: [name for name in known if name in _names(chosen)] for ranks, known in packed.groups.items()}
-        for ranks, some in names.items():
-            lookups = {name: packed.counts(name) or () for name in some} if self._sparsifier.counts_lookups else None
-            found = gram_matrices([located[name] for name in some], group_over(ranks), lookups)
-            grams |= dict(zip(some, found, strict=True))
+            enforcer.settle()  # a removed weight that is not zero would be spread over the other columns
+            enforcer.check_rotation(_names(groups))
+            _refuse_unfit(self._sparsifier, located, groups)
+        grams = self._gram_matrices(located)
         with packed.agreeing("step()"):
             for name, gram in grams.items():
                 if not bool(gram.isfinite().all()):
                     raise ValueError(f"Table {name!r} can't be rotated: weights are not finite. No mask was changed.")
             bases: dict[str, Tensor] = {}
-            for group in chosen:
-                bases |= dict(zip(group, bases_of([grams[name] for name in group]), strict=True))
-        for ranks, some in names.items():
+            for group in groups:
+                found = bases_of([grams[name] for name in group])
+                bases.update(zip(group, found, strict=True))
+        self._turn(located, bases)
+        enforcer.after_rotation(_names(groups))
+
+    def _by_ranks(self) -> dict[tuple[int, ...] | None, list[str]]:
+        """The rotated tables of each set of ranks, in one order on all of them."""
+        chosen = set(self.names)
+        registered = self._sparsifier.packed_store.groups
+        return {ranks: [name for name in names if name in chosen] for ranks, names in registered.items()}
+
+    def _gram_matrices(self, located: Located) -> dict[str, Tensor]:
+        """``W^T W`` of each table, its rows weighted by their lookups where those are counted. Collective."""
+        found: dict[str, Tensor] = {}
+        for ranks, names in self._by_ranks().items():
+            lookups = None
+            if self._sparsifier.counts_lookups:
+                lookups = {name: self._sparsifier.packed_store.counts(name) or () for name in names}
+            tables = [located[name] for name in names]
+            grams = gram_matrices(tables, group_over(ranks), lookups)
+            found.update(zip(names, grams, strict=True))
+        return found
+
+    def _turn(self, located: Located, bases: Mapping[str, Tensor]) -> None:
+        """Multiply the rows of each table by its basis, and turn outputs back by it. Collective."""
+        for ranks, names in self._by_ranks().items():
             over = group_over(ranks)
-            share_([bases[name] for name in some], over)  # eigenvectors may differ in sign and rounding
-            for name in some:
+            # Eigenvectors may differ between ranks in sign and rounding: all use the first rank's.
+            share_([bases[name] for name in names], over)
+            for name in names:
                 turn_(located[name], bases[name], over)
                 if name in self._turned:
                     follow(self._turned[name], name, bases[name])
-        enforcer.after_rotation(_names(chosen))
 
 
 def _groups(tables: Any, sparsifier: BaseDataSparsifier) -> list[list[str]]:
@@ -164,33 +183,43 @@ def rotation_groups(rotate: Any, tables: Iterable[str], argument: str = "rotate"
         >>> rotation_groups("table", ["user", "item"]), rotation_groups([("user", "item")], ["user", "item"])
         ([['user'], ['item']], [['user', 'item']])
     """
-    names = list(tables)
-    if isinstance(rotate, str) and rotate == "table":
-        return [[name] for name in names]
-    if not (
-        isinstance(rotate, (list, tuple))
-        and all(isinstance(group, (list, tuple)) and group for group in rotate)
-        and all(isinstance(name, str) for name in _names(rotate))
-    ):
+    known = list(tables)
+    if rotate == "table":
+        return [[name] for name in known]
+    if not _is_groups_of_names(rotate):
         rule = 'must be "table", or groups of names such as [["user", "item"]]'
         raise ValueError(f"Invalid {argument}={rotate!r}: {rule}.")
-    if unknown := [name for name in _names(rotate) if name not in names]:
-        raise ValueError(f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {names}.")
-    if len(set(_names(rotate))) < len(_names(rotate)):
+    named = _names(rotate)
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise ValueError(f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {known}.")
+    if len(set(named)) < len(named):
         raise ValueError(f"Invalid {argument}={rotate!r}: each name must be in one group only.")
     return [list(group) for group in rotate]
+
+
+def _is_groups_of_names(rotate: object) -> bool:
+    if not isinstance(rotate, (list, tuple)):
+        return False
+    for group in rotate:
+        if not isinstance(group, (list, tuple)) or not group:
+            return False
+        if not all(isinstance(name, str) for name in group):
+            return False
+    return True
 
 
 def _names(groups: Sequence[Sequence[str]]) -> list[str]:
     return [name for group in groups for name in group]
 
 
-def _check(sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]) -> None:
+def _refuse_unfit(sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]) -> None:
     """Refuse tables that can't be rotated, or not together."""
     for group in groups:
         first = located[group[0]]
         for name in group:
-            data, block = located[name], sparsifier.data_groups[name].get("sparse_block_shape")
+            data = located[name]
+            block = sparsifier.data_groups[name].get("sparse_block_shape")
             if not isinstance(block, (tuple, list)) or block[0] != COL:
                 raise ValueError(
                     f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns, (COL, n), can be."
