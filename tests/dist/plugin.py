@@ -95,7 +95,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     try:
         return (yield)
     finally:
-        if nextitem is None or nextitem.path != item.path:
+        if nextitem is None:
             _end()
 
 
