@@ -12,8 +12,8 @@ import os
 import re
 import runpy
 import sys
-from argparse import ArgumentTypeError
 import traceback
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

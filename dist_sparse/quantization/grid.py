@@ -35,8 +35,8 @@ def fbgemm() -> Any:
         import fbgemm_gpu  # noqa: F401  (it registers the kernels)
     except ImportError as fault:
         raise ImportError(
-            "Tables in 8 bits need FBGEMM's kernels, and fbgemm_gpu can't be imported: install the extra "
-            "dist_sparse[torchrec], or fbgemm-gpu-cpu where there is no CUDA, in the version that fits your torch."
+            "Tables in 8 bits need FBGEMM's kernels, and fbgemm_gpu can't be imported: install fbgemm-gpu, "
+            "or fbgemm-gpu-cpu where there is no CUDA, in the version that fits your torch."
         ) from fault
     return torch.ops.fbgemm
 

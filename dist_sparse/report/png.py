@@ -55,7 +55,7 @@ def figure(chart: Chart) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            'PNGs need matplotlib: pip install "dist_sparse[report]"; or leave them out: --no-png, pngs=False.'
+            "PNGs need matplotlib: pip install matplotlib; or leave them out: --no-png, pngs=False."
         ) from error
     rows = len(chart.bars) if isinstance(chart, BarChart) else 0
     made = Figure(figsize=(7, max(2.6, 1.2 + 0.27 * rows) if rows else 3.6), layout="constrained")

@@ -204,7 +204,7 @@ def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as fault:
-        raise ImportError('Served tables need safetensors: pip install "dist_sparse[serving]".') from fault
+        raise ImportError("Served tables need safetensors: pip install safetensors.") from fault
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
     if (size := file.stat().st_size) != manifest.bytes:

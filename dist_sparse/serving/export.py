@@ -124,7 +124,7 @@ def export(
         if world.rank == 0:
             check_new(path)
             if importlib.util.find_spec("safetensors") is None:
-                raise ImportError('export() needs safetensors: pip install "dist_sparse[serving]".')
+                raise ImportError("export() needs safetensors: pip install safetensors.")
         facts["path, dtype"] = [os.fspath(path), chosen]
         for data in located:
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
