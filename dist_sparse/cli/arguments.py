@@ -42,7 +42,7 @@ _UNITS: Final = {
 
 
 class EntryError(ValueError):
-    """There is no such function, it failed, or it returns something else. The message is for the user."""
+    """There is no such function, it failed or returns something else. The message is for users."""
 
 
 def model_and_batches(entry: str) -> tuple[Any, Any]:
@@ -52,8 +52,8 @@ def model_and_batches(entry: str) -> tuple[Any, Any]:
         entry: ``package.module:function`` or ``file.py:function``.
 
     Raises:
-        EntryError: there is no such file, module or function, it takes arguments, it failed, or it returns something
-            else.
+        EntryError: there is no such file, module or function, it takes arguments, it failed, or it
+            returns something else.
     """
     function = _function(entry)
     with _users_code(entry):
@@ -62,8 +62,10 @@ def model_and_batches(entry: str) -> tuple[Any, Any]:
         kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
         raise EntryError(f"Invalid {entry=}: returned {kind}; must return (model, batches).")
     model, batches = returned
-    if batches is not None and not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
-        raise EntryError(f"Invalid {entry=}: returned {type(batches).__name__} for batches; must be iterable, or None.")
+    can_be_read = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if batches is not None and not can_be_read:
+        rule = f"returned {type(batches).__name__} for batches; must be iterable, or None."
+        raise EntryError(f"Invalid {entry=}: {rule}")
     return model, batches
 
 
@@ -177,7 +179,8 @@ def _function(entry: str) -> Callable[..., Any]:
     """Import what ``entry`` names. The file's folder, or the current one, comes first on ``sys.path``, as for a script.
 
     Raises:
-        EntryError: there is no such file, module or function, the module failed, or the function takes arguments.
+        EntryError: there is no such file, module or function, the module failed, or the function
+            takes arguments.
     """
     where, separator, name = entry.rpartition(":")
     if not separator or not where or not name or where.startswith("."):
@@ -195,9 +198,10 @@ def _function(entry: str) -> Callable[..., Any]:
             try:
                 module = importlib.import_module(where)
             except ModuleNotFoundError as error:
-                if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+                missing = error.name
+                if missing is None or not f"{where}.".startswith(f"{missing}."):
                     raise
-                raise EntryError(f"Invalid {entry=}: there is no module {error.name!r} here.") from error
+                raise EntryError(f"Invalid {entry=}: there is no module {missing!r} here.") from error
         found = getattr(module, name, None)
     if not callable(found):
         raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
@@ -207,11 +211,15 @@ def _function(entry: str) -> Callable[..., Any]:
 
 
 def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters, all of which must be optional; of some builtins none is known."""
+    """Return the names of the parameters.
+
+    Raises:
+        EntryError: one of them is required.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return []
+        return []  # some builtins have none that Python can read
     try:
         signature.bind()
     except TypeError as error:
@@ -234,7 +242,8 @@ def _users_code(entry: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Return `` at FILE:LINE`` of the last line in the user's file; "" where there is none, as of a syntax error."""
+    """Return `` at FILE:LINE`` of the last line in the user's file, "" if none ran (a syntax error)."""
+    # What called the user's code comes first in the traceback, what that called (torch) comes last.
     machinery = (__file__, runpy.run_path.__code__.co_filename, importlib.__file__)
     frames = [
         (frame.filename, frame.lineno)

@@ -209,8 +209,12 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
 
 
 def _failed(command: str, error: Exception) -> int:
-    """Print an error about an argument, with the option instead of the argument; of FUNCTION with where the help is."""
-    message = re.sub(r"^Invalid (\w+)", lambda found: f"Invalid {_OPTIONS.get(found[1], found[1])}", str(error))
+    """Print an error, with the option that was typed in the place of the argument that it becomes."""
+
+    def typed(found: re.Match[str]) -> str:
+        return f"Invalid {_OPTIONS.get(found[1], found[1])}"
+
+    message = re.sub(r"^Invalid (\w+)", typed, str(error))
     if isinstance(error, EntryError):
         message += f"\nUsage and options: dist-sparse {command} --help"
     return fail(command, message)

@@ -37,7 +37,8 @@ _PARTS = ("weights", "scales", "index", "bases")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a budget can hold. ``print()``, a REPL and a notebook show the candidates, their bytes, and which to use.
+    """What a budget can hold. ``print()``, a REPL and a notebook show the candidates, their bytes, and
+    which to use.
 
     Args:
         budget: bytes.

@@ -39,8 +39,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """What each method is worth within each budget. ``print()``, a REPL and a notebook show the table and the
-    recommendation.
+    """What each method is worth within each budget. ``print()``, a REPL and a notebook show the table
+    and the recommendation.
 
     Args:
         table_bytes: of the tables of the model as it is.

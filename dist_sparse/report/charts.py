@@ -49,7 +49,10 @@ def charts(run: Run) -> list[Chart]:
 
 
 def _numbers(run: Run) -> dict[str, int]:
-    """Number the compared runs, once for the page: a chart that leaves one out keeps the colors of the others."""
+    """Number the compared runs, once for the page.
+
+    A chart that leaves a run out, or sorts them, keeps the colors of the others.
+    """
     return {name: number for number, name in enumerate(run.compared)}
 
 
@@ -119,7 +122,7 @@ def _values(run: Run) -> list[Chart]:
         for other, number in _numbers(run).items():
             series = run.compared[other].values.get(name, ())
             if len(series) > 1:
-                curve = smoothed(other, series, "other")[-1]  # a running mean comes after its raw line
+                *_, curve = smoothed(other, series, "other")  # the running mean if there is one
                 lines.append(dataclasses.replace(curve, number=number))
         note, lost = notes.get(name, "As logged by the training script."), _not_finite(run.values[name])
         if any(line.role == "raw" for line in lines):

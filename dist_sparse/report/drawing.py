@@ -202,7 +202,7 @@ def _path(line: Line, x_of: Place, y_of: Place) -> str:
 
 
 def _class_of(one: Line | Dots) -> str:
-    """Return the class from which the page's style takes the color: of a compared run the same in every chart."""
+    """Return the class that the page's style colors: that of a compared run is its own in all charts."""
     return f"other other{one.number % 4}" if one.role == "other" else one.role
 
 

@@ -16,8 +16,8 @@ Point = tuple[float, float | None]
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (under its running mean) or
-    ``table``; ``number``: of the compared run, which has one color in all charts; ``steps``: constant from each point
-    to the next."""
+    ``table``; ``number``: of the compared run, which has one color in all charts; ``steps``:
+    constant from each point to the next."""
 
     name: str
     points: tuple[Point, ...]
@@ -61,7 +61,7 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Dots:
-    """Dots of one run, joined: label, bytes > 0, height. ``role`` and ``number``: as of a :class:`Line`."""
+    """Dots of one run, joined: label, bytes > 0, height. ``role``, ``number``: as of a :class:`Line`."""
 
     name: str
     role: str

@@ -89,8 +89,8 @@ class RunLog:
 
     Args:
         folder: created if missing. One RunLog at a time writes to it; its files are readable by the user only.
-        sparsifier: what :func:`~dist_sparse.sparsify` returned, or a sparsifier: log its mask updates from now on. A
-            recorder is attached to it until the log is closed; one log at a time.
+        sparsifier: what :func:`~dist_sparse.sparsify` returned, or a sparsifier: log its mask updates
+            from now on. A recorder is attached to it until the log is closed; one log at a time.
         enforcer: log its time at the end. By default that of what ``sparsify`` returned.
         model: count the bytes of all its tables, those that are not sparsified too, so that bytes of runs compare.
         name: of the run in reports; that of the folder by default.

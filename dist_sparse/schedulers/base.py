@@ -73,15 +73,19 @@ class BaseDataScheduler:
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Refuse wrong arguments in the name of the class that was called: Python names the base class that has the
-        constructor."""
+        """Refuse wrong arguments in the name of the class that was called.
+
+        Python itself names the base class that has the constructor, which users never wrote.
+        """
         if arguments or options:  # copies and pickles are made without
             signature = inspect.signature(cls.__init__)
             try:
                 signature.bind(None, *arguments, **options)
             except TypeError as error:
-                meant = "level" in options and "final" in signature.parameters
-                raise TypeError(f"{cls.__name__}: {error}{'; level= is final= here' * meant}.") from None
+                message = f"{cls.__name__}: {error}"
+                if "level" in options and "final" in signature.parameters:
+                    message += "; level= is final= here"  # sparsify() calls it level
+                raise TypeError(f"{message}.") from None
         return super().__new__(cls)
 
     def __init__(

@@ -94,7 +94,8 @@ class ArtifactWriter:
     """An artifact that is being written, under a temporary name; as a context manager it deletes what is not published.
 
     Args:
-        path: the final name. Missing parent folders are made, and deleted again with what is not published.
+        path: the final name. Missing parent folders are made, and deleted again with what is not
+            published.
         tables: by name; their CRC32 and checks are not known yet.
 
     Raises:
@@ -115,7 +116,8 @@ class ArtifactWriter:
             self._at[name] = end
             self._ends[name] = end = end + size_of(dtype, shape)
         self._bytes = end
-        self._made = [folder for folder in self.folder.parents if not folder.exists()]  # the innermost first
+        # The innermost first, so that each is empty when its turn to be deleted comes.
+        self._made = [folder for folder in self.folder.parents if not folder.exists()]
         try:
             self.folder.mkdir(parents=True)
             self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
@@ -186,7 +188,8 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an artifact that is to be written.
 
     Raises:
-        ValueError: something is there, one of its parents is no folder, or its name is one of unfinished exports.
+        ValueError: something is there, one of its parents is no folder, or its name is one of
+            unfinished exports.
     """
     found = Path(os.path.abspath(path))
     nearest = next(parent for parent in found.parents if os.path.lexists(parent))

@@ -87,7 +87,8 @@ def export(
         model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any module.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose removed rows
             :func:`~dist_sparse.compact` took out, or that has none.
-        path: of the new folder, whose missing parents are made; the same on every rank. Only rank 0 writes to it.
+        path: of the new folder, whose missing parents are made; the same on every rank. Only rank 0
+            writes to it.
         dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest float32), ``"fp16"``
             the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of each row's grid, which holds 0.
 
@@ -282,12 +283,15 @@ def _compare(
 
 @contextmanager
 def _progress(manifest: Manifest, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Yield a function that takes rows as they are streamed: a bar of tqdm's on a terminal, if tqdm is installed."""
+    """Yield a function that counts rows as they are streamed, on a bar of tqdm's.
+
+    Only on a terminal, and if tqdm is installed.
+    """
     if not shown or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda rows: None
         return
     rows = sum(table.stored for table in manifest.tables.values())
-    label = f"export {manifest.dtype}"
-    with importlib.import_module("tqdm").tqdm(total=rows, desc=label, unit=" rows", unit_scale=True) as bar:
+    look = {"desc": f"export {manifest.dtype}", "unit": " rows", "unit_scale": True}
+    with importlib.import_module("tqdm").tqdm(total=rows, **look) as bar:
         # Every row is streamed twice, to be written and to be verified: each time it is half done.
         yield lambda streamed: bar.update(streamed / 2)

@@ -39,7 +39,7 @@ _UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
 
 _MOST_SHOWN, _FEW_SHOWN = 10, 3
-"""Data groups in a repr: up to ten are listed as the ancestor lists them, of more the first three."""
+"""Data groups in a repr: up to ten are all listed, as by the ancestor; of more the first three."""
 
 
 class BaseDataSparsifier(Inspection, abc.ABC):
