@@ -41,7 +41,7 @@ else:
                     raise  # it is installed, and lacks a dependency
         raise ImportError(
             "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is installed: "
-            'pip install "dist_sparse[lightning]".'
+            "pip install lightning."
         )
 
     Callback = _installed().Callback

@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import re
 import runpy
 import sys
+import traceback
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +42,7 @@ _UNITS: Final = {
 
 
 class EntryError(ValueError):
-    """There is no such function, or it returns something else. The message is for the user."""
+    """There is no such function, it failed or returns something else. The message is for users."""
 
 
 def model_and_batches(entry: str) -> tuple[Any, Any]:
@@ -49,14 +52,21 @@ def model_and_batches(entry: str) -> tuple[Any, Any]:
         entry: ``package.module:function`` or ``file.py:function``.
 
     Raises:
-        EntryError: there is no such file, module or function, or it returns something else. Exceptions of the user's
-            code pass unchanged.
+        EntryError: there is no such file, module or function, it takes arguments, it failed, or it
+            returns something else.
     """
-    returned = _function(entry)()
+    function = _function(entry)
+    with _users_code(entry):
+        returned = function()
     if not isinstance(returned, tuple) or len(returned) != 2:
         kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
         raise EntryError(f"Invalid {entry=}: returned {kind}; must return (model, batches).")
-    return returned
+    model, batches = returned
+    can_be_read = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if batches is not None and not can_be_read:
+        rule = f"returned {type(batches).__name__} for batches; must be iterable, or None."
+        raise EntryError(f"Invalid {entry=}: {rule}")
+    return model, batches
 
 
 def model_and_evaluate(entry: str) -> tuple[Any, Any, dict[Any, Callable[[float], tuple[Any, Any]]]]:
@@ -70,10 +80,12 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, dict[Any, Callable[[float]
         EntryError: likewise.
     """
     function = _function(entry)
-    known = [part for part in ("columns", "rows") if part in inspect.signature(function).parameters]
+    parameters = _parameters(entry, function)
+    known = [part for part in ("columns", "rows") if part in parameters]
 
     def called(**part: float) -> tuple[Any, Any]:
-        returned = function(**part)
+        with _users_code(entry):
+            returned = function(**part)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
             raise EntryError(f"Invalid {entry=}: must return (model, evaluate), where evaluate is a function.")
         return returned
@@ -167,7 +179,8 @@ def _function(entry: str) -> Callable[..., Any]:
     """Import what ``entry`` names. The file's folder, or the current one, comes first on ``sys.path``, as for a script.
 
     Raises:
-        EntryError: there is no such file, module or function. Exceptions of the module itself pass unchanged.
+        EntryError: there is no such file, module or function, the module failed, or the function
+            takes arguments.
     """
     where, separator, name = entry.rpartition(":")
     if not separator or not where or not name or where.startswith("."):
@@ -177,17 +190,65 @@ def _function(entry: str) -> Callable[..., Any]:
         if not file.is_file():
             raise EntryError(f"Invalid {entry=}: there is no file {where}.")
         sys.path.insert(0, str(file.resolve().parent))
-        found = runpy.run_path(where, run_name=file.stem).get(name)
+        with _users_code(entry):
+            found = runpy.run_path(where, run_name=file.stem).get(name)
     else:
         sys.path.insert(0, "")
-        try:
-            module = importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-                raise
-            raise EntryError(f"Invalid {entry=}: there is no module {error.name!r} here.") from error
+        with _users_code(entry):
+            try:
+                module = importlib.import_module(where)
+            except ModuleNotFoundError as error:
+                missing = error.name
+                if missing is None or not f"{where}.".startswith(f"{missing}."):
+                    raise
+                raise EntryError(f"Invalid {entry=}: there is no module {missing!r} here.") from error
         found = getattr(module, name, None)
     if not callable(found):
         raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
+    _parameters(entry, found)
     function: Callable[..., Any] = found
     return function
+
+
+def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters.
+
+    Raises:
+        EntryError: one of them is required.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return []  # some builtins have none that Python can read
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise EntryError(f"Invalid {entry=}: {error}; must take no arguments.") from None
+    return list(signature.parameters)
+
+
+@contextmanager
+def _users_code(entry: str) -> Iterator[None]:
+    """Turn an exception of the user's code into an EntryError that says where it was raised."""
+    try:
+        yield
+    except EntryError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise  # `dist-sparse` says how to install it
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise EntryError(f"Invalid {entry=}: it failed{_place(error)} with {what}") from error
+
+
+def _place(error: BaseException) -> str:
+    """Return `` at FILE:LINE`` of the last line in the user's file, "" if none ran (a syntax error)."""
+    # What called the user's code comes first in the traceback, what that called (torch) comes last.
+    machinery = (__file__, runpy.run_path.__code__.co_filename, importlib.__file__)
+    frames = [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in machinery and not frame.filename.startswith("<frozen ")
+    ]
+    lines = [line for file, line in frames if file == frames[0][0]]
+    return f" at {os.path.relpath(frames[0][0])}:{lines[-1]}" if frames else ""

@@ -20,7 +20,7 @@ _COMPLETION = f"""examples:
   dist-sparse completion fish > ~/.config/fish/completions/dist-sparse.fish
 
 Completes commands, options, their values and files, without starting Python.
-Needs shtab: pip install "dist_sparse[completion]".
+Needs shtab: pip install shtab.
 
 {STATUS}
 """
@@ -33,7 +33,7 @@ def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
         try:
             import shtab
         except ImportError:
-            return fail("completion", 'needs shtab: pip install "dist_sparse[completion]".')
+            return fail("completion", "needs shtab: pip install shtab.")
         from dist_sparse.launch.cli import add_options
 
         launch = Subcommand(prog="dist-sparse launch")  # whose words are parsed by the launcher, not here

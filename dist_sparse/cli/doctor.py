@@ -30,9 +30,11 @@ _RED, _GREEN, _YELLOW = 31, 32, 33
 
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OPTIONAL: Final = {
+    "safetensors": "export() and load_served()",
     "tensorboard": "numbers of a run in TensorBoard",
     "matplotlib": "pictures in reports",
     "lightning": "callbacks for Lightning",
+    "torchx": "launching with torchx, which wants urllib3 older than 1.27",
 }
 
 
@@ -108,7 +110,7 @@ def _colored(text: str, color: int) -> str:
 def installed() -> dict[str, str]:
     """Return the version of every installed distribution that is checked, by name."""
     found = {}
-    for name in ("torch", "torchrec", *_FBGEMM, "triton", *_OPTIONAL, "torchx"):
+    for name in ("torch", "torchrec", *_FBGEMM, "triton", *_OPTIONAL):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -143,7 +145,7 @@ def examine(
     findings += _addresses()
     findings += _launching(environment)
     findings += [_package(name, versions, f"for {use}") for name, use in _OPTIONAL.items()]
-    return Diagnosis(findings=(*findings, _torchx(versions)))
+    return Diagnosis(findings=tuple(findings))
 
 
 def _python_and_torch(versions: Mapping[str, str], torch: Torch) -> Iterator[Finding]:
@@ -307,17 +309,6 @@ def _package(name: str, versions: Mapping[str, str], use: str = "", needed: bool
         says=says[status] + (f"; {use}" if use and status != "ok" else ""),
         fix=None if status == "ok" else f'{_pip()} install "{wanted}"',
     )
-
-
-def _torchx(versions: Mapping[str, str]) -> Finding:
-    """Check torchx, which pins old versions of common packages and so needs a folder of its own (docs/launching.md)."""
-    found = _package("torchx", versions, "for torchx components, from a folder of its own")
-    if found.fix is None:
-        return found
-    pins = Path(__file__).parents[2] / "requirements" / "torchx.txt"
-    what = f"--no-deps --target torchx-only -r {shlex.quote(_short(str(pins)))}"
-    what = what if pins.is_file() else '--target torchx-only "torchx>=0.7"'
-    return dataclasses.replace(found, fix=f"{_pip()} install {what}")
 
 
 def _wanted() -> dict[str, str]:

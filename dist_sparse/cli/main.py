@@ -2,8 +2,8 @@
 
 A subcommand is a function that adds its parser and sets `run`, which takes the parsed options and returns the exit
 status. What it calls is imported when it runs, and torch with it: `--help` and `doctor` need no torch. What a user can
-fix (a ValueError, a file that can't be read or written) is one line and status 1; other exceptions keep their
-traceback.
+fix (a ValueError, a file that can't be read or written, a FUNCTION that fails) is a line or two
+and status 1; other exceptions keep their traceback.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def add_plan(commands: Commands) -> None:
             answer = plan(model, options.budget, **how, include=options.include, exclude=options.exclude)
             found = measure_plan(model, evaluate, answer, **_measuring(options))
         except (ValueError, OSError) as error:
-            return fail("plan", _typed(error))
+            return _failed("plan", error)
         if options.json:
             return show(json.dumps({"plan": answer.to_json(), "measured": found.to_json()}, indent=2))
         return show(f"{answer}\n\n{found}")
@@ -108,16 +108,10 @@ def add_plan(commands: Commands) -> None:
         quiet()
         if options.measure:
             return measure(options)
-        try:
-            model, batches = model_and_batches(options.function)
-        except EntryError as error:
-            return fail("plan", _typed(error))
-        if batches is not None and not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
-            rule = f"returned {type(batches).__name__} for batches; must be iterable, or None"
-            return fail("plan", f"Invalid FUNCTION={options.function!r}: {rule}.")
         chosen = {"include": options.include, "exclude": options.exclude}
         answer: Plan | DryRun
         try:
+            model, batches = model_and_batches(options.function)
             if options.budget is not None:
                 from dist_sparse.planning.plan import plan
 
@@ -129,7 +123,7 @@ def add_plan(commands: Commands) -> None:
                 how: dict[str, Any] = {"block": options.block or (1, "ROW"), "norm": options.norm or "L2"}
                 answer = dry_run(model, level=options.level, batches=some, **how, **chosen)
         except ValueError as error:
-            return fail("plan", _typed(error))
+            return _failed("plan", error)
         return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
     parser = subcommand(commands, "plan", "shows what a budget of bytes can hold, or what a level would prune", _PLAN)
@@ -174,7 +168,7 @@ def add_frontier(commands: Commands) -> None:
                 **_measuring(options),
             )
         except (ValueError, OSError) as error:
-            return fail("frontier", _typed(error))
+            return _failed("frontier", error)
         return show(json.dumps(found.to_json(), indent=2) if options.json else str(found))
 
     parser = subcommand(commands, "frontier", "measures what a trained model is worth at a few sizes", _FRONTIER)
@@ -214,9 +208,16 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", help="writes the table, a plot and trials.jsonl there, and goes on from the latter")
 
 
-def _typed(error: Exception) -> str:
-    """Return the message of an error about an argument, with the option instead of the argument."""
-    return re.sub(r"^Invalid (\w+)", lambda found: f"Invalid {_OPTIONS.get(found[1], found[1])}", str(error))
+def _failed(command: str, error: Exception) -> int:
+    """Print an error, with the option that was typed in the place of the argument that it becomes."""
+
+    def typed(found: re.Match[str]) -> str:
+        return f"Invalid {_OPTIONS.get(found[1], found[1])}"
+
+    message = re.sub(r"^Invalid (\w+)", typed, str(error))
+    if isinstance(error, EntryError):
+        message += f"\nUsage and options: dist-sparse {command} --help"
+    return fail(command, message)
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:

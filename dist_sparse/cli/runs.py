@@ -83,7 +83,7 @@ def add_report(commands: Commands) -> None:
             return fail("report", error)
         shown = show(text)
         if not (pngs or options.no_png):
-            fail("report", 'no PNGs, which need matplotlib: pip install "dist_sparse[report]"')  # not a failure
+            fail("report", "no PNGs, which need matplotlib: pip install matplotlib")  # not a failure
         if options.open and not webbrowser.open(written.resolve().as_uri()):
             return fail("report", f"no browser was found to open {written.resolve().as_uri()}")
         return shown

@@ -37,7 +37,8 @@ _PARTS = ("weights", "scales", "index", "bases")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a budget can hold. ``print()`` shows the candidates, their bytes, and which to use.
+    """What a budget can hold. ``print()``, a REPL and a notebook show the candidates, their bytes, and
+    which to use.
 
     Args:
         budget: bytes.
@@ -73,7 +74,7 @@ class Plan:
             "why": self.why,
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         parts = [part for part in _PARTS if part == "weights" or any(getattr(c.served, part) for c in self.choices)]
         head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
         rows = [self._cells(choice, parts) for choice in self.choices]

@@ -39,7 +39,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """What each method is worth within each budget. ``print()`` shows the table and the recommendation.
+    """What each method is worth within each budget. ``print()``, a REPL and a notebook show the table
+    and the recommendation.
 
     Args:
         table_bytes: of the tables of the model as it is.
@@ -110,7 +111,7 @@ class Frontier:
             rows.append((budget, *cells, count(found.bytes), share, *(_numbers(found.metrics))))
         return head, rows
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         head, rows = self.cells()
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         return "\n".join([*lines, "", self.directions, NOTE, "", self.recommendation])

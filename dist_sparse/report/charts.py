@@ -48,6 +48,14 @@ def charts(run: Run) -> list[Chart]:
     return _named_apart([chart for chart in found if not isinstance(chart, LineChart) or chart.lines])
 
 
+def _numbers(run: Run) -> dict[str, int]:
+    """Number the compared runs, once for the page.
+
+    A chart that leaves a run out, or sorts them, keeps the colors of the others.
+    """
+    return {name: number for number, name in enumerate(run.compared)}
+
+
 def _totals(run: Run) -> Totals:
     return [(float(due.step), due_totals(due)) for due in run.due]
 
@@ -57,10 +65,12 @@ def _auc_over_bytes(run: Run) -> DotChart | None:
     found = points(run)
     if len(found) < 2:
         return None
+    numbers = _numbers(run)
     runs = [
         Dots(
             name=name,
             role="main" if name == run.name else "other",
+            number=numbers.get(name, 0),
             dots=tuple((point.name, point.bytes, point.auc) for point in of),
         )
         for name, of in named(found).items()
@@ -71,7 +81,7 @@ def _auc_over_bytes(run: Run) -> DotChart | None:
     )
     if base is not None and base is not run:
         note += f" Baseline: {base.name}."
-    runs.sort(key=lambda dots: dots.role != "main")
+    runs.sort(key=lambda dots: (dots.role != "main", dots.number))
     return DotChart(key="auc_bytes", title="AUC over bytes", note=note, runs=tuple(runs))
 
 
@@ -80,11 +90,11 @@ def _sparsity(run: Run, totals: Totals) -> LineChart:
         _held(run, run.name if run.compared else "all blocks", "main", _known(totals, "sparsity")),
         _held(run, "target", "target", _known(totals, "target")),
     ]
-    lines += [
-        _held(other, name, "other", _known(_totals(other), "sparsity"))
-        for name, other in run.compared.items()
-        if other.due
-    ]
+    for name, number in _numbers(run).items():
+        other = run.compared[name]
+        if other.due:
+            line = _held(other, name, "other", _known(_totals(other), "sparsity"))
+            lines.append(dataclasses.replace(line, number=number))
     lines += [_held(run, name, "table", points) for name, points in _per_table(run, lambda t: t.sparsity).items()]
     return LineChart(
         key="sparsity",
@@ -109,9 +119,11 @@ def _values(run: Run) -> list[Chart]:
     found: list[Chart] = []
     for name in [*first, *sorted(set(names) - set(first))[:_MOST_OTHERS]]:
         lines = smoothed(run.name if run.compared else name, run.values[name], "main")
-        for other, of in run.compared.items():
-            if len(of.values.get(name, ())) > 1:
-                lines += [line for line in smoothed(other, of.values[name], "other") if line.role != "raw"]
+        for other, number in _numbers(run).items():
+            series = run.compared[other].values.get(name, ())
+            if len(series) > 1:
+                *_, curve = smoothed(other, series, "other")  # the running mean if there is one
+                lines.append(dataclasses.replace(curve, number=number))
         note, lost = notes.get(name, "As logged by the training script."), _not_finite(run.values[name])
         if any(line.role == "raw" for line in lines):
             note += " Thin: as logged. Thick: running mean."

@@ -218,7 +218,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def named(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Return points by run, largest first."""
+    """Return points by run, the largest first within each."""
     found: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda point: -point.bytes):
         found.setdefault(point.run, []).append(point)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from dist_sparse.report.axes import HEIGHT, WIDTH, escape, frame, log_ticks, short, ticks, tip
-from dist_sparse.report.figures import BarChart, Chart, DotChart, Line, LineChart, ScoreChart
+from dist_sparse.report.figures import BarChart, Chart, DotChart, Dots, Line, LineChart, ScoreChart
 from dist_sparse.text import amount, count, percent, size
 
 __all__ = ["drawn"]
@@ -51,13 +51,12 @@ def _lines(chart: LineChart) -> str:
         return round(HEIGHT * (1 - (y - low) / (high - low)), 1)
 
     order = ("table", "raw", "other", "main", "target")
-    classes = _classes(chart.lines)
     paths = "".join(
-        f'<path class="{classes[id(line)]}" d="{_path(line, x_of, y_of)}"/>'
+        f'<path class="{_class_of(line)}" d="{_path(line, x_of, y_of)}"/>'
         for line in sorted(chart.lines, key=lambda line: order.index(line.role))
     )
     named = [line for line in chart.lines if line.role in ("main", "target", "other")]
-    legend = "".join(f'<li class="{classes[id(line)]}">{escape(line.name)}</li>' for line in named)
+    legend = "".join(f'<li class="{_class_of(line)}">{escape(line.name)}</li>' for line in named)
 
     def text_of(y: float) -> str:
         return percent(y) if chart.share else amount(y)
@@ -126,11 +125,9 @@ def _dots(chart: DotChart) -> str:
         near = [y - other for at, other in everywhere if abs(x - at) < _LABEL and 0 < abs(y - other) < _LABEL]
         return all(up > 0 for up in near) and (bool(near) or place % 2 == 1)
 
-    shapes, over, legend, others = "", "", "", 0
+    shapes, over, legend = "", "", ""
     for run in chart.runs:
-        kind = run.role
-        if kind == "other":
-            kind, others = f"other other{others % 4}", others + 1
+        kind = _class_of(run)
         legend += f'<li class="{kind}">{escape(run.name)}</li>'
         places = [(x_of(taken), y_of(auc)) for _, taken, auc in run.dots]
         shapes += f'<path class="{kind} joined" d="M{"L".join(f"{x} {y}" for x, y in places)}"/>'
@@ -204,15 +201,9 @@ def _path(line: Line, x_of: Place, y_of: Place) -> str:
     return path
 
 
-def _classes(lines: Sequence[Line]) -> dict[int, str]:
-    """Return a class per line; compared runs are numbered."""
-    classes, others = {}, 0
-    for line in lines:
-        classes[id(line)] = line.role
-        if line.role == "other":
-            classes[id(line)] = f"other other{others % 4}"
-            others += 1
-    return classes
+def _class_of(one: Line | Dots) -> str:
+    """Return the class that the page's style colors: that of a compared run is its own in all charts."""
+    return f"other other{one.number % 4}" if one.role == "other" else one.role
 
 
 def _last(line: Line) -> float | None:

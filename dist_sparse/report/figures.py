@@ -16,11 +16,13 @@ Point = tuple[float, float | None]
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (under its running mean) or
-    ``table``; ``steps``: constant from each point to the next."""
+    ``table``; ``number``: of the compared run, which has one color in all charts; ``steps``:
+    constant from each point to the next."""
 
     name: str
     points: tuple[Point, ...]
     role: str = "main"
+    number: int = 0
     steps: bool = False
 
 
@@ -59,10 +61,11 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Dots:
-    """Dots of one run, joined: label, bytes > 0, height."""
+    """Dots of one run, joined: label, bytes > 0, height. ``role``, ``number``: as of a :class:`Line`."""
 
     name: str
     role: str
+    number: int = 0
     dots: tuple[tuple[str, int, float], ...]
 
 

@@ -55,7 +55,7 @@ def figure(chart: Chart) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            'PNGs need matplotlib: pip install "dist_sparse[report]"; or leave them out: --no-png, pngs=False.'
+            "PNGs need matplotlib: pip install matplotlib; or leave them out: --no-png, pngs=False."
         ) from error
     rows = len(chart.bars) if isinstance(chart, BarChart) else 0
     made = Figure(figsize=(7, max(2.6, 1.2 + 0.27 * rows) if rows else 3.6), layout="constrained")
@@ -75,12 +75,10 @@ def figure(chart: Chart) -> Figure:
 
 
 def _lines(axes: Any, chart: LineChart) -> None:
-    others = 0
     for line in chart.lines:
         look = dict(_LOOKS[line.role])
         if line.role == "other":
-            look["color"] = _OTHERS[others % len(_OTHERS)]
-            others += 1
+            look["color"] = _OTHERS[line.number % len(_OTHERS)]
         shown = [(x, float("nan") if y is None else y) for x, y in line.points]
         xs, ys = zip(*shown, strict=True)
         label = _short(line.name, 32) if line.role in ("main", "target", "other") else "_"
@@ -108,11 +106,8 @@ def _scores(axes: Any, chart: ScoreChart) -> None:
 
 
 def _dots(axes: Any, chart: DotChart) -> None:
-    others = 0
     for run in chart.runs:
-        color = _MAIN
-        if run.role == "other":
-            color, others = _OTHERS[others % len(_OTHERS)], others + 1
+        color = _OTHERS[run.number % len(_OTHERS)] if run.role == "other" else _MAIN
         names, taken, aucs = zip(*run.dots, strict=True)
         axes.plot(
             taken, aucs, marker="o", color=color, label=_short(run.name, 32), zorder=5 if run.role == "main" else 3

@@ -47,7 +47,7 @@ class Quality:
             from torchrec.metrics.auc import compute_auc
             from torchrec.metrics.ne import compute_ne, get_ne_states
         except ImportError as error:
-            raise ImportError('AUC and NE need torchrec: pip install "dist_sparse[torchrec]".') from error
+            raise ImportError("AUC and NE need torchrec: dist-sparse doctor prints how to install it.") from error
         self._auc, self._ne, self._ne_states = compute_auc, compute_ne, get_ne_states
         self._steps = 0
         self._kept: list[tuple[Tensor, Tensor]] = []

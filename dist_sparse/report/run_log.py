@@ -48,6 +48,7 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
+from dist_sparse.training.sparsify import SparseTraining
 
 __all__ = ["RUN", "RunLog", "Sink"]
 
@@ -88,9 +89,9 @@ class RunLog:
 
     Args:
         folder: created if missing. One RunLog at a time writes to it; its files are readable by the user only.
-        sparsifier: log its mask updates from now on. A recorder is attached to it until the log is closed; one log at a
-            time.
-        enforcer: log its time at the end.
+        sparsifier: what :func:`~dist_sparse.sparsify` returned, or a sparsifier: log its mask updates
+            from now on. A recorder is attached to it until the log is closed; one log at a time.
+        enforcer: log its time at the end. By default that of what ``sparsify`` returned.
         model: count the bytes of all its tables, those that are not sparsified too, so that bytes of runs compare.
         name: of the run in reports; that of the folder by default.
         config: JSON-able description of the run, written to ``run.json``.
@@ -108,15 +109,19 @@ class RunLog:
 
         >>> import tempfile
         >>> import torch
-        >>> from dist_sparse import ROW, DataNormSparsifier, RunLog
+        >>> from dist_sparse import RunLog, sparsify
         >>> from dist_sparse.report import read_run
-        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
-        >>> _ = sparsifier.add_model(torch.nn.ModuleDict({"item": torch.nn.EmbeddingBag(100, 8)}))
+        >>> model = torch.nn.EmbeddingBag(100, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sparse = sparsify(model, optimizer, level=0.5, begin=0, end=2, every=1)
         >>> folder = tempfile.mkdtemp()
-        >>> with RunLog(folder, sparsifier, config={"lr": 0.1}) as log:
+        >>> with RunLog(folder, sparse, model=model, config={"lr": 0.1}) as log:
         ...     for step in range(3):
-        ...         sparsifier.step()
-        ...         log.step(step, loss=torch.tensor(0.5))
+        ...         loss = model(torch.arange(10).view(2, 5)).sum()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         sparse.step()
+        ...         log.step(step, loss=loss)
         >>> read_run(folder).tables[0].removed_blocks
         50
     """
@@ -124,7 +129,7 @@ class RunLog:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        sparsifier: BaseDataSparsifier | None = None,
+        sparsifier: SparseTraining | BaseDataSparsifier | None = None,
         *,
         enforcer: MaskEnforcer | None = None,
         model: nn.Module | None = None,
@@ -137,6 +142,9 @@ class RunLog:
         world = group_over(world_ranks())
         self._writes = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         self._file: LogFile | None = None
+        if isinstance(sparsifier, SparseTraining):
+            enforcer = sparsifier.enforcer if enforcer is None else enforcer
+            sparsifier = sparsifier.sparsifier
         with world.agreeing("RunLog()"):
             _check_kinds(sparsifier, enforcer, name, config, resume)
             self.folder, listed = _path(folder), _listed(sinks)
@@ -302,11 +310,14 @@ class RunLog:
 
 
 def _check_kinds(sparsifier: object, enforcer: object, name: object, config: object, resume: object) -> None:
+    if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
+        rule = "must be what sparsify() returned, a sparsifier, or None"
+        raise ValueError(f"Invalid sparsifier of type {type(sparsifier).__name__}: {rule}.")
     kinds: dict[str, tuple[object, type]] = {
         "config": (config, Mapping),
-        "sparsifier": (sparsifier, BaseDataSparsifier),
+        "enforcer": (enforcer, MaskEnforcer),
+        "name": (name, str),
     }
-    kinds |= {"enforcer": (enforcer, MaskEnforcer), "name": (name, str)}
     for argument, (given, kind) in kinds.items():
         if not isinstance(given, kind) and given is not None:
             raise ValueError(f"Invalid {argument} of type {type(given).__name__}: must be a {kind.__name__}.")

@@ -31,7 +31,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError('TensorBoardSink needs tensorboard: pip install "dist_sparse[report]".') from error
+            raise ImportError("TensorBoardSink needs tensorboard: pip install tensorboard.") from error
         self._writer: Any = SummaryWriter(str(folder))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

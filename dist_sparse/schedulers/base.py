@@ -8,12 +8,13 @@ happens on every rank or on none.
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from dist_sparse.checks import integer
 from dist_sparse.groups import Group, group_over, world_ranks
@@ -70,6 +71,22 @@ class BaseDataScheduler:
         >>> scheduler.get_last_param()
         {'table': 0.5}
     """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Refuse wrong arguments in the name of the class that was called.
+
+        Python itself names the base class that has the constructor, which users never wrote.
+        """
+        if arguments or options:  # copies and pickles are made without
+            signature = inspect.signature(cls.__init__)
+            try:
+                signature.bind(None, *arguments, **options)
+            except TypeError as error:
+                message = f"{cls.__name__}: {error}"
+                if "level" in options and "final" in signature.parameters:
+                    message += "; level= is final= here"  # sparsify() calls it level
+                raise TypeError(f"{message}.") from None
+        return super().__new__(cls)
 
     def __init__(
         self, data_sparsifier: BaseDataSparsifier, schedule_param: str, last_epoch: int = -1, verbose: bool = False

@@ -94,11 +94,12 @@ class ArtifactWriter:
     """An artifact that is being written, under a temporary name; as a context manager it deletes what is not published.
 
     Args:
-        path: the final name, in a folder that exists.
+        path: the final name. Missing parent folders are made, and deleted again with what is not
+            published.
         tables: by name; their CRC32 and checks are not known yet.
 
     Raises:
-        ValueError: something is at ``path``, or its parent is no folder.
+        ValueError: something is at ``path``, or one of its parents is no folder.
         OSError: the folder can't be written.
     """
 
@@ -115,12 +116,14 @@ class ArtifactWriter:
             self._at[name] = end
             self._ends[name] = end = end + size_of(dtype, shape)
         self._bytes = end
-        self.folder.mkdir()
+        # The innermost first, so that each is empty when its turn to be deleted comes.
+        self._made = [folder for folder in self.folder.parents if not folder.exists()]
         try:
+            self.folder.mkdir(parents=True)
             self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
             self._file.write(header)
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove()
             raise
 
     def append(self, name: str, part: Tensor) -> None:
@@ -160,7 +163,8 @@ class ArtifactWriter:
             os.fsync(file.fileno())
         sync_folder(self.folder)
         os.rename(self.folder, check_new(self._path))
-        sync_folder(self._path.parent)
+        for folder in (self._path, *self._made):  # a new folder is an entry of its parent
+            sync_folder(folder.parent)
 
     def __enter__(self) -> ArtifactWriter:
         return self
@@ -170,18 +174,27 @@ class ArtifactWriter:
     ) -> None:
         with contextlib.suppress(OSError):  # a full disk, which has been raised already
             self._file.close()
+        self._remove()
+
+    def _remove(self) -> None:
+        """Delete what is not published, and the parents that were made for it and are empty."""
         shutil.rmtree(self.folder, ignore_errors=True)  # once published, it is no longer there
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # it holds the published artifact, or was never made
+                folder.rmdir()
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an artifact that is to be written.
 
     Raises:
-        ValueError: something is there, its parent is no folder, or its name is one of unfinished exports.
+        ValueError: something is there, one of its parents is no folder, or its name is one of
+            unfinished exports.
     """
     found = Path(os.path.abspath(path))
-    if not found.parent.is_dir():
-        raise ValueError(f"Invalid path={str(path)!r}: {found.parent} is no folder.")
+    nearest = next(parent for parent in found.parents if os.path.lexists(parent))
+    if not nearest.is_dir():
+        raise ValueError(f"Invalid path={str(path)!r}: {nearest} is no folder.")
     if os.path.lexists(found):
         raise ValueError(f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten.")
     if found.name.endswith(PARTIAL):
@@ -194,7 +207,7 @@ def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as fault:
-        raise ImportError('Served tables need safetensors: pip install "dist_sparse[serving]".') from fault
+        raise ImportError("Served tables need safetensors: pip install safetensors.") from fault
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
     if (size := file.stat().st_size) != manifest.bytes:

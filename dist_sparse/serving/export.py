@@ -87,7 +87,8 @@ def export(
         model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any module.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose removed rows
             :func:`~dist_sparse.compact` took out, or that has none.
-        path: of the new folder, in one that exists; the same on every rank, where only rank 0 writes to it.
+        path: of the new folder, whose missing parents are made; the same on every rank. Only rank 0
+            writes to it.
         dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest float32), ``"fp16"``
             the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of each row's grid, which holds 0.
 
@@ -124,7 +125,7 @@ def export(
         if world.rank == 0:
             check_new(path)
             if importlib.util.find_spec("safetensors") is None:
-                raise ImportError('export() needs safetensors: pip install "dist_sparse[serving]".')
+                raise ImportError("export() needs safetensors: pip install safetensors.")
         facts["path, dtype"] = [os.fspath(path), chosen]
         for data in located:
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
@@ -229,7 +230,7 @@ def _write(manifest: Manifest, sources: Mapping[str, Source], path: Path, world:
     first = world.rank == 0
     checks: dict[str, Mapping[str, int | float]] = {}
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress(2 * sum(table.stored for table in manifest.tables.values()), shown=first))
+        bar = stack.enter_context(_progress(manifest, shown=first))
         with world.agreeing("export()"):
             writer = stack.enter_context(ArtifactWriter(path, manifest.tables)) if first else None
         for name, source in sources.items():
@@ -281,10 +282,16 @@ def _compare(
 
 
 @contextmanager
-def _progress(rows: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Yield a function that counts rows: a bar of tqdm's on a terminal, if tqdm is installed."""
+def _progress(manifest: Manifest, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Yield a function that counts rows as they are streamed, on a bar of tqdm's.
+
+    Only on a terminal, and if tqdm is installed.
+    """
     if not shown or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda rows: None
         return
-    with importlib.import_module("tqdm").tqdm(total=rows, desc="export", unit=" rows", unit_scale=True) as bar:
-        yield bar.update
+    rows = sum(table.stored for table in manifest.tables.values())
+    look = {"desc": f"export {manifest.dtype}", "unit": " rows", "unit_scale": True}
+    with importlib.import_module("tqdm").tqdm(total=rows, **look) as bar:
+        # Every row is streamed twice, to be written and to be verified: each time it is half done.
+        yield lambda streamed: bar.update(streamed / 2)

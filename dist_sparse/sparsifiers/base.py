@@ -38,6 +38,9 @@ SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 _UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "step"}
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
 
+_MOST_SHOWN, _FEW_SHOWN = 10, 3
+"""Data groups in a repr: up to ten are all listed, as by the ancestor; of more the first three."""
+
 
 class BaseDataSparsifier(Inspection, abc.ABC):
     """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
@@ -365,10 +368,14 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self.dense_store.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
+        groups = list(self.data_groups.items())
+        shown = groups if len(groups) <= _MOST_SHOWN else groups[:_FEW_SHOWN]
         lines = [f"{type(self).__name__} ("]
-        for name, group in self.data_groups.items():
+        for name, group in shown:
             lines += ["\tData Group", f"\t    name: {name}"]
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
+        if len(shown) < len(groups):
+            lines.append(f"\t... and {len(groups) - len(shown)} more data groups")
         return "\n".join([*lines, ")"])
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:

@@ -139,7 +139,22 @@ def three_things():
     return 1, 2, 3
 
 def broken():
-    raise ValueError("of the user's own")
+    return helper()
+
+def helper():
+    raise ValueError("of the user's own\\nwith more lines")
+
+def parsing():
+    raise SystemExit(2)
+
+def an_int():
+    return 3, None
+
+def no_iterable():
+    return two()[0], 3
+
+def needing(data, seed=0):
+    return two()
 
 number = 3
 """
@@ -207,18 +222,11 @@ def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "{model}:three", "--level", "0"], "has no function 'three'."),
-        (["plan", "{model}:number", "--level", "0"], "has no function 'number'."),
-        (["plan", "{model}:one", "--level", "0"], "returned ModuleDict; must return (model, batches)."),
-        (["plan", "{model}x.py:one", "--level", "0"], "there is no file"),
-        (["plan", "no_such_module.at_all:one", "--level", "0"], "there is no module 'no_such_module' here."),
-        (["plan", "one", "--level", "0"], "must be package.module:function or file.py:function."),
-        (["plan", ".near:one", "--level", "0"], "must be package.module:function or file.py:function."),
         (["plan", "{model}:two", "--level", "0", "--include", "x"], "Invalid --include pattern 'x'"),
         (["plan", "{model}:two", "--budget", "101%"], "Invalid --budget='101%'"),
-        (["frontier", "{model}:two", "--metric", "x"], "Invalid FUNCTION='"),
+        (["plan", "{model}:an_int", "--level", "0"], "Invalid model of type int: must be a torch.nn.Module."),
+        (["plan", "{model}:an_int", "--budget", "10%"], "Invalid model of type int: must be a module, or shapes"),
         (["plan", "{model}:driving", "--level", "0", "--include", "x"], "none of the tables a\\x1b[2J ("),
-        (["plan", "{model}:three_things", "--level", "0"], "returned a tuple of 3; must return (model, batches)."),
         (["inspect", "{model}"], "holds no run: there is no such folder."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -233,9 +241,52 @@ def test_a_failure_is_one_line_and_1(
     assert line.startswith(f"dist-sparse {words[0]}: ") and message in line
 
 
-def test_a_mistake_in_the_users_own_function_keeps_its_traceback(model: str) -> None:
-    with pytest.raises(ValueError, match="of the user's own"):
-        main(["plan", f"{model}:broken", "--level", "0"])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("{model}:three", "has no function 'three'."),
+        ("{model}:number", "has no function 'number'."),
+        ("{model}:one", "returned ModuleDict; must return (model, batches)."),
+        ("{model}:three_things", "returned a tuple of 3; must return (model, batches)."),
+        ("{model}:no_iterable", "returned int for batches; must be iterable, or None."),
+        ("{model}:needing", "missing a required argument: 'data'; must take no arguments."),
+        ("{model}:broken", "it failed at model_of_test_cli.py:26 with ValueError: of the user's own"),
+        ("{model}:parsing", "it failed at model_of_test_cli.py:29 with SystemExit: 2"),
+        ("{model}x.py:one", "there is no file"),
+        ("no_such_module.at_all:one", "there is no module 'no_such_module' here."),
+        ("one", "must be package.module:function or file.py:function."),
+        (".near:one", "must be package.module:function or file.py:function."),
+        ("json:dumps", "missing a required argument: 'obj'; must take no arguments."),
+        ("json:JSONEncoder", "returned JSONEncoder; must return (model, "),
+        ("builtins:dict", "returned dict; must return (model, "),
+        ("{folder}/typo.py:one", "it failed with SyntaxError: "),
+        ("{folder}/fails.py:one", "it failed at fails.py:2 with ZeroDivisionError: division by zero"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "frontier"])
+def test_a_wrong_function_is_two_lines_and_1(
+    command: str,
+    function: str,
+    message: str,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = Path(model).parent
+    (folder / "typo.py").write_text("def one(:")
+    (folder / "fails.py").write_text("import json\nnumber = 1 / 0\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    function = function.replace("{model}", model).replace("{folder}", str(folder))
+    assert main([command, function, *(["--budget", "10%"] if command == "plan" else [])]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    first, second = said.err.splitlines()
+    assert first.startswith(f"dist-sparse {command}: Invalid FUNCTION={function!r}: ")
+    if command == "frontier" and "return" in message:
+        message = "must return (model, evaluate), where evaluate is a function."
+    assert message in first
+    assert second == f"Usage and options: dist-sparse {command} --help"
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,5 +392,5 @@ def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
-    expected = 'dist-sparse completion: needs shtab: pip install "dist_sparse[completion]".\n'
+    expected = "dist-sparse completion: needs shtab: pip install shtab.\n"
     assert capsys.readouterr().err == expected

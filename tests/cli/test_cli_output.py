@@ -96,10 +96,3 @@ def test_json_that_is_nested_too_deeply(command: str, name: str, run: Path, caps
     said = capsys.readouterr()
     [line] = said.err.splitlines()
     assert line.startswith(f"dist-sparse {command}: ") and len(line) < 300 and not said.out
-
-
-def test_batches_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "numbers_of_test_cli.py"
-    file.write_text("from torch import nn\ndef five():\n    return nn.Embedding(4, 4), 5\n")
-    assert main(["plan", f"{file}:five", "--level", "0.5"]) == 1
-    assert capsys.readouterr().err.endswith("returned int for batches; must be iterable, or None.\n")

@@ -79,6 +79,8 @@ def test_torch_alone_trains_plain_models() -> None:
             "uninstall -y fbgemm-gpu fbgemm-gpu-cpu && ",
         ),
         ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is too old", '"tensorboard>=2.16"'),
+        (GOOD, "safetensors", "missing", "for export() and load_served()", '-m pip install "safetensors>=0.5"'),
+        (GOOD, "torchx", "missing", "older than 1.27", '-m pip install "torchx>=0.7"'),
         (GOOD, "matplotlib", "missing", "not installed; for pictures", '-m pip install "matplotlib>=3.8"'),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
@@ -243,15 +245,6 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
             f"does not load: {'ImportError: ' if 'libcudart' in code else 'the interpreter was '}{said}" in done.stdout
         )
         assert 'install --force-reinstall "torch==2.13.*"' in done.stdout
-
-
-@pytest.mark.usefixtures("no_probes")
-def test_torchx_goes_beside_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    fix = found()["torchx"].fix
-    assert fix is not None
-    command = "install --no-deps --target torchx-only -r requirements/torchx.txt"
-    assert fix.endswith(f"-m pip {command}") and command in Path("docs/launching.md").read_text()
 
 
 def test_colors_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -52,6 +54,22 @@ def test_the_installed_command_runs_a_job(wheel: Path, tmp_path: Path) -> None:
     assert status == 0, err
     where = place / "dist_sparse" / "__init__.py"
     assert sorted(out.splitlines()) == [f"[{rank}] {where} ['--no', 'x']" for rank in range(2)]
+
+
+def test_make_setup_installs_every_extra() -> None:
+    """And nothing that it installs asks for another release: `pip check` names fbgemm-gpu alone (docs/install.md)."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(wanted.startswith("fbgemm-gpu>=") for wanted in extras["torchrec"])
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
+    wanted = {re.split(r"[^\w.-]", each, maxsplit=1)[0] for extra in extras.values() for each in extra}
+    assert wanted - set(pins) == {"fbgemm-gpu"} and "fbgemm-gpu-cpu" in pins
+    assert len(pins) == len(set(pins))
+
+
+def test_no_line_installs_the_package_from_an_index() -> None:
+    """It is on none: `pip install "dist_sparse[report]"` finds nothing where the package is not installed yet."""
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "dist_sparse").rglob("*.py")]
+    assert [file.name for file in files if "dist_sparse[" in file.read_text()] == []
 
 
 def test_an_editable_install_is_a_path(tmp_path: Path) -> None:

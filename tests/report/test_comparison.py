@@ -17,7 +17,9 @@ from dist_sparse.report import add_artifact, read_run, read_runs, write_report
 from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import baseline, compare, headline
 from dist_sparse.report.drawing import drawn
-from dist_sparse.report.figures import BarChart, DotChart, Dots
+from dist_sparse.report.figures import BarChart, DotChart, Dots, LineChart
+from dist_sparse.report.page import page
+from dist_sparse.report.png import figure
 from dist_sparse.report.summary import numbers, summary
 
 
@@ -150,6 +152,29 @@ def test_labels_of_near_dots_are_on_the_sides_away_from_each_other() -> None:
     drawing = drawn(DotChart(key="auc_over_bytes", title="", note="", runs=(upper, lower, far)))
     sides = re.findall(r'class="spot [lr]( under)?"', drawing)
     assert sides == ["", "", " under", " under", ""]
+
+
+def test_a_run_has_one_color_on_the_page(tmp_path: Path) -> None:
+    """Runs by their bytes are in another order than on the command line, and one of them has no masks to draw."""
+    folders = [log(tmp_path / "first", level=0.9)]
+    folders += [log(tmp_path / "narrow", dim=4), log(tmp_path / "pruned", level=0.5), log(tmp_path / "dense", dim=9)]
+    run = read_runs(folders)
+    colors: dict[str, set[str]] = {}
+    for color, name in re.findall(r'<li class="(?:other )?(main|other\d)">([^<]*)</li>', page(run, charts(run))):
+        colors.setdefault(name, set()).add(color)
+    assert colors.pop("first") == {"main"}
+    assert {name: colors[name] for name in ("narrow", "pruned", "dense")} == {
+        "narrow": {"other0"},
+        "pruned": {"other1"},
+        "dense": {"other2"},
+    }
+    pngs: dict[str, set[Any]] = {}
+    for chart in charts(run):
+        if isinstance(chart, (DotChart, LineChart)):
+            for line in figure(chart).axes[0].lines:
+                pngs.setdefault(str(line.get_label()), set()).add(line.get_color())
+    assert [len(pngs[name]) for name in ("first", "narrow", "pruned", "dense")] == [1, 1, 1, 1]
+    assert len(set.union(*(pngs[name] for name in ("first", "narrow", "pruned", "dense")))) == 4
 
 
 def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog
+from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog, sparsify
 from dist_sparse.report.folder import LINES, RUN, read_lines
 from dist_sparse.report.run import read_run
 from dist_sparse.report.sinks import TensorBoardSink, WandbSink
@@ -141,6 +141,22 @@ def sparsifier_of(rows: int = 20) -> DataNormSparsifier:
     return sparsifier
 
 
+def test_what_sparsify_returned_is_logged_with_its_enforcer(tmp_path: Path) -> None:
+    model = nn.EmbeddingBag(20, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level=0.5, begin=0, end=2, every=1)
+    with RunLog(tmp_path, sparse) as log:
+        for step in range(3):
+            model(torch.arange(20).view(1, -1)).sum().backward()
+            optimizer.step()
+            sparse.step()
+            log.step(step, loss=1.0)
+    assert sparse.sparsifier.recorder is None
+    [end] = [line for line in lines_of(tmp_path) if line["kind"] == "end"]
+    assert end["tables"][0]["removed_blocks"] == 10
+    assert end["seconds"]["enforcement"] > 0 and end["seconds"]["masks"] > 0
+
+
 def test_all_mask_updates_between_two_calls_are_logged(tmp_path: Path) -> None:
     sparsifier = sparsifier_of()
     with RunLog(tmp_path, sparsifier) as log:
@@ -230,7 +246,7 @@ def test_bad_values(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Invalid config: Circular reference"):
         RunLog(tmp_path / "none", config={"loop": loop})
     for wrong in ({"config": [1]}, {"sinks": None}, {"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}, {"folder": 3}):
-        with pytest.raises(ValueError, match=f"Invalid {next(iter(wrong))} of type .*: must be an? "):
+        with pytest.raises(ValueError, match=f"Invalid {next(iter(wrong))} of type .*: must be "):
             RunLog(**{"folder": tmp_path / "none"} | wrong)  # type: ignore[arg-type]
     for resume in ("no", None, 1):
         with pytest.raises(ValueError, match=f"Invalid resume={resume!r}: must be a bool"):

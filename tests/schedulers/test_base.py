@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -99,3 +101,19 @@ def test_repr_is_short_with_many_tables() -> None:
     sparsifier = DataNormSparsifier([(f"t{i}", torch.ones(4, 4)) for i in range(1000)], sparsity_level=0.5)
     scheduler = CubicDataScheduler(sparsifier, final=0.5, end=9)
     assert len(repr(scheduler)) < 200 and "sparsity_level of 1,000 names" in repr(scheduler)
+
+
+def test_a_wrong_argument_is_refused_by_the_class_that_was_called() -> None:
+    sparsifier: Any = DataNormSparsifier([("w", torch.randn(8, 4))])
+    for wrong, message in (
+        ({"level": 0.8, "end": 5}, "CubicDataScheduler: missing a required argument: 'final'; level= is final= here."),
+        ({"final": 0.8, "until": 5, "end": 5}, "CubicDataScheduler: got an unexpected keyword argument 'until'."),
+    ):
+        with pytest.raises(TypeError) as refused:
+            CubicDataScheduler(sparsifier, **wrong)  # type: ignore[arg-type]
+        assert str(refused.value) == message
+    with pytest.raises(TypeError, match="Fixed: missing a required argument: 'schedule_param'"):
+        Fixed(sparsifier)  # type: ignore[call-arg]
+    scheduler = CubicDataScheduler(sparsifier, final=0.5, end=5)
+    for copied in (copy.copy(scheduler), pickle.loads(pickle.dumps(scheduler))):
+        assert type(copied) is CubicDataScheduler and copied.final == 0.5

@@ -207,10 +207,15 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="exists already"):
             ArtifactWriter(path, TABLES)
     path.unlink()
-    with pytest.raises(ValueError, match="no folder"):
-        ArtifactWriter(tmp_path / "missing" / "artifact", TABLES)
-    with pytest.raises(AssertionError, match="not written whole"), ArtifactWriter(path, TABLES) as writer:
-        writer.seal(MANIFEST)
+    with pytest.raises(ValueError, match=r"test_artifact\.py is no folder"):
+        ArtifactWriter(Path(__file__) / "missing" / "artifact", TABLES)
+    (tmp_path / "link").symlink_to("lost")
+    with pytest.raises(ValueError, match="link is no folder"):
+        ArtifactWriter(tmp_path / "link" / "artifact", TABLES)
+    (tmp_path / "link").unlink()
+    for new in (path, tmp_path / "missing" / "parents" / "artifact"):
+        with pytest.raises(AssertionError, match="not written whole"), ArtifactWriter(new, TABLES) as writer:
+            writer.seal(MANIFEST)
     with ArtifactWriter(path, TABLES) as writer:
         for name, tensor in TENSORS.items():
             writer.append(name, tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import resource
 import subprocess
@@ -242,7 +243,7 @@ def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "model": ("torch.nn.Module", lambda: export(sparsifier, sparsifier, served)),
         "no tables": ("holds no tables", lambda: export(nn.Linear(3, 3), None, served)),
         "integers": ("'0'.*torch.int8", lambda: single(nn.Embedding(3, 3, _weight=codes, _freeze=True))),
-        "parent": ("is no folder", lambda: export(model, sparsifier, path / "missing" / "served")),
+        "parent": ("py is no folder", lambda: export(model, sparsifier, Path(__file__) / "missing" / "served")),
         "exists": ("exists already", lambda: export(model, sparsifier, path)),
         "another model": ("'user'.* another tensor", lambda: export(model_of(), sparsifier, served)),
         "part": ("'item' is none of the model's tables", lambda: export(part, sparsifier, served)),
@@ -266,6 +267,28 @@ def test_refused(tmp_path: Path) -> None:
         assert not [*tmp_path.iterdir()], name
 
 
+def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
+    model = model_of()
+    exported = export(model, None, tmp_path / "models" / "new" / "served")
+    assert open_artifact(exported.path).manifest == exported.manifest
+    export(model, None, tmp_path / "models" / "new" / "again")
+    assert sorted(each.name for each in (tmp_path / "models" / "new").iterdir()) == ["again", "served"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_counts_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are written, and then verified: 1304 rows in all, not 2608."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    export(model_of(), None, tmp_path / "served", "int8")
+    last = terminal.getvalue().rstrip().rpartition("\r")[2]
+    assert last.startswith("export int8: 100%") and " 1.30k/1.30k " in last
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     model = model_of()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -273,6 +296,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match="too large"):
             export(model, None, tmp_path / "served")
+        with pytest.raises(OSError, match="too large"):
+            export(model, None, tmp_path / "models" / "new" / "served")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [*tmp_path.iterdir()]
