@@ -24,7 +24,7 @@ def seed_by(name: str) -> None:
 
 
 def seed(value: int) -> None:
-    """Seed with 32 bits ``random``, and NumPy and torch if they are imported: tests of the launcher run without them."""
+    """Seed ``random`` with 32 bits, and NumPy and torch where they are imported: not in tests of the launcher."""
     global _current
     _current = value
     random.seed(value)
