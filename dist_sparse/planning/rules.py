@@ -36,8 +36,7 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> _Advice:
         return (), "The tables fit as they are."
     if whole := _fitting(found, "full", "int8")[:1]:
         return whole, _why_int8(whole[0])
-    # Groups of several tables meet in dot products. Nothing was gained where one table is turned back.
-    dots = bool(choices.groups) and all(len(group) > 1 for group in choices.groups)
+    dots = _meet_in_dot_products(choices)
     if whole := _fitting(found, "full", "int4")[:1]:
         return _int4_or_fewer_columns(whole, found, dots)
     columns = _fitting(found, "columns", "int8", "int4") if dots else ()
@@ -53,6 +52,11 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> _Advice:
     if columns:
         return fewer, _IT_DEPENDS
     return fewer, _why_small(turned_back=bool(choices.groups) and not dots)
+
+
+def _meet_in_dot_products(choices: Choices) -> bool:
+    """Whether all rotated tables do. Nothing was gained where a single table is turned back."""
+    return bool(choices.groups) and all(len(group) > 1 for group in choices.groups)
 
 
 def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: Dtype) -> tuple[Choice, ...]:
