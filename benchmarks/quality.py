@@ -3,12 +3,15 @@
 Every method has the same trials for each number of bytes, with the first seed: each form that fits (columns and bits)
 with L2 on a grid, then the best with the learning rate on a grid. The AUC on validation chooses; what is best is
 trained with all seeds. All are trained by a kernel in C, and with ``--package`` the methods of examples/two_tower by
-the package too. Trainings that are done are kept in a file, so that an interrupted run goes on.
+the package too. Trainings that are done are kept in a file with a hash of the data and its split, so that an
+interrupted run goes on, and other data begins anew. A file without a split (user, item, num_users, num_items) is split
+by a seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import sys
@@ -24,6 +27,9 @@ from benchmarks import quality_case, quality_methods
 from benchmarks.measure import keep
 from benchmarks.quality_methods import CUT_METHODS, DIM, FULL, METHODS, forms
 from benchmarks.quality_report import report
+from dlrm import interactions
+from dlrm.batches import DataError
+from two_tower.data import load
 
 __all__ = ["main"]
 
@@ -42,11 +48,50 @@ _FIRST_LR = 0.2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is not there yet, print the tables, write the dated result."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:  # before a worker starts
+        load(options.data, options.split_seed).steps(options.batch_size)
+    except DataError as error:
+        parser.error(str(error))
+    split = interactions.split_of(options.data, options.split_seed)
+    data = _key(options.data.read_bytes(), split.encode())
+    states = options.work / "states"
+    states.mkdir(parents=True, exist_ok=True)
+    places = {
+        "file": str(options.data.resolve()),
+        "split_seed": options.split_seed,
+        "states": str(states.resolve()),
+    }
+    done = _Done(options.work / "trainings.jsonl", options.workers, places)
+    common = {
+        "data": data,
+        "trainer": "kernel",
+        "epochs": options.epochs,
+        "batch_size": options.batch_size,
+    }
+    best = done.tuned(_cells(common, options.methods, options.budgets), options.seeds[0])
+    chosen = done.trained([{**case, "seed": seed, "recall": True} for seed in options.seeds for case in best])
+    again = [{**_case(row), "trainer": "package"} for row in chosen if row["method"] in PACKAGE and options.package]
+    fewer_bits = [
+        {**_case(row), "dtype": bits} for row in chosen if row["method"] == "full" for bits in ("int8", "int4")
+    ]
+    chosen += done.trained(fewer_bits + again)
+    text = report(chosen, f"{options.data.name} (SHA-256 of file and split: {data})", split)
+    print(text)
+    settings = [common, options.seeds, options.methods, options.budgets, options.package]
+    name = f"quality-{options.data.stem}-{_key(json.dumps(settings).encode())[:8]}"
+    keep(options.out, name, [{**row, "chosen": row in chosen} for row in done.used], text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, help="an interactions .npz, as examples/two_tower/main.py takes")
+    add("--split-seed", type=int, default=0, metavar="N", help="splits a file that holds no split (default: 0)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
     add("--epochs", type=int, default=14, metavar="N", help="default: 14")
     add("--batch-size", type=int, default=4096, metavar="N", help="default: 4096")
@@ -63,44 +108,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workers", type=int, default=2, metavar="N", help="trainings at a time, of one thread each (default: 2)")
     add("--work", type=Path, default=Path("runs", "quality"), help="folder for trainings (default: runs/quality)")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
-    options = parser.parse_args(argv)
-    if not options.data.is_file():
-        parser.error(f"argument --data: no such file: {options.data}")
-    states = options.work / "states"
-    states.mkdir(parents=True, exist_ok=True)
-    places = {"data": str(options.data.resolve()), "states": str(states.resolve())}
-    done = _Done(options.work / "trainings.jsonl", options.workers, places)
-    common = {"trainer": "kernel", "epochs": options.epochs, "batch_size": options.batch_size}
+    return parser
+
+
+def _cells(common: Row, methods: Sequence[str], budgets: Sequence[str]) -> list[Row]:
+    """What is tuned: every form of every method, and the full table."""
     full = {"method": "full", "budget": "100%", "dim": DIM, "dtype": "fp32", "kept": DIM}
     cells = [full] + [
         {"method": method, "budget": budget, **form}
-        for budget in options.budgets
-        for method in options.methods
+        for budget in budgets
+        for method in methods
         for form in forms(method, BUDGETS[budget])
     ]
-    cells = [
-        {**common, **cell, "cut": options.epochs // 2 if cell["method"] in CUT_METHODS else options.epochs}
-        for cell in cells
-    ]
-    best = done.tuned(cells, options.seeds[0])
-    chosen = done.trained([{**case, "seed": seed, "recall": True} for seed in options.seeds for case in best])
-    again = [{**_case(row), "trainer": "package"} for row in chosen if row["method"] in PACKAGE and options.package]
-    fewer_bits = [
-        {**_case(row), "dtype": bits} for row in chosen if row["method"] == "full" for bits in ("int8", "int4")
-    ]
-    chosen += done.trained(fewer_bits + again)
-    text = report(chosen, options.data.name)
-    print(text)
-    keep(options.out, "quality", [{**row, "chosen": row in chosen} for row in done.rows], text)
-    return 0
+    for cell in cells:
+        epochs = common["epochs"]
+        cell.update(common, cut=epochs // 2 if cell["method"] in CUT_METHODS else epochs)
+    return cells
+
+
+def _key(*parts: bytes) -> str:
+    """The first half of a SHA-256."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
 
 
 class _Done:
-    """The trainings that are done, a line of JSON each."""
+    """The trainings that are done, a line of JSON each: of any data, in a file for several runs.
+
+    Attributes:
+        used: those that were asked for.
+    """
 
     def __init__(self, file: Path, workers: int, places: dict[str, str]) -> None:
         self.file, self.workers, self.places = file, workers, places
         self.rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        self.used: list[Row] = []
 
     def tuned(self, cells: Sequence[Row], seed: int) -> list[Row]:
         """Return the best case of each method and budget, without a seed."""
@@ -128,7 +169,9 @@ class _Done:
                 with self.file.open("a") as stream:
                     stream.write(json.dumps(self.rows[-1]) + "\n")
                 bar.update()
-        return [next(row for row in self.rows if _is(row, case)) for case in cases]
+        found = [next(row for row in self.rows if _is(row, case)) for case in cases]
+        self.used += [row for row in found if row not in self.used]
+        return found
 
 
 def _train(case: Row) -> Row:
@@ -145,7 +188,7 @@ def _case(row: Row) -> Row:
 
 
 def _is(row: Row, case: Row) -> bool:
-    return all(row[name] == value for name, value in case.items())
+    return all(row.get(name) == value for name, value in case.items())
 
 
 if __name__ == "__main__":

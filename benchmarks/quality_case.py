@@ -25,7 +25,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized():
         quiet()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    data, tests = read(case["data"])
+    data, tests = read(case["file"], case["split_seed"])
     names = ("dim", "lr", "l2", "cut", "epochs", "batch_size", "seed")
     settings = Settings(**{name: case[name] for name in names}, width=case["kept"], rank=0, world=1)
     model = train("", data, settings)

@@ -87,10 +87,11 @@ def run(case: Case) -> Case:
     """Train, and return the quality on validation and test part, as it is served, and the bytes of a row.
 
     Args:
-        case: data, epochs, batch_size, seed, lr, l2; cut, the epochs before the table is cut; method and a form of it;
-            recall, whether it is measured; states, a folder for the tables before the cut, which methods share.
+        case: file, split_seed, and data, a key of both; epochs, batch_size, seed, lr, l2; cut, the epochs before the
+            table is cut; method and a form of it; recall, whether it is measured; states, a folder for the tables
+            before the cut, which methods share.
     """
-    data, tests = read(case["data"])
+    data, tests = read(case["file"], case["split_seed"])
     mapped = _places(case, data) if case["method"] in _SHARED else None
     model = _trained(case, data, mapped)
     stored = [encode(torch.from_numpy(weight), case["dtype"]) for weight in model.weights]
@@ -107,8 +108,8 @@ def run(case: Case) -> Case:
 
 
 @cache
-def read(path: str) -> tuple[Interactions, dict[str, Test]]:
-    data = load(Path(path))
+def read(path: str, split_seed: int) -> tuple[Interactions, dict[str, Test]]:
+    data = load(Path(path), split_seed)
     return data, {part: data.test(part) for part in ("validation", "test")}
 
 
@@ -129,7 +130,8 @@ def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> M
     """What is cut makes no difference before it: that state is trained once."""
     epochs = range(case["cut"])
     own = ("method", "kept") if mapped is not None or case["method"] == "soft threshold" else ()
-    name = "-".join(str(case[key]) for key in (*own, "dim", "lr", "l2", "seed", "cut", "epochs", "batch_size"))
+    settings = ("dim", "lr", "l2", "seed", "cut", "epochs", "batch_size")
+    name = "-".join(str(case[key]) for key in ("data", *own, *settings))
     file = Path(case["states"]) / f"{name.replace('/', '')}.pickle"
     if not file.exists():
         rows = [data.users, data.items] if mapped is None else [1 + int(places.max()) for places in mapped]

@@ -37,12 +37,18 @@ _LOOKS = {
 """Color and marker of a method."""
 
 
-def report(rows: Sequence[Row], data: str) -> str:
-    """Return the figures as markdown, with what they mean."""
+def report(rows: Sequence[Row], data: str, split: str) -> str:
+    """Return the figures as markdown, with what they mean.
+
+    Args:
+        rows: of the chosen cases.
+        data: names the data set.
+        split: says where its test part comes from.
+    """
     epochs = rows[0]["epochs"]
     lines = [
-        f"The two-tower model of examples/two_tower on {data}, {epochs} epochs. Validation and test part are the data "
-        "set's own test part, cut in two by users. For each method and bytes: each form that fits (columns and "
+        f"The two-tower model of examples/two_tower on {data}, {epochs} epochs. Validation and test are "
+        f"{split}, cut in two by users. For each method and bytes: each form that fits (columns and "
         "bits) with L2 of 0.03, 0.05, 0.08 and a learning rate of 0.2, then the best with 0.4, 0.8, 1.6, 3.2; by "
         "the validation AUC of the first seed. On the test part: mean over seeds and half the range. Bytes are "
         "those of a row against 256, with scales, bitmasks and index; of the package those of its artifact. AUC "
@@ -124,5 +130,6 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    newest = max(Path(__file__).with_name("results").glob("*-quality.json"))
+    results = Path(__file__).with_name("results")
+    newest = max([*results.glob("*-quality.json"), *results.glob("*-quality-gowalla-*.json")])
     plot([row for row in json.loads(newest.read_text())["cases"] if row["chosen"]], _IMAGE)

@@ -1,4 +1,4 @@
-"""Settings for all tests: one thread per process, batch scheduling, tests on ranks, and the longest files first.
+"""Settings for all tests: one thread per process, batch scheduling, seeds, tests on ranks, the longest files first.
 
 Two test files run at a time, each with up to four ranks: threads of small operations would wait for each other, for
 most of the time on a busy machine. And with Linux's standard policy a rank that wakes up preempts another one that was
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import pytest
+
+from tests import seeds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 with contextlib.suppress(AttributeError, OSError):  # only Linux has it, and not every container allows it
@@ -33,3 +36,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     names = [str(config.rootpath / "tests" / name) for name in LONG]
     order = {name: number for number, name in enumerate(names)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws the same examples at every run, too: its plugin reads this option later."""
+    if getattr(config.option, "hypothesisseed", None) is None:
+        config.option.hypothesisseed = str(seeds.SHIFT)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """A fixture of a module draws the same, whichever of its tests comes first."""
+    seeds.seed_by(f"{request.node.nodeid} {fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seeds.seed_by(item.nodeid)

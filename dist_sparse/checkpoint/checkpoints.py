@@ -145,7 +145,8 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra, staged=False)
-        self._write(step, *state)
+        with quiet():  # not in _write: save_async runs that in a thread, and warnings are filtered for all threads
+            self._write(step, *state)
         return True
 
     def save_async(
@@ -204,6 +205,8 @@ class Checkpoints:
             checks.choice("row_wise_state", row_wise_state, _CHOICES)
             facts["root"] = self.root
             steps = self.steps() if group.rank == 0 else []
+            if steps:
+                self._folders.warn_of_unmarked(steps[-1])
         step = group.all_gather_json(steps[-1] if steps else None)[0]
         return None if step is None else self._load(step, model, optimizer, sparse, row_wise_state)
 

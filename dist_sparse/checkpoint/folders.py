@@ -14,12 +14,13 @@ import io
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dist_sparse.checkpoint.streams import Counted, Entry, filesystem_of, read_crc
+from dist_sparse.checkpoint.streams import Counted, Entry, check_kind, filesystem_of, read_crc
 from dist_sparse.checks import integer
 from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
 
@@ -87,6 +88,16 @@ class Folders:
         """Return the committed steps in ascending order."""
         return [step for step in self._found() if self.files.exists(f"{self.path(step)}/{MARKER}")]
 
+    def warn_of_unmarked(self, newest: int) -> None:
+        """Warn of folders that are newer than the newest checkpoint: a marker may have been lost."""
+        for step in self._found():
+            if step > newest:
+                warnings.warn(
+                    f"{self.path(step)} is newer than step {newest}, the newest checkpoint, and has no {MARKER}: it is "
+                    "of a save that was killed or failed, or the file was lost.",
+                    stacklevel=3,
+                )
+
     def prepare(self, step: int) -> None:
         """Make way for a checkpoint: delete what an unfinished save of the same step has left.
 
@@ -119,8 +130,9 @@ class Folders:
             ValueError: it is damaged, of another version, or of another step; names the file.
         """
         path = f"{self.path(step)}/{MARKER}"
+        text = self._read(path)
         try:
-            entries = unsealed(self._read(path).decode(), FORMAT, VERSION)
+            entries = unsealed(text.decode(), FORMAT, VERSION)
             marker = _marker(entries)
             if marker.step != step:
                 raise ValueError(f"it is of step {marker.step}")
@@ -132,22 +144,40 @@ class Folders:
         """Compare bytes and CRC32 of files with the marker.
 
         Raises:
-            ValueError: one is missing or damaged; names it.
+            ValueError: one is missing, damaged or no regular file; names it.
         """
         for name in names:
             path, (size, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
             try:
-                found = read_crc(self.files, path)
+                if self.local:
+                    check_kind(path)
+                found = read_crc(self.files, path, most=size)
             except FileNotFoundError:
                 raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
             if found[0] != size:
-                raise ValueError(f"{path} is damaged: it has {found[0]} bytes, and {MARKER} says {size}.")
+                has = "more" if found[0] > size else str(found[0])
+                raise ValueError(f"{path} is damaged: {MARKER} lists {size} bytes, and it has {has}.")
             if found[1] != crc:
                 raise ValueError(f"{path} is damaged: its CRC32 is not the one in {MARKER}.")
 
     def values(self, step: int) -> dict[str, Any]:
-        """Return the Python values of a checkpoint that has been verified."""
-        found: dict[str, Any] = json.loads(self._read(f"{self.path(step)}/{VALUES}"))
+        """Return the Python values of a checkpoint that has been verified: ``state`` and ``optimizer``, which are
+        dicts, and ``extra``.
+
+        Raises:
+            ValueError: the file holds anything else; names it.
+        """
+        path = f"{self.path(step)}/{VALUES}"
+        text = self._read(path)
+        try:
+            found = json.loads(text)
+            if not isinstance(found, dict) or "extra" not in found:
+                raise ValueError("it is no dict with 'extra'")
+            for name in ("state", "optimizer"):
+                if not isinstance(found.get(name), dict):
+                    raise ValueError(f"it holds no dict {name!r}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is refused: {error}.") from None
         return found
 
     def sweep(self, keep: int) -> None:
@@ -178,6 +208,8 @@ class Folders:
         return sorted(int(name[1]) for name in names if name)
 
     def _read(self, path: str) -> bytes:
+        if self.local:
+            check_kind(path)
         with self.files.create_stream(path, "rb") as stream:
             found: bytes = stream.read(_LONGEST + 1)
         if len(found) > _LONGEST:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -25,11 +24,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
 from dist_sparse.checkpoint.streams import Counted, Entry
-from dist_sparse.checkpoint.trees import quiet
 from dist_sparse.facts import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
@@ -102,9 +100,10 @@ def save_tensors(
     """
     writer = _Writer(folder, files)
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    with _errors_of_ranks(f"Saving to {folder}"), _no_crc_of_torch():
-        alone = group is None
-        save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    with _errors_of_ranks(f"Saving to {folder}"):
+        # What DCP's save() calls. That one warns in a process without ranks, and a thread can't silence it: filters of
+        # warnings are those of the process.
+        _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=planner)
     return writer.written
 
 
@@ -224,23 +223,10 @@ class _Writer(FileSystemWriter):
 def _errors_of_ranks(action: str) -> Iterator[None]:
     """Raise what DCP reports of ranks as an OSError or a ValueError: its own exception passes ``except Exception``."""
     try:
-        with quiet():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield
+        yield
     except CheckpointException as fault:
         faults = {rank: error for rank, (error, _) in sorted(fault.failures.items())}
         text = " | ".join(f"rank {rank}: {type(error).__name__}: {cut(str(error))}" for rank, error in faults.items())
         first = next(iter(faults.values()))
         kind: Callable[[str], Exception] = OSError if isinstance(first, OSError) else ValueError
         raise kind(f"{action} failed. {text}") from None
-
-
-@contextmanager
-def _no_crc_of_torch() -> Iterator[None]:
-    """Leave out the CRC32 of each tensor, which torch never compares: ours of the file takes its time."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, Final
 
-__all__ = ["Counted", "Entry", "filesystem_of", "read_crc"]
+__all__ = ["Counted", "Entry", "check_kind", "filesystem_of", "read_crc"]
 
 Entry = tuple[int, int]
 """Bytes of a file, and their CRC32."""
@@ -35,12 +37,23 @@ def filesystem_of(path: str) -> Any:
     return found
 
 
-def read_crc(files: Any, path: Any) -> Entry:
-    """Return the bytes of a file and their CRC32."""
+def check_kind(path: str) -> None:
+    """Refuse what is no regular file. A local path, before it is opened: a pipe would block, a device never end.
+
+    Raises:
+        ValueError: it is a link, a folder, a pipe or a device; names it.
+        FileNotFoundError: there is nothing.
+    """
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError(f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a device.")
+
+
+def read_crc(files: Any, path: Any, most: int) -> Entry:
+    """Return the bytes of a file and their CRC32. It is read no further than where it has more than ``most``."""
     size, crc = 0, 0
     part = memoryview(bytearray(_READ_AT_ONCE))
     with files.create_stream(path, "rb") as stream:
-        while count := stream.readinto(part):
+        while size <= most and (count := stream.readinto(part)):
             size, crc = size + count, zlib.crc32(part[:count], crc)
     return size, crc
 

@@ -21,8 +21,10 @@ Json = Any
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what torch says at each attribute of the ShardedTensors that TorchRec's states are of."""
+    """Silence what torch says at each attribute of the ShardedTensors that TorchRec's states are of, and what DCP says
+    in a process without ranks. Filters are those of the process: only for the thread that trains."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
         yield
 

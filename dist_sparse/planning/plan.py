@@ -45,8 +45,7 @@ class Plan:
         tables: names, shapes and dtypes of the tables, in the order of the model.
         untouched: by table, how many rows training has never touched; tables of which that is unknown are missing.
         choices: the candidates; those of all columns are listed whether or not they fit.
-        recommended: those to use, the likeliest first; several are to be measured. Empty if nothing fits, or if the
-            tables fit as they are.
+        recommended: the one to use, or several to be measured. Empty if nothing fits, or if the tables fit as they are.
         why: what the recommendation rests on.
     """
 
@@ -125,7 +124,8 @@ def plan(
     Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and with removed rows: rows
     that training has never touched, which is lossless, and rows of ``cold`` tables. The bytes are those that a server
     holds: weights, scales, indexes of kept rows, and bases that rotate outputs back. No weights are read, and no
-    quality is predicted: recommendations follow rules that were measured on other models.
+    quality is predicted: recommendations follow rules that were measured on other models. Where these depend on the
+    data, several candidates are recommended, to be measured.
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
@@ -145,8 +145,10 @@ def plan(
         >>> from dist_sparse import plan
         >>> tables = {"user": (100_000, 64), "item": (50_000, 64)}
         >>> answer = plan(tables, "10%", rotate=[["user", "item"]])
-        >>> [str(choice.candidate) for choice in answer.recommended]
+        >>> [str(choice.candidate) for choice in answer.recommended[:2]]
         ['int8, 31.2% of the columns, rotated', 'int4, 62.5% of the columns, rotated']
+        >>> [choice.kind for choice in answer.recommended]  # to be measured
+        ['columns', 'columns', 'small', 'small']
         >>> answer.recommended[0].served.total, answer.budget
         (3600000, 3840000)
         >>> [str(choice.candidate) for choice in plan(tables, "30%").recommended]

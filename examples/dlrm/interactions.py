@@ -7,7 +7,9 @@ with a seed, as a negative.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +18,13 @@ import torch
 from dlrm.batches import DataError, Dataset, SparseFeature
 from dlrm.hashing import hashed_cross
 
-__all__ = ["load", "read"]
+__all__ = ["load", "read", "split_of"]
 
 Ints = npt.NDArray[np.int64]
 
 _KEYS = ("train_user", "train_item", "test_user", "test_item", "num_users", "num_items")
+_UNSPLIT = ("user", "item", "num_users", "num_items")
+_HELD_OUT = 0.2
 _CROSS_ROWS = 100_000
 _ITEM_BUCKETS = 16
 _DRAWS = 50
@@ -74,8 +78,20 @@ def load(path: Path, seed: int) -> Dataset:
     )
 
 
-def read(path: Path) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
+def split_of(path: Path, seed: int) -> str:
+    """Return in words how :func:`read` gets the test part of a file."""
+    with np.load(path, allow_pickle=False) as stored:
+        if "test_user" in stored:
+            return "the file's own test part"
+    return f"{_HELD_OUT:.0%} of the interactions, drawn with seed {seed}: the file holds no split"
+
+
+def read(path: Path, split_seed: int | None = None) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
     """Return the number of users, of items, and the (user, item) pairs of the two parts, int64.
+
+    Args:
+        split_seed: draws the test part of a file that holds no split: user, item, num_users, num_items. None refuses
+            such a file.
 
     Raises:
         DataError: the file is not such an .npz; says what is wrong with it.
@@ -84,10 +100,11 @@ def read(path: Path) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
         raise DataError(f"Invalid --data {path}: no such file.")
     try:
         with np.load(path, allow_pickle=False) as stored:
-            missing = [key for key in _KEYS if key not in stored]
-            if missing:
-                raise ValueError(f"it has no {', '.join(missing)}")
-            arrays = {key: np.asarray(stored[key]).astype(np.int64, casting="safe") for key in _KEYS}
+            if split_seed is None or "test_user" in stored:
+                arrays = _integers(stored, _KEYS)
+            else:
+                arrays = _integers(stored, _UNSPLIT)
+                arrays |= _split(arrays["user"], arrays["item"], split_seed)
         users, items = int(arrays["num_users"]), int(arrays["num_items"])
         for part in ("train", "test"):
             user, item = arrays[f"{part}_user"], arrays[f"{part}_item"]
@@ -100,9 +117,32 @@ def read(path: Path) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
                     raise ValueError(f"{name} must lie in [0, {bound}), found {ids.min()} to {ids.max()}")
     except Exception as error:  # numpy raises half a dozen types for a file that is not an .npz
         raise DataError(
-            f"Invalid --data {path}: not an interactions .npz ({error}). It needs {', '.join(_KEYS)}."
+            f"Invalid --data {path}: not an interactions .npz ({error}). It needs {', '.join(_KEYS)}"
+            f"{'' if split_seed is None else ', or without a split ' + ', '.join(_UNSPLIT)}."
         ) from error
     return users, items, (arrays["train_user"], arrays["train_item"]), (arrays["test_user"], arrays["test_item"])
+
+
+def _integers(stored: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Ints]:
+    missing = [key for key in keys if key not in stored]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    return {key: np.asarray(stored[key]).astype(np.int64, casting="safe") for key in keys}
+
+
+def _split(user: Ints, item: Ints, seed: int) -> dict[str, Ints]:
+    """The arrays of both parts, by key."""
+    if user.ndim != 1 or user.shape != item.shape:
+        raise ValueError(f"user {user.shape} and item {item.shape} must be lists of one length")
+    order = np.random.default_rng(seed).permutation(len(user))
+    tested = round(_HELD_OUT * len(user))
+    test, train = order[:tested], np.sort(order[tested:])
+    return {
+        "train_user": user[train],
+        "train_item": item[train],
+        "test_user": user[test],
+        "test_item": item[test],
+    }
 
 
 def _draw(user: Ints, items: int, known: Ints, rng: np.random.Generator) -> Ints:

@@ -110,15 +110,20 @@ class Interactions:
         return found
 
 
-def load(path: Path) -> Interactions:
+def load(path: Path, split_seed: int | None = None) -> Interactions:
     """Read an interactions ``.npz``. Of its test part, the interactions of half of the users, drawn with a seed, are
     for validation: both parts are alike, and what is chosen on one is judged on the other.
 
+    Args:
+        split_seed: draws the test part of a file that holds none; None refuses it.
+
     Raises:
-        DataError: the file is not such an .npz; says what is wrong with it.
+        DataError: the file is not such an .npz, or too small; says what is wrong with it.
     """
-    users, items, (user, item), (test_user, test_item) = interactions.read(path)
+    users, items, (user, item), (test_user, test_item) = interactions.read(path, split_seed)
     validates = np.random.default_rng(0).permutation(users)[test_user] < users // 2
+    if validates.all() or not validates.any():
+        raise DataError(f"Invalid --data {path}: its test part has too few users for validation and test.")
 
     def tensors(user: Ints, item: Ints) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(user), torch.from_numpy(item)

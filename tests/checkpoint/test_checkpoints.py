@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,31 @@ def test_save_async_copies_before_training_goes_on(tmp_path: Path) -> None:
     resumed = Job(tmp_path, seed=1)
     assert resumed.checkpoints.resume_latest(**resumed.parts) is not None
     assert same(resumed.state(), wanted)
+
+
+def test_the_thread_of_save_async_changes_nothing_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither filters of warnings nor options of torch: whichever thread restores them last would decide."""
+    changed = []
+    enter = warnings.catch_warnings.__enter__
+
+    def entered(self: Any) -> Any:
+        changed.append(("catch_warnings", threading.current_thread().name))
+        return enter(self)
+
+    def option(value: bool) -> None:
+        changed.append(("set_crc32_options", threading.current_thread().name))
+
+    monkeypatch.setattr(warnings.catch_warnings, "__enter__", entered)
+    monkeypatch.setattr(torch.serialization, "set_crc32_options", option)
+    job = Job(tmp_path)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        job.checkpoints.save_async(1, **job.parts)
+        job.checkpoints.wait()
+    assert job.checkpoints.steps() == [1] and not shown
+    assert not [change for change in changed if change[1].startswith("checkpoint")]
 
 
 def test_wait_raises_what_the_thread_has_raised(tmp_path: Path) -> None:

@@ -73,11 +73,65 @@ def test_a_missing_file(name: str, job: Job, tmp_path: Path) -> None:
 def test_without_a_marker_the_one_before_is_newest(job: Job, tmp_path: Path) -> None:
     """Neither a marker that was not renamed, nor a folder that another step was copied to, is one."""
     (tmp_path / STEP / "COMMITTED").rename(tmp_path / STEP / "COMMITTED.tmp")
-    found = job.checkpoints.resume_latest(**job.parts)
+    with pytest.warns(UserWarning, match="has no COMMITTED"):
+        found = job.checkpoints.resume_latest(**job.parts)
     assert found is not None and found.step == 2
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000009")
     with pytest.raises(ValueError, match=r"step-00000009/COMMITTED is refused: it is of step 2\."):
         job.checkpoints.resume_latest(**job.parts)
+
+
+def replaced(kind: str, path: Path) -> None:
+    """Put something in the place of a file that can be opened, and that ends never or is another file."""
+    path.rename(path.parent.parent / "elsewhere")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "zeros":
+        path.symlink_to("/dev/zero")
+    elif kind == "link":
+        path.symlink_to(path.parent.parent / "elsewhere")
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "link", "folder"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "values.json", "COMMITTED"])
+def test_what_is_no_regular_file(name: str, kind: str, job: Job, tmp_path: Path) -> None:
+    """A pipe and /dev/zero would be read without an end."""
+    path, before = tmp_path / STEP / name, job.state()
+    replaced(kind, path)
+    wanted = rf"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a device\."
+    for call in (job.checkpoints.inspect, lambda: job.checkpoints.resume_latest(**job.parts)):
+        with pytest.raises(ValueError, match=wanted):
+            call()
+    assert same(job.state(), before)
+
+
+def test_a_file_is_read_no_further_than_its_size(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / STEP / "__0_0.distcp"
+    size = path.stat().st_size
+    os.truncate(path, 1 << 40)  # a hole: it would be read for minutes
+    with pytest.raises(ValueError, match=rf"{path} is damaged: COMMITTED lists {size} bytes, and it has more\."):
+        job.checkpoints.resume_latest(**job.parts)
+
+
+@pytest.mark.parametrize(
+    "values", ["[]", "{}", '{"state": {}, "extra": null}', '{"state": [], "optimizer": {}, "extra": 1}', "[" * 100_000]
+)
+def test_values_of_another_kind(values: str, job: Job, tmp_path: Path) -> None:
+    (tmp_path / STEP / "values.json").write_text(values)
+    marked(tmp_path / STEP)
+    for call in (job.checkpoints.inspect, lambda: job.checkpoints.resume_latest(**job.parts)):
+        with pytest.raises(ValueError, match=r"values.json is refused: "):
+            call()
+
+
+def test_a_newer_folder_without_a_marker_is_reported(job: Job, tmp_path: Path) -> None:
+    """Rot may have taken the marker of the newest checkpoint."""
+    (tmp_path / STEP / "COMMITTED").unlink()
+    with pytest.warns(UserWarning, match=rf"{STEP} is newer than step 2, .* and has no COMMITTED"):
+        found = job.checkpoints.resume_latest(**job.parts)
+    assert found is not None and found.step == 2
 
 
 class Runs:

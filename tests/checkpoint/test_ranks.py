@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dist_sparse import Checkpoints
+from dist_sparse.groups import traffic
 from tests.checkpoint.faults import full_disk, inject, io_error, read_only
 from tests.checkpoint.kills import live
 from tests.checkpoint.ranks import SAVED, SHARDINGS, Job, compared, save
@@ -149,6 +152,33 @@ def test_a_damaged_file_is_refused_on_all_ranks(saved: Path, tmp_path: Path) -> 
         path.write_bytes(whole)
     dist.barrier()
     assert job.checkpoints.resume_latest(**job.parts) is not None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["__1_0.distcp", "values.json", "COMMITTED"])
+def test_a_pipe_is_refused_on_all_ranks(name: str, tmp_path: Path) -> None:
+    job = Job("row_wise", tmp_path)
+    job.checkpoints.save(1, **job.parts)
+    if dist.get_rank() == 0:
+        (tmp_path / "step-00000001" / name).unlink()
+        os.mkfifo(tmp_path / "step-00000001" / name)
+    dist.barrier()
+    with pytest.raises(ValueError, match=rf"refused on every rank.*{name} is refused: it must be a regular file"):
+        job.checkpoints.resume_latest(**job.parts)
+
+
+@on_ranks(2)
+def test_save_async_is_not_counted_and_says_nothing(tmp_path: Path) -> None:
+    """Its collectives belong to no mask update of the thread that trains."""
+    job = Job("row_wise", tmp_path)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # of the states, in this thread
+        job.checkpoints.save_async(1, **job.parts)
+        before = traffic()
+        job.checkpoints.wait()
+    assert traffic() == before and not shown
+    assert job.checkpoints.steps() == [1]
 
 
 def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> None:

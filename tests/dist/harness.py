@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+from tests import seeds
+
 __all__ = ["LOCAL", "Ranks", "RanksFailed", "context", "run_ranks"]
 
 LOCAL: Final = {1: 1, 2: 2, 3: 3, 4: 2}
@@ -84,7 +86,7 @@ class Ranks:
         Raises:
             RanksFailed: a rank raised, died or hung. The first to fail comes first, and all ranks are gone.
         """
-        work = pickle.dumps((fn, args, kwargs))
+        work = pickle.dumps((seeds.current(), fn, args, kwargs))
         logged = [self._tail("log", rank)[0] for rank in range(len(self._pipes))]
         for pipe in self._pipes:
             pipe.send_bytes(work)
@@ -217,8 +219,6 @@ def _start(folder: Path, rank: int, world: int) -> None:
 
 
 def _run(work: bytes) -> Any:
-    import torch
-
-    torch.manual_seed(0)  # so that a function draws the same, whatever ran before it
-    fn, args, kwargs = pickle.loads(work)
+    seed, fn, args, kwargs = pickle.loads(work)
+    seeds.seed(seed)  # so that a function draws the same, whatever ran before it
     return fn(*args, **kwargs)

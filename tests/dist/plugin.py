@@ -15,7 +15,8 @@
 The function runs on all ranks at the same time; pytest reports once. Ranks start with the first test of a module that
 needs a world of that size, run all its tests of that world, one after the other, and end with the module. A failure
 ends them (they may be at different collectives), and the next test gets new ones. So tests share what a module or a
-library keeps in a process, as they do without ranks; torch's seed is set to 0 before each.
+library keeps in a process, as they do without ranks. Each draws from its own name, as tests without ranks do: the same
+on every rank.
 
 - ``@on_ranks(1, 2, 4)`` runs the test once for each world; ``world`` may be one of its arguments, and need not be.
 - ``@on_ranks()`` takes the world from the test's own ``@pytest.mark.parametrize(("world", ...), ...)``.

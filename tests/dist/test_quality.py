@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 pytest.importorskip("torchrec")
 
+from benchmarks import quality
 from benchmarks.quality import BUDGETS
 from benchmarks.quality_kernel import Model, rotated
 from benchmarks.quality_methods import METHODS, forms, run
@@ -26,13 +29,15 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a 
 USERS, ITEMS, BATCH = 90, 60, 64
 
 
-def _npz(folder: Path) -> Path:
-    rng = np.random.default_rng(7)
+def _npz(folder: Path, name: str = "tiny.npz", seed: int = 7, split: bool = True) -> Path:
+    rng = np.random.default_rng(seed)
     pairs = rng.permutation(np.unique(rng.integers((USERS, ITEMS), size=(2_000, 2)), axis=0)).astype(np.int32)
     (user, item), (test_user, test_item) = pairs[:1000].T, pairs[1000:].T
     named = {"train_user": user, "train_item": item, "test_user": test_user, "test_item": test_item}
-    np.savez(folder / "tiny.npz", num_users=USERS, num_items=ITEMS, **named)
-    return folder / "tiny.npz"
+    if not split:
+        named = {"user": pairs[:, 0], "item": pairs[:, 1]}
+    np.savez(folder / name, num_users=USERS, num_items=ITEMS, **named)
+    return folder / name
 
 
 def _trained(data: Interactions) -> tuple[list[torch.Tensor], torch.Tensor, Model]:
@@ -75,7 +80,9 @@ def test_scores_stay_as_tables_are_rotated() -> None:
 @needs_compiler
 def test_every_method_runs_and_keeps_to_its_bytes(tmp_path: Path) -> None:
     common = {
-        "data": str(_npz(tmp_path)),
+        "data": "a key",
+        "file": str(_npz(tmp_path)),
+        "split_seed": 0,
         "states": str(tmp_path),
         "trainer": "kernel",
         "epochs": 2,
@@ -94,7 +101,105 @@ def test_every_method_runs_and_keeps_to_its_bytes(tmp_path: Path) -> None:
     assert {row["method"] for row in rows} == {"full", *METHODS}
     for row in rows[1:]:
         assert row["bytes"] <= BUDGETS[row["budget"]] + 0.01
-    text = report(rows, "tiny.npz")
+    text = report(rows, "tiny.npz", "its own test part")
     assert all(f"| {method} |" in text for method in METHODS)
     plot(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size
+
+
+class _Inline:
+    """A ProcessPoolExecutor without processes. The "AUC" of a training is that of its file, split and settings."""
+
+    trained: ClassVar[list[str]] = []
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> _Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def map(self, _: object, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.trained.extend(case["file"] for case in cases)
+        return [{"bytes": 1.0, "validation": _figures(case), "test": _figures(case)} for case in cases]
+
+
+def _figures(case: dict[str, Any]) -> dict[str, float]:
+    names = ("file", "split_seed", "epochs", "batch_size")
+    return {"auc": float(zlib.crc32(str([case[name] for name in names]).encode())), "auc_popular": 0.0}
+
+
+def test_figures_are_those_of_the_data_the_split_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One --work folder and one --out folder for all; a second run of the same trains nothing."""
+    monkeypatch.setattr(quality, "ProcessPoolExecutor", _Inline)
+    first = _npz(tmp_path, "a.npz")
+    (tmp_path / "other").mkdir()
+    runs = [
+        (first, ()),
+        (_npz(tmp_path / "other", "a.npz", seed=8), ()),  # another file of the same name
+        (first, ("--epochs", "4")),
+        (first, ("--batch-size", "32")),
+        (_npz(tmp_path, "whole.npz", split=False), ()),
+        (_npz(tmp_path, "whole.npz", split=False), ("--split-seed", "3")),
+    ]
+    found: dict[str, set[float]] = {}
+    for number, (file, settings) in enumerate([*runs, *runs]):
+        _Inline.trained.clear()
+        folders = ("--work", str(tmp_path / "work"), "--out", str(tmp_path / "out"))
+        given = ("--batch-size", "64", "--seeds", "0", "--methods", "rows", "--budgets", "20%")
+        assert quality.main(["--data", str(file), *given, *settings, *folders]) == 0
+        assert bool(_Inline.trained) == (number < len(runs)), number
+        for result in (tmp_path / "out").glob("*.json"):
+            cases = json.loads(result.read_text())["cases"]
+            found.setdefault(result.name, set()).update(case["test"]["auc"] for case in cases)
+    assert len(found) == len(runs)
+    assert all(len(figures) == 1 for figures in found.values())
+    assert len(set.union(*found.values())) == len(runs)
+    texts = [result.read_text() for result in (tmp_path / "out").glob("*-whole-*.md")]
+    for seed in (0, 3):
+        split = f"20% of the interactions, drawn with seed {seed}: the file holds no split"
+        assert any(split in text for text in texts)
+
+
+@needs_compiler
+def test_saved_states_are_those_of_the_data(tmp_path: Path) -> None:
+    """Two data sets that share a folder, and each in a folder of its own."""
+    case = {"method": "narrowed", "dim": 16, "dtype": "int8", "kept": 8, "split_seed": 0}
+    case |= {"epochs": 2, "batch_size": BATCH, "seed": 0, "l2": 0.05, "lr": 0.2, "cut": 1, "recall": True}
+    found = []
+    for number in (0, 1):
+        data = {"file": str(_npz(tmp_path, f"{number}.npz", seed=number)), "data": f"key {number}"}
+        for states in ("shared", f"own-{number}"):
+            (tmp_path / states).mkdir(exist_ok=True)
+            found.append(run({**case, **data, "states": str(tmp_path / states)}))
+    assert found[0] == found[1] != found[2] == found[3]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "why"),
+    [
+        (None, "not an interactions .npz"),
+        ({"user": [0], "num_users": 2, "num_items": 2}, "it has no item"),
+        ({"user": [0, 1], "item": [0, 5], "num_users": 2, "num_items": 2}, "must"),
+        ({"user": [0] * 10, "item": [0] * 10, "num_users": 2, "num_items": 2}, "too few users"),
+        ("few", "Invalid batch_size=4096"),
+    ],
+)
+def test_a_bad_file_is_refused_before_a_worker_starts(
+    arrays: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(quality, "ProcessPoolExecutor")
+    file = tmp_path / "bad.npz"
+    if arrays is None:
+        file.write_text("no zip")
+    elif arrays == "few":
+        _npz(tmp_path, "bad.npz")
+    else:
+        np.savez(file, **arrays)
+    with pytest.raises(SystemExit) as ended:
+        quality.main(["--data", str(file), "--work", str(tmp_path / "work")])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "work").exists()

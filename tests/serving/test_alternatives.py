@@ -52,7 +52,7 @@ def test_the_remap_of_a_table_with_two_features_is_wrong(tmp_path: Path) -> None
     shared = remapped(weights, [0, 0, 1])(ids.clone(), offsets)
     assert torch.equal(shared[:, :8], want[:, :8])
     wrong = (shared[:, 8:16] != want[:, 8:16]).any(1)
-    assert wrong.sum() > 10, "FBGEMM's remap of a table with two features is right by now"
+    assert wrong.any(), "FBGEMM's remap of a table with two features is right by now"
     served = load_served(write(tmp_path / "served", ("", "bag", of)))
     assert torch.equal(served(ids, lengths), want)
 
