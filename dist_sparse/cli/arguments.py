@@ -19,17 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from dist_sparse import checks
-
 __all__ = [
     "EntryError",
-    "model_and_batches",
     "model_and_evaluate",
-    "parse_block",
+    "model_from",
     "parse_budget",
     "parse_bytes",
-    "parse_count",
-    "parse_level",
     "parse_share",
 ]
 
@@ -45,8 +40,10 @@ class EntryError(ValueError):
     """There is no such function, it failed or returns something else. The message is for users."""
 
 
-def model_and_batches(entry: str) -> tuple[Any, Any]:
-    """Call the function that ``entry`` names, without arguments, and return its ``(model, batches)``.
+def model_from(entry: str) -> Any:
+    """Call the function that ``entry`` names, without arguments, and return its model.
+
+    The function returns the model, or ``(model, evaluate)`` as for :func:`model_and_evaluate`.
 
     Args:
         entry: ``package.module:function`` or ``file.py:function``.
@@ -58,15 +55,13 @@ def model_and_batches(entry: str) -> tuple[Any, Any]:
     function = _function(entry)
     with _users_code(entry):
         returned = function()
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-        raise EntryError(f"Invalid {entry=}: returned {kind}; must return (model, batches).")
-    model, batches = returned
-    can_be_read = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if batches is not None and not can_be_read:
-        rule = f"returned {type(batches).__name__} for batches; must be iterable, or None."
-        raise EntryError(f"Invalid {entry=}: {rule}")
-    return model, batches
+    model = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
+    if not hasattr(model, "named_modules"):  # torch need not be there to say so
+        raise EntryError(
+            f"Invalid {entry=}: returned {type(returned).__name__}; must return a torch.nn.Module, or "
+            "(model, evaluate)."
+        )
+    return model
 
 
 def model_and_evaluate(entry: str) -> tuple[Any, Any, dict[Any, Callable[[float], tuple[Any, Any]]]]:
@@ -74,7 +69,7 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, dict[Any, Callable[[float]
     parameters ``columns`` and ``rows``, by name, if it has them.
 
     Args:
-        entry: as for :func:`model_and_batches`.
+        entry: as for :func:`model_from`.
 
     Raises:
         EntryError: likewise.
@@ -112,19 +107,6 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def parse_block(text: str) -> tuple[int | str, int | str]:
-    """Return ``1x4``, ``row``, ``2xrow`` or ``col`` as a sparse block shape: ``(1, 4)``, ``(1, ROW)``, ``(2, ROW)``,
-    ``(COL, 1)``.
-
-    Raises:
-        ArgumentTypeError: not a block shape.
-    """
-    try:
-        return checks.parse_block(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
-
-
 def parse_budget(text: str) -> int | str:
     """Return ``512MiB`` as bytes; ``10%`` as it is, to be checked where it is used.
 
@@ -132,32 +114,6 @@ def parse_budget(text: str) -> int | str:
         ArgumentTypeError: not a size.
     """
     return text.strip() if text.strip().endswith("%") else parse_bytes(text)
-
-
-def parse_count(text: str) -> int:
-    """Return ``20`` as a number of things.
-
-    Raises:
-        ArgumentTypeError: not an int >= 1.
-    """
-    if re.fullmatch(r"0*[1-9]\d{0,17}", text.strip(), re.ASCII) is None:
-        raise ArgumentTypeError(f"Invalid number {text!r}: must be an int >= 1.")
-    return int(text)
-
-
-def parse_level(text: str) -> float:
-    """Return ``0.8`` as a sparsity level.
-
-    Raises:
-        ArgumentTypeError: not a number in [0, 1].
-    """
-    try:
-        level = float(text)
-    except ValueError:
-        level = math.nan
-    if not 0 <= level <= 1:
-        raise ArgumentTypeError(f"Invalid level {text!r}: must be a number in [0, 1].")
-    return level
 
 
 def parse_share(text: str) -> float:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from dist_sparse.cli.arguments import (
     EntryError,
-    model_and_batches,
     model_and_evaluate,
-    parse_block,
+    model_from,
     parse_budget,
-    parse_count,
-    parse_level,
     parse_share,
 )
 from dist_sparse.cli.output import fail, show
@@ -23,7 +19,6 @@ from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
 from dist_sparse.cli.quiet import quiet
 
 if TYPE_CHECKING:
-    from dist_sparse.planning.dry_run import DryRun
     from dist_sparse.planning.plan import Plan
 
 __all__ = ["add_frontier", "add_plan"]
@@ -32,18 +27,14 @@ _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
   dist-sparse plan model.py:trained --budget 512KiB --cold 'user_x_*'
   dist-sparse plan model.py:measured --budget 10% --measure
-  dist-sparse plan model.py:trained --level 0.8 --block 1x4 --exclude 'small_*'
 
-FUNCTION takes no arguments and returns (model, batches); batches may be None.
-The model is not changed.
+FUNCTION takes no arguments and returns a trained model, which is not changed.
 
---budget shows the dtypes, widths and rows that fit, what they take, and which
-to use; --rotate and --cold say what may be done to which tables.
---level shows which weights a sparsity level would prune, and how many lookups
-in the batches would read them; --block, --norm and --batches belong to it.
---measure tries what fits a budget on the trained model, for which FUNCTION
-returns (model, evaluate), as for `dist-sparse frontier`; --metric, --less,
---tolerance and --out belong to it.
+Shows the dtypes, widths and rows that fit, what they take, and which to use;
+--rotate and --cold say what may be done to which tables.
+--measure tries what fits on the trained model, for which FUNCTION returns
+(model, evaluate), as for `dist-sparse frontier`; --metric, --less, --tolerance
+and --out belong to it.
 
 {STATUS}
 """
@@ -63,12 +54,8 @@ are those that would be served, indexes, scales and masks counted.
 """
 
 
-_MODES: Final = {
-    **dict.fromkeys(("--block", "--norm", "--batches"), ("--level",)),
-    **dict.fromkeys(("--rotate", "--cold"), ("--budget", "--measure")),
-    **dict.fromkeys(("--metric", "--less", "--tolerance", "--out"), ("--measure",)),
-}
-"""Options of `plan` that only some of its modes read: they are refused in others."""
+_OF_MEASURE: Final = ("--metric", "--less", "--tolerance", "--out")
+"""Options of `plan` that are read with `--measure` only: refused without it."""
 
 _OPTIONS: Final = {
     "entry": "FUNCTION",
@@ -83,54 +70,21 @@ _OPTIONS: Final = {
 
 
 def add_plan(commands: Commands) -> None:
-    def measure(options: argparse.Namespace) -> int:
-        from dist_sparse.planning.frontier import measure_plan
-        from dist_sparse.planning.plan import plan
-
+    def run(options: argparse.Namespace) -> int:
+        for option in _OF_MEASURE:
+            if not options.measure and getattr(options, option.removeprefix("--")) is not None:
+                parser.error(f"{option} is for --measure.")
+        quiet()
         try:
-            model, evaluate, _ = model_and_evaluate(options.function)
-            how = {"rotate": options.rotate, "cold": options.cold}
-            answer = plan(model, options.budget, **how, include=options.include, exclude=options.exclude)
-            found = measure_plan(model, evaluate, answer, **_measuring(options))
+            return _measured_plan(options) if options.measure else _plan(options, model_from(options.function))
         except (ValueError, OSError) as error:
             return _failed("plan", error)
-        if options.json:
-            return show(json.dumps({"plan": answer.to_json(), "measured": found.to_json()}, indent=2))
-        return show(f"{answer}\n\n{found}")
 
-    def run(options: argparse.Namespace) -> int:
-        mode = "--measure" if options.measure else "--level" if options.budget is None else "--budget"
-        for option, modes in _MODES.items():
-            if mode not in modes and getattr(options, option.removeprefix("--")) is not None:
-                parser.error(f"{option} is for {' and '.join(modes)}.")
-        if options.measure and options.budget is None:
-            parser.error("--measure is for --budget.")
-        quiet()
-        if options.measure:
-            return measure(options)
-        chosen = {"include": options.include, "exclude": options.exclude}
-        answer: Plan | DryRun
-        try:
-            model, batches = model_and_batches(options.function)
-            if options.budget is not None:
-                from dist_sparse.planning.plan import plan
-
-                answer = plan(model, options.budget, rotate=options.rotate, cold=options.cold, **chosen)
-            else:
-                from dist_sparse.planning.dry_run import dry_run
-
-                some = None if batches is None else islice(batches, options.batches)
-                how: dict[str, Any] = {"block": options.block or (1, "ROW"), "norm": options.norm or "L2"}
-                answer = dry_run(model, level=options.level, batches=some, **how, **chosen)
-        except ValueError as error:
-            return _failed("plan", error)
-        return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
-
-    parser = subcommand(commands, "plan", "shows what a budget of bytes can hold, or what a level would prune", _PLAN)
+    parser = subcommand(commands, "plan", "shows what a budget of bytes can hold", _PLAN)
     parser.add_argument("function", metavar="FUNCTION", help="package.module:function or file.py:function")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--budget", type=parse_budget, metavar="SIZE", help="bytes to serve, such as 10%% or 512MiB")
-    target.add_argument("--level", type=parse_level, help="sparsity level of every table, 0 to 1")
+    parser.add_argument(
+        "--budget", type=parse_budget, metavar="SIZE", required=True, help="bytes to serve, such as 10%% or 512MiB"
+    )
     parser.add_argument(
         "--measure", action="store_true", help="tries what fits the budget; FUNCTION returns (model, evaluate)"
     )
@@ -142,14 +96,34 @@ def add_plan(commands: Commands) -> None:
         help="tables that only dot products between them read; may be repeated",
     )
     parser.add_argument("--cold", action="append", metavar="GLOB", help="tables of cold crossed features")
-    parser.add_argument("--block", type=parse_block, help="such as 1x4, row or col; default: row")
-    parser.add_argument("--norm", type=str.upper, choices=("L1", "L2"), help="default: L2")
-    parser.add_argument("--batches", type=parse_count, metavar="N", help="reads the first N; default: all")
     parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
     _add_measuring(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _plan(options: argparse.Namespace, model: Any) -> int:
+    answer = _planned(options, model)
+    return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
+
+
+def _measured_plan(options: argparse.Namespace) -> int:
+    from dist_sparse.planning.frontier import measure_plan
+
+    model, evaluate, _ = model_and_evaluate(options.function)
+    answer = _planned(options, model)
+    found = measure_plan(model, evaluate, answer, **_measuring(options))
+    if options.json:
+        return show(json.dumps({"plan": answer.to_json(), "measured": found.to_json()}, indent=2))
+    return show(f"{answer}\n\n{found}")
+
+
+def _planned(options: argparse.Namespace, model: Any) -> Plan:
+    from dist_sparse.planning.plan import plan
+
+    chosen = {"include": options.include, "exclude": options.exclude}
+    return plan(model, options.budget, rotate=options.rotate, cold=options.cold, **chosen)
 
 
 def add_frontier(commands: Commands) -> None:

@@ -1,6 +1,6 @@
 """A trained model for `dist-sparse plan` and `dist-sparse frontier`, in one process:
 
-dist-sparse plan examples/dlrm/planned.py:trained_model --level 0.8 --exclude gender
+dist-sparse plan examples/dlrm/planned.py:trained_model --budget 10%
 dist-sparse frontier examples/dlrm/planned.py:measured
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 # So that this file can be named by its path, from anywhere.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm import interactions, movielens
-from dlrm.batches import Batch, Dataset, batches
+from dlrm.batches import Dataset, batches
 from dlrm.hashing import folded
 from dlrm.model import DIM, build, sharding_of
 from dlrm.predictions import Predictions
@@ -32,8 +32,8 @@ _BATCH_SIZE = 128
 Evaluate = Callable[[nn.Module], dict[str, float]]
 
 
-def trained_model(data: Path | None = None) -> tuple[nn.Module, Iterator[Batch]]:
-    """Return the DLRM after one dense pass over the training part, and the batches of the test part.
+def trained_model(data: Path | None = None) -> nn.Module:
+    """Return the DLRM after one dense pass over the training part.
 
     Args:
         data: an interactions .npz instead of MovieLens-100K.
@@ -41,8 +41,7 @@ def trained_model(data: Path | None = None) -> tuple[nn.Module, Iterator[Batch]]
     Raises:
         DataError: the data can't be downloaded or read.
     """
-    dataset = _dataset(data)
-    return _trained(dataset), batches(dataset, dataset.test, batch_size=_BATCH_SIZE, rank=0, world=1)
+    return _trained(_dataset(data))
 
 
 def measured(columns: float = 1.0, rows: float = 1.0, data: Path | None = None) -> tuple[nn.Module, Evaluate]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,7 +41,7 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspec", "runs/latest"], "dist-sparse: error: there is no command inspec. Did you mean inspect?"),
         (["zzz"], "dist-sparse: error: there is no command zzz."),
         (["--vresion"], "dist-sparse: error: there is no option --vresion. Did you mean --version?"),
-        (["plan", "f.py:f", "--lvel=0.5"], "plan: error: there is no option --lvel. Did you mean --level?"),
+        (["plan", "f.py:f", "--bugdet=5%"], "plan: error: there is no option --bugdet. Did you mean --budget?"),
         (["report", "--zzz"], "dist-sparse report: error: there is no option --zzz."),
         (["inspect", "a", "-x"], "dist-sparse inspect: error: unrecognized arguments: -x"),
         (["launch", "--nprocs=2", "a.py"], "launch local: error: there is no option --nprocs. Did you mean --nproc?"),
@@ -87,15 +86,9 @@ WRONG = [
     ["inspect"],
     ["doctor", "more"],
     ["plan", "file.py:function"],
-    ["plan", "file.py:function", "--level", "0.5", "--budget", "5"],
-    ["plan", "file.py:function", "--level", "1.5"],
     ["plan", "file.py:function", "--budget", "5 apples"],
-    ["plan", "file.py:function", "--level", "1", "--block", "4"],
-    ["plan", "file.py:function", "--level", "1", "--block", "0x4"],
-    ["plan", "file.py:function", "--level", "1", "--batches", "0"],
-    ["plan", "file.py:function", "--level", "1", "--measure"],
-    ["plan", "file.py:function", "--level", "1", "--cold", "x"],
-    ["plan", "file.py:function", "--budget", "1%", "--block", "row"],
+    ["plan", "file.py:function", "--measure"],
+    ["plan", "file.py:function", "--budget", "1%", "--metric", "auc"],
 ]
 
 
@@ -123,17 +116,13 @@ from torch import nn
 
 def two():
     torch.manual_seed(0)
-    model = nn.ModuleDict({"user": nn.EmbeddingBag(100, 8), "item": nn.Embedding(50, 8)})
-    return model, ({"user": torch.arange(100), "item": torch.arange(number)} for number in (10, 20, 30))
+    return nn.ModuleDict({"user": nn.EmbeddingBag(100, 8), "item": nn.Embedding(50, 8)})
 
-def no_batches():
-    return two()[0], None
-
-def one():
-    return two()[0]
+def evaluated():
+    return two(), lambda model: {"auc": 0.5}
 
 def driving():
-    return nn.ModuleDict({"a\\x1b[2J": nn.EmbeddingBag(4, 4)}), None
+    return nn.ModuleDict({"a\\x1b[2J": nn.EmbeddingBag(4, 4)})
 
 def three_things():
     return 1, 2, 3
@@ -150,9 +139,6 @@ def parsing():
 def an_int():
     return 3, None
 
-def no_iterable():
-    return two()[0], 3
-
 def needing(data, seed=0):
     return two()
 
@@ -167,66 +153,31 @@ def model(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{model}:two", "--level", "0.8", "--batches", "2"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("sparsity level 0.8, blocks row, L2; a dry run") and "lookups in 2 batches" in out
-    words = ["--level", "0.25", "--block", "1x4", "--norm", "L1", "--exclude", "it*", "--json"]
-    assert main(["plan", f"{model}:two", *words]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["kept_bytes"] == 2400 and (said["norm"], said["block"]) == ("L1", [1, 4])
-    assert [(table["name"], table["lookups"]) for table in said["tables"]] == [("user", 300)]
-    assert main(["plan", f"{model}:no_batches", "--level", "0.8", "--include", "user", "--include", "item"]) == 0
-    assert "lookups" not in capsys.readouterr().out
-
-
 def test_plan_of_a_budget(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{model}:no_batches", "--budget", "40%"]) == 0
+    assert main(["plan", f"{model}:two", "--budget", "40%"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("budget 1.88 KiB, 40.0% of 4.69 KiB in 2 tables") and out.endswith(
         '1. all columns, int8:\nexport(model, None, "served", dtype="int8")\n'
     )
     words = ["--budget", "1 KiB", "--rotate", "user,item", "--cold", "us*", "--json"]
-    assert main(["plan", f"{model}:no_batches", *words]) == 0
+    assert main(["plan", f"{model}:two", *words]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["budget"] == 1024 and said["recommended"][0]["candidate"]["groups"] == [["user", "item"]]
-
-
-@pytest.mark.parametrize(
-    ("word", "block"),
-    [
-        ("1x4", [1, 4]),
-        ("1,4", [1, 4]),
-        ("row", [1, "ROW"]),
-        ("1xROW", [1, "ROW"]),
-        ("2xrow", [2, "ROW"]),
-        ("col", ["COL", 1]),
-        ("colx4", ["COL", 4]),
-    ],
-)
-def test_block_shapes(word: str, block: list[Any], model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{model}:no_batches", "--level", "0.5", "--block", word, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["block"] == block
-    assert main(["plan", f"{model}:no_batches", "--level", "0.5", "--block", word]) == 0
-    shown = {"1,4": "1x4", "1xROW": "row"}.get(word, word)
-    assert f"blocks {shown}, L2" in capsys.readouterr().out
 
 
 def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(Path(model).parent)
-    assert main(["plan", "model_of_test_cli:two", "--level", "1"]) == 0
-    assert "0.000 of 0.005 MiB of weights are kept" in capsys.readouterr().out
+    assert main(["plan", "model_of_test_cli:evaluated", "--budget", "50%"]) == 0
+    assert "of 4.69 KiB in 2 tables" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "{model}:two", "--level", "0", "--include", "x"], "Invalid --include pattern 'x'"),
+        (["plan", "{model}:two", "--budget", "1%", "--include", "x"], "Invalid --include pattern 'x'"),
         (["plan", "{model}:two", "--budget", "101%"], "Invalid --budget='101%'"),
-        (["plan", "{model}:an_int", "--level", "0"], "Invalid model of type int: must be a torch.nn.Module."),
-        (["plan", "{model}:an_int", "--budget", "10%"], "Invalid model of type int: must be a module, or shapes"),
-        (["plan", "{model}:driving", "--level", "0", "--include", "x"], "none of the tables a\\x1b[2J ("),
+        (["plan", "{model}:driving", "--budget", "1%", "--include", "x"], "none of the tables a\\x1b[2J ("),
         (["inspect", "{model}"], "holds no run: there is no such folder."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -246,19 +197,18 @@ def test_a_failure_is_one_line_and_1(
     [
         ("{model}:three", "has no function 'three'."),
         ("{model}:number", "has no function 'number'."),
-        ("{model}:one", "returned ModuleDict; must return (model, batches)."),
-        ("{model}:three_things", "returned a tuple of 3; must return (model, batches)."),
-        ("{model}:no_iterable", "returned int for batches; must be iterable, or None."),
+        ("{model}:three_things", "returned tuple; must return a torch.nn.Module, or (model, evaluate)."),
+        ("{model}:an_int", "returned tuple; must return a torch.nn.Module, or (model, evaluate)."),
         ("{model}:needing", "missing a required argument: 'data'; must take no arguments."),
-        ("{model}:broken", "it failed at model_of_test_cli.py:26 with ValueError: of the user's own"),
-        ("{model}:parsing", "it failed at model_of_test_cli.py:29 with SystemExit: 2"),
+        ("{model}:broken", "it failed at model_of_test_cli.py:22 with ValueError: of the user's own"),
+        ("{model}:parsing", "it failed at model_of_test_cli.py:25 with SystemExit: 2"),
         ("{model}x.py:one", "there is no file"),
         ("no_such_module.at_all:one", "there is no module 'no_such_module' here."),
         ("one", "must be package.module:function or file.py:function."),
         (".near:one", "must be package.module:function or file.py:function."),
         ("json:dumps", "missing a required argument: 'obj'; must take no arguments."),
-        ("json:JSONEncoder", "returned JSONEncoder; must return (model, "),
-        ("builtins:dict", "returned dict; must return (model, "),
+        ("json:JSONEncoder", "returned JSONEncoder; must return "),
+        ("builtins:dict", "returned dict; must return "),
         ("{folder}/typo.py:one", "it failed with SyntaxError: "),
         ("{folder}/fails.py:one", "it failed at fails.py:2 with ZeroDivisionError: division by zero"),
     ],
@@ -328,8 +278,8 @@ def test_torchrecs_notices_are_kept_out_of_a_plan(tmp_path: Path) -> None:
     pytest.importorskip("torchrec")
     (tmp_path / "model.py").write_text(SHARDED)
     code = "from dist_sparse.cli.main import main; main(input().split())"
-    done = run_code(code, tmp_path, "plan model.py:sharded --level 0.5")
-    assert "500    0.5000" in done.stdout and done.stderr == "WARNING:mine:mine\n"
+    done = run_code(code, tmp_path, "plan model.py:sharded --budget 50%")
+    assert "in 1 table" in done.stdout and done.stderr == "WARNING:mine:mine\n"
 
 
 SHARDED = """
@@ -379,14 +329,14 @@ def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     (tmp_path / "train.py").touch()
-    typed = ["dist-sparse serve", "dist-sparse launch --npr", "dist-sparse plan --norm L", "dist-sparse launch tra"]
+    typed = ["dist-sparse serve", "dist-sparse launch --npr", "dist-sparse plan --budg", "dist-sparse launch tra"]
     lines = ["source ./script", "complete -p dist-sparse > /dev/null"]
     for line in typed:
         lines += [f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}", "_shtab_dist_sparse; echo ${COMPREPLY[*]}"]
     done = subprocess.run(
         ["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout.splitlines() == ["serve-check", "--nproc", "L1 L2", "train.py"], done.stderr
+    assert done.stdout.splitlines() == ["serve-check", "--nproc", "--budget", "train.py"], done.stderr
 
 
 def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
