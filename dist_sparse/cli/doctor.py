@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-import re
 import shlex
 import shutil
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
+
+from packaging.requirements import Requirement
 
 from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
 from dist_sparse.tables.versions import advised, check_versions, fitting
@@ -26,13 +25,12 @@ from dist_sparse.text import table_lines
 
 __all__ = ["Diagnosis", "Finding", "examine", "installed"]
 
-_RED, _GREEN, _YELLOW = 31, 32, 33
+_RED, _GREEN = 31, 32
 
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OPTIONAL: Final = {
     "safetensors": "export() and load_served()",
     "tensorboard": "numbers of a run in TensorBoard",
-    "matplotlib": "pictures in reports",
     "lightning": "callbacks for Lightning",
     "torchx": "launching with torchx, which wants urllib3 older than 1.27",
 }
@@ -73,34 +71,39 @@ class Diagnosis:
         return {"can_train": self.can_train, "findings": [dataclasses.asdict(each) for each in self.findings]}
 
     def __str__(self) -> str:
-        return self.text()
+        return self.text(verbose=True)
 
-    def text(self, colors: bool = False) -> str:
-        """Return the conclusion, a table of what is needed and one of what is optional, and the commands."""
-        broken = [each.what for each in self.findings if each.needed and each.status != "ok"]
-        lines = ["Everything needed to train is here."]
-        if broken:
-            plain = "" if {"python", "torch"} & {*broken} else " Plain PyTorch models can."
-            lines = [f"TorchRec models can't be trained here: {', '.join(broken)}.{plain}"]
-        if colors:
-            lines = [_colored(lines[0], _RED if broken else _GREEN)]
+    def text(self, colors: bool = False, verbose: bool = False) -> str:
+        """Return the conclusion; if something needed is broken, or ``verbose``, also the findings and the fixes."""
+        lines = [_colored(self._conclusion(), _GREEN if self.can_train else _RED) if colors else self._conclusion()]
+        if self.can_train and not verbose:
+            return lines[0]
         for needed, head in ((True, "needed"), (False, "optional")):
             group = [each for each in self.findings if each.needed == needed]
-            table = table_lines((head, "status", "finding"), [(each.what, each.status, each.says) for each in group])
-            at = table[1].index(" ")  # the end of the first column
-            for row, each in enumerate(group, start=2) if colors else ():
-                color = _GREEN if each.status == "ok" else _RED if needed else _YELLOW
-                table[row] = table[row][:at] + table[row][at:].replace(each.status, _colored(each.status, color), 1)
-            lines += ["", *table] if group else []
+            cells = [(each.what, each.status, each.says) for each in group]
+            if group and (needed or verbose):
+                lines += ["", *table_lines((head, "status", "finding"), cells)]
+        return "\n".join([*lines, *self._fixes(verbose)])
+
+    def _conclusion(self) -> str:
+        broken = [each.what for each in self.findings if each.needed and each.status != "ok"]
+        if not broken:
+            return "Everything needed to train is here."
+        plain = "" if {"python", "torch"} & {*broken} else " Plain PyTorch models can."
+        return f"TorchRec models can't be trained here: {', '.join(broken)}.{plain}"
+
+    def _fixes(self, verbose: bool) -> list[str]:
+        """A line for each command; one command may fix several findings."""
         fixed: dict[str, list[str]] = {}
         for each in self.findings:
-            if each.fix is not None:
+            if each.fix is not None and (each.needed or verbose):
                 fixed.setdefault(each.fix, []).append(each.what)
-        fixes = [f"  {', '.join(names)}: {fix}" for fix, names in fixed.items()]
-        lines += ["", "To fix:", *fixes] if fixes else []
-        if any(" URL" in line for line in fixes):
+        if not fixed:
+            return []
+        lines = ["", "To fix:", *(f"  {', '.join(names)}: {fix}" for fix, names in fixed.items())]
+        if any(" URL" in line for line in lines):
             lines.append("  URL is that of PyTorch's package index for your CUDA version, or for CPUs.")
-        return "\n".join(lines)
+        return lines
 
 
 def _colored(text: str, color: int) -> str:
@@ -142,9 +145,7 @@ def examine(
     findings += _torchrec(versions, environment, cuda, torch)
     progress("devices and communication")
     findings += _devices(versions, environment, cuda, torch)
-    findings += _addresses()
-    findings += _launching(environment)
-    findings += [_package(name, versions, f"for {use}") for name, use in _OPTIONAL.items()]
+    findings += [_package(name, versions, use) for name, use in _OPTIONAL.items()]
     return Diagnosis(findings=tuple(findings))
 
 
@@ -171,46 +172,44 @@ def _torchrec(
     versions: Mapping[str, str], environment: Mapping[str, str], cuda: bool, torch: Torch
 ) -> Iterator[Finding]:
     """Check that TorchRec and FBGEMM are installed, fit together, and load."""
-    gemms = [name for name in _FBGEMM if name in versions]
     fix = _install_trio(versions, cuda)
     rec = versions.get("torchrec")
-    yield Finding(
-        what="torchrec",
-        status="missing" if rec is None else "ok",
-        needed=True,
-        says=rec or "not installed; without it only plain PyTorch models can be sparsified",
-        fix=fix if rec is None else None,
-    )
-    wrong = None
-    if len(gemms) == 2:
-        wrong = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
-        fix = f"{_pip()} uninstall -y {' '.join(_FBGEMM)} && {fix}"
-    elif cuda and gemms == ["fbgemm-gpu-cpu"]:
-        wrong = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
-        fix = f"{_pip()} uninstall -y fbgemm-gpu-cpu && {fix}"
-    yield Finding(
-        what="fbgemm",
-        status="missing" if not gemms else "ok" if wrong is None else "wrong",
-        needed=True,
-        says="not installed" if not gemms else wrong or f"{gemms[0]} {versions[gemms[0]]}",
-        fix=fix if not gemms or wrong else None,
-    )
-    if rec is None or not gemms or wrong or "torch" not in versions:
+    if rec is None:
+        says = "not installed; without it only plain PyTorch models can be sparsified"
+        yield Finding(what="torchrec", status="missing", needed=True, says=says, fix=fix)
+    else:
+        yield Finding(what="torchrec", status="ok", needed=True, says=rec)
+    fbgemm = _fbgemm(versions, cuda, fix)
+    yield fbgemm
+    if rec is None or fbgemm.status != "ok" or "torch" not in versions:
         return
-    fits, message = _fit(versions["torch"], rec, versions[gemms[0]])
-    yield Finding(
-        what="versions fit", status="ok" if fits else "wrong", needed=True, says=message, fix=None if fits else fix
-    )
+    [gemm] = (versions[name] for name in _FBGEMM if name in versions)
+    fits, message = _fit(versions["torch"], rec, gemm)
+    status: Literal["ok", "wrong"] = "ok" if fits else "wrong"
+    yield Finding(what="versions fit", status=status, needed=True, says=message, fix=None if fits else fix)
     if not fits or torch.fault is not None:
         return
     fault = fails(LOOKUP, environment)
-    yield Finding(
-        what="a lookup",
-        status="ok" if fault is None else "wrong",
-        needed=True,
-        says=fault or "TorchRec and FBGEMM's operators load and look up a row",
-        fix=None if fault is None else _install_trio(versions, cuda, again=True),
-    )
+    if fault is None:
+        says = "TorchRec and FBGEMM's operators load and look up a row"
+        yield Finding(what="a lookup", status="ok", needed=True, says=says)
+    else:
+        again = _install_trio(versions, cuda, again=True)
+        yield Finding(what="a lookup", status="wrong", needed=True, says=fault, fix=again)
+
+
+def _fbgemm(versions: Mapping[str, str], cuda: bool, fix: str) -> Finding:
+    gemms = [name for name in _FBGEMM if name in versions]
+    if not gemms:
+        return Finding(what="fbgemm", status="missing", needed=True, says="not installed", fix=fix)
+    if len(gemms) == 2:
+        says = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
+    elif cuda and gemms == ["fbgemm-gpu-cpu"]:
+        says = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
+    else:
+        return Finding(what="fbgemm", status="ok", needed=True, says=f"{gemms[0]} {versions[gemms[0]]}")
+    fix = f"{_pip()} uninstall -y {' '.join(gemms)} && {fix}"
+    return Finding(what="fbgemm", status="wrong", needed=True, says=says, fix=fix)
 
 
 def _devices(
@@ -219,111 +218,56 @@ def _devices(
     """Check devices and communication backends; nothing without a torch that loads."""
     if torch.fault is not None:
         return
-    driver = shutil.which("nvidia-smi") is not None
-    says, fix = "no GPU: trains on the CPU", None
+    yield _cuda(cuda, torch)
+    if torch.nccl:
+        yield Finding(what="nccl", status="ok", needed=cuda, says="available")
+    else:
+        fix = f"{_pip()} install --force-reinstall {_torch(versions)}" if cuda else None
+        says = "this torch has none; used on GPUs only"
+        yield Finding(what="nccl", status="missing", needed=cuda, says=says, fix=fix)
+    fault = fails(GLOO, environment)
+    if fault is None:
+        yield Finding(what="gloo", status="ok", needed=not cuda, says="a process group starts and sums")
+    else:
+        fix = "export GLOO_SOCKET_IFNAME=lo"
+        yield Finding(what="gloo", status="wrong", needed=not cuda, says=fault, fix=fix)
+    yield _package("triton", versions, "masks on GPUs", needed=cuda)
+
+
+def _cuda(cuda: bool, torch: Torch) -> Finding:
     if cuda:
-        says = f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
-    elif driver:
-        build = "CPUs" if torch.cuda is None else f"CUDA {torch.cuda}"
-        says = f"torch {torch.version}, for {build}, sees no GPU, though there is a driver"
-    if driver and not cuda and torch.cuda is None:
+        return Finding(what="cuda", status="ok", needed=False, says=f"{torch.gpus} GPU(s), CUDA {torch.cuda}")
+    if shutil.which("nvidia-smi") is None:
+        return Finding(what="cuda", status="missing", needed=False, says="no GPU: trains on the CPU")
+    build, fix = f"CUDA {torch.cuda}", None
+    if torch.cuda is None:
+        build = "CPUs"
         # To pip the torch for CPUs satisfies the requirement, so it has to be uninstalled.
         fix = f"{_pip()} uninstall -y torch {' '.join(_FBGEMM)} && {_install_trio({}, cuda=True)}"
-    status: Literal["ok", "missing", "wrong"] = "ok" if cuda else "wrong" if driver else "missing"
-    yield Finding(what="cuda", status=status, needed=False, says=says, fix=fix)
-    yield Finding(
-        what="nccl",
-        status="ok" if torch.nccl else "missing",
-        needed=cuda,
-        says="available" if torch.nccl else "this torch has none; used on GPUs only",
-        fix=f"{_pip()} install --force-reinstall {_torch(versions)}" if cuda and not torch.nccl else None,
-    )
-    fault = fails(GLOO, environment)
-    yield Finding(
-        what="gloo",
-        status="ok" if fault is None else "wrong",
-        needed=not cuda,
-        says=fault or "a process group starts and sums",
-        fix=None if fault is None else "export GLOO_SOCKET_IFNAME=lo",
-    )
-    yield _package("triton", versions, "for masks on GPUs", needed=cuda)
-
-
-def _addresses() -> Iterator[Finding]:
-    """Check host names: gloo listens on the address of the machine's, launchers on that of localhost."""
-    for name, what, fix in (
-        ("localhost", "localhost", "echo '127.0.0.1 localhost' | sudo tee -a /etc/hosts"),
-        (socket.gethostname(), "host name", "export GLOO_SOCKET_IFNAME=lo"),
-    ):
-        try:
-            found = socket.getaddrinfo(name, None)[0][4][0]
-        except (OSError, UnicodeError) as error:  # UnicodeError: too long for the DNS
-            yield Finding(what=what, status="wrong", needed=False, says=f"{name} has no address: {error}", fix=fix)
-        else:
-            yield Finding(what=what, status="ok", needed=False, says=f"{name} is {found}")
-
-
-def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check what torchrun needs; `dist-sparse launch` does not."""
-    folder = str(Path(sys.executable).parent)
-    torchrun = shutil.which("torchrun", path=environment.get("PATH"))
-    yield Finding(
-        what="torchrun",
-        status="missing" if torchrun is None else "ok",
-        needed=False,
-        says="not on PATH, where torchx looks for it" if torchrun is None else "on PATH",
-        fix=f"export PATH={shlex.quote(folder)}:$PATH" if torchrun is None else None,
-    )
-    seed = environment.get("PYTHONHASHSEED")
-    fits = seed is not None and re.fullmatch("[0-9]+", seed) is not None
-    yield Finding(
-        what="PYTHONHASHSEED",
-        status="ok" if fits else "missing" if seed is None else "wrong",
-        needed=False,
-        says=f"{seed}" if fits else "not a fixed number: DMP.reshard hangs (dist-sparse launch sets it)",
-        fix=None if fits else "export PYTHONHASHSEED=0",
-    )
-    options = sorted(name for name in environment if name.startswith("PET_"))
-    yield Finding(
-        what="PET_ variables",
-        status="wrong" if options else "ok",
-        needed=False,
-        says=f"torchrun takes options from {', '.join(options)}" if options else "none set",
-        fix=f"unset {' '.join(options)}" if options else None,
-    )
+    says = f"torch {torch.version}, for {build}, sees no GPU, though there is a driver"
+    return Finding(what="cuda", status="wrong", needed=False, says=says, fix=fix)
 
 
 def _package(name: str, versions: Mapping[str, str], use: str = "", needed: bool = False) -> Finding:
     """Check a distribution against the requirements in the package's own metadata."""
-    wanted, version = _wanted().get(name, name), versions.get(name)
-    status: Literal["ok", "missing", "wrong"] = "ok"
+    wanted, version = _wanted().get(name, Requirement(name)), versions.get(name)
+    fix = f'{_pip()} install "{name}{wanted.specifier}"'
+    after = f"; for {use}" if use else ""
     if version is None:
-        status = "missing"
-    elif _numbers(version) < _numbers(wanted.partition(">=")[2]):
-        status = "wrong"
-    says = {"ok": f"{version}", "missing": "not installed", "wrong": f"{version} is too old: {wanted} is required"}
-    return Finding(
-        what=name,
-        status=status,
-        needed=needed,
-        says=says[status] + (f"; {use}" if use and status != "ok" else ""),
-        fix=None if status == "ok" else f'{_pip()} install "{wanted}"',
-    )
+        return Finding(what=name, status="missing", needed=needed, says=f"not installed{after}", fix=fix)
+    if not wanted.specifier.contains(version, prereleases=True):
+        says = f"{version} is too old: {name}{wanted.specifier} is required{after}"
+        return Finding(what=name, status="wrong", needed=needed, says=says, fix=fix)
+    return Finding(what=name, status="ok", needed=needed, says=version)
 
 
-def _wanted() -> dict[str, str]:
+def _wanted() -> dict[str, Requirement]:
     """Return the requirements of dist_sparse by name, extras included."""
     try:
-        requirements = importlib.metadata.requires("dist_sparse") or []
+        texts = importlib.metadata.requires("dist_sparse") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    plain = [requirement.partition(";")[0].strip() for requirement in requirements]
-    return {re.split(r"[^\w-]", requirement, maxsplit=1)[0]: requirement for requirement in plain}
-
-
-def _numbers(version: str) -> list[int]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return [] if found is None else [int(part) for part in found[0].split(".")]
+    return {requirement.name: requirement for requirement in map(Requirement, texts)}
 
 
 def _fit(torch_version: str, torchrec_version: str, fbgemm_version: str) -> tuple[bool, str]:

@@ -103,6 +103,8 @@ def _main(words: Sequence[str] | None) -> int:
     try:
         return run(options)
     except ModuleNotFoundError as error:
+        if error.name == "packaging":
+            return fail(words[0], "needs packaging, which is not installed: pip install packaging")
         if error.name != "torch":
             raise
         return fail(words[0], "needs torch, which is not installed; dist-sparse doctor prints how to install it.")
@@ -160,10 +162,11 @@ def _add_doctor(commands: Commands) -> None:
         found = examine(progress=progress)
         progress("")
         colors = use_colors(options.color)
-        status = show(json.dumps(found.to_json(), indent=2) if options.json else found.text(colors))
+        status = show(json.dumps(found.to_json(), indent=2) if options.json else found.text(colors, options.verbose))
         return status or (0 if found.can_train else 1)
 
     parser = subcommand(commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR)
+    parser.add_argument("-v", "--verbose", action="store_true", help="shows every finding, optional packages too")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on terminals")
     add_json(parser)
     parser.set_defaults(run=run)

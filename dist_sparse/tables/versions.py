@@ -6,9 +6,10 @@ can report a mix that does not load.
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Final
+
+from packaging.version import InvalidVersion, Version
 
 __all__ = ["advised", "check_versions", "fitting"]
 
@@ -69,5 +70,8 @@ def _torch_of(torchrec: tuple[int, int]) -> tuple[int, int]:
 
 def _minor(version: str) -> tuple[int, int] | None:
     """(major, minor) of a release; None for nightly and internal builds, whose numbers promise nothing."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return None if match is None or "dev" in version else (int(match[1]), int(match[2]))
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return None
+    return None if found.is_devrelease else (found.major, found.minor)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import packaging
 import pytest
 
 from dist_sparse.cli import doctor, probes
@@ -40,6 +41,7 @@ def test_this_machine() -> None:
     assert answer.can_train, str(answer)
     assert status["versions fit"] == status["a lookup"] == status["gloo"] == "ok"
     assert all((each.fix is None) or each.status != "ok" for each in answer.findings)
+    assert answer.text() == "Everything needed to train is here."
     assert str(answer).startswith("Everything needed to train is here.\n\nneeded ")
     said = json.loads(json.dumps(answer.to_json()))
     assert said["can_train"] and {each["what"] for each in said["findings"]} == set(status)
@@ -81,7 +83,6 @@ def test_torch_alone_trains_plain_models() -> None:
         ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is too old", '"tensorboard>=2.16"'),
         (GOOD, "safetensors", "missing", "for export() and load_served()", '-m pip install "safetensors>=0.5"'),
         (GOOD, "torchx", "missing", "older than 1.27", '-m pip install "torchx>=0.7"'),
-        (GOOD, "matplotlib", "missing", "not installed; for pictures", '-m pip install "matplotlib>=3.8"'),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
@@ -158,27 +159,6 @@ def test_a_driver_whose_gpu_torch_does_not_see(
         assert cuda.fix is None
 
 
-@pytest.mark.usefixtures("no_probes")
-def test_a_host_name_that_no_name_server_could_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "x" * 64)  # Linux allows as many
-    host = found()["host name"]
-    assert host.status == "wrong" and "has no address" in host.says
-
-
-@pytest.mark.usefixtures("no_probes")
-def test_variables() -> None:
-    folder = os.path.dirname(sys.executable)
-    few = found(PATH="")
-    assert few["torchrun"].status == "missing" and few["torchrun"].fix == f"export PATH={folder}:$PATH"
-    assert (few["PYTHONHASHSEED"].status, few["PYTHONHASHSEED"].fix) == ("missing", "export PYTHONHASHSEED=0")
-    assert few["PET_ variables"].status == "ok"
-    full = found(PATH=folder, PYTHONHASHSEED="0", PET_NNODES="2", PET_STANDALONE="1")
-    assert full["torchrun"].status == full["PYTHONHASHSEED"].status == "ok"
-    assert full["PET_ variables"].status == "wrong"
-    assert full["PET_ variables"].fix == "unset PET_NNODES PET_STANDALONE"
-    assert found(PYTHONHASHSEED="random")["PYTHONHASHSEED"].status == "wrong"
-
-
 def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.fails("pass", os.environ) is None
     assert probes.fails("import dist_sparse.tables.versions", {}) is None, "finds the package without a PYTHONPATH"
@@ -217,7 +197,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
 def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) -> None:
-    """In a process without installed packages, or with a torch that fails as real ones do."""
+    """In a process that has only what dist_sparse requires, or with a torch that fails as real ones do."""
+    (tmp_path / "packaging").symlink_to(Path(packaging.__file__).parent)
     root = Path(__file__).resolve().parents[2]
     if code is not None:
         (tmp_path / "torch.py").write_text(code)
@@ -248,15 +229,9 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
 
 
 def test_colors_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Diagnosis(
-        findings=(
-            Finding(what="ok", status="ok", needed=True, says="1"),
-            Finding(what="missing", status="missing", needed=False, says="x"),
-        )
-    )
-    text = answer.text(colors=True)
-    assert "\nok      \x1b[32mok\x1b[0m" in text and "\nmissing   \x1b[33mmissing\x1b[0m  x" in text
-    assert re.sub(r"\x1b\[\d+m", "", text) == str(answer) and "\x1b" not in str(answer)
+    answer = Diagnosis(findings=(Finding(what="ok", status="ok", needed=True, says="1"),))
+    assert answer.text(colors=True) == "\x1b[32mEverything needed to train is here.\x1b[0m"
+    assert "\x1b" not in str(answer)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
