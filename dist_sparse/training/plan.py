@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
@@ -75,7 +75,7 @@ class Plan:
         budget: bytes, or a fraction of them as a float.
         block: ``(rows, columns)`` of ints, ``(int, ROW)`` or ``(COL, int)``.
         every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
-        norm, optimizer_state: as the parts spell them.
+        norm, optimizer_state: as the parts spell them; ``norm`` None is "L2".
         score: None tries ``"norm_accumulator"`` first, and then the norm.
         schedule: makes the scheduler.
 
@@ -112,7 +112,7 @@ class Plan:
             "protect": checks.name_list("protect", self.protect),
             **{"begin": window.begin, "end": window.end, "every": every},
             "block": _block(self.block),
-            "norm": "L2" if self.norm is None else checks.choice("norm", self.norm, ("L1", "L2")),
+            "norm": None if self.norm is None else checks.choice("norm", self.norm, ("L1", "L2")),
             "score": None if self.score is None else checks.choice("score", self.score, SCORES),
             "schedule": self.schedule
             if callable(self.schedule)
@@ -131,6 +131,16 @@ class Plan:
             resolved["score"] = "norm"
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the arguments by name, as JSON can hold them, for ranks to compare."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in found.items():
+            if isinstance(value, Mapping):
+                found[name] = list(value.items())  # in order: of several globs that match, the last counts
+        found["protect"] = sorted(self.protect)
+        found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
+        return found
 
 
 def _levels(argument: str, given: object) -> Levels:

@@ -382,10 +382,12 @@ def sparsify(
         located = source.locate()
         unpruned = left_dense(model, located, plan, rotate)
         groups = None if rotate is None else rotation_groups(rotate, [data.name for data in located])
-        facts["rotate, score, auto_step"] = [groups, score, bool(auto_step)]
+        facts.update(plan.facts(), rotate=groups, auto_step=bool(auto_step))
+        for argument, globs in (("include", include), ("exclude", exclude), ("dense", dense)):
+            facts[argument] = _as_fact(argument, globs)
         final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
-            sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"
+            sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm or "L2", score=plan.score or "norm_accumulator"
         )
         sparsifier.scope, sparsifier.floors = plan.scope, table_floors(plan, located, unpruned)
         sparsifier.max_change = 1.0 if plan.max_change is None else plan.max_change
@@ -416,6 +418,11 @@ def sparsify(
         enforcer.detach()
         raise
     return training
+
+
+def _as_fact(argument: str, globs: Any) -> Any:
+    """Globs as ranks compare them: a set of strings has another order on each rank."""
+    return globs if globs is None or isinstance(globs, bool) else sorted(checks.name_list(argument, globs))
 
 
 def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool:
