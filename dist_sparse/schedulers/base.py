@@ -201,6 +201,7 @@ class BaseDataScheduler:
             "scheduler": type(self).__name__,
             "schedule_param": self.schedule_param,
             "last_epoch": self.last_epoch,
+            "step count": self._step_count,
             **names,
         }
 

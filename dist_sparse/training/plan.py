@@ -6,10 +6,11 @@ Names are case-insensitive (``"l2"``, ``"cubic"``, ``"row"``), and an unknown on
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from torch import nn
 
@@ -166,10 +167,15 @@ def _block(block: Any) -> tuple[int | str, int | str]:
 
 
 def left_dense(
-    model: nn.Module, located: Sequence[ShardedData], plan: Plan, rotate: Rotate | None = None
+    model: nn.Module,
+    located: Sequence[ShardedData],
+    plan: Plan,
+    rotate: Rotate | None = None,
+    include: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the tables that are not pruned, with the reason: protected ones, frozen ones, those with fewer than
-    ``min_rows`` rows, and, if groups of tables are rotated, those in no group: nothing could make them narrower.
+    ``min_rows`` rows, position embeddings that no glob of ``include`` matches, and, if groups of tables are rotated,
+    those in no group: nothing could make them narrower.
 
     Raises:
         ValueError: none is pruned, a glob of ``plan.protect`` matches no table, or a table to rotate is left dense.
@@ -182,12 +188,15 @@ def left_dense(
     reasons = {}
     for data in located:
         whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
+        is_table = not whole or any(tables(tensor) for tensor in whole)  # not a parameter that dense= selects
         if data.name in guarded:
             reasons[data.name] = "protected"
         elif any(frozen(tensor) for tensor in whole):
             reasons[data.name] = "frozen (requires_grad=False)"
-        elif data.shape[0] < plan.min_rows and (not whole or any(tables(tensor) for tensor in whole)):
+        elif is_table and data.shape[0] < plan.min_rows:
             reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
+        elif is_table and _is_of_positions(data) and not any(_matches(data, pattern) for pattern in include):
+            reasons[data.name] = "position embeddings; include= prunes them"
         elif data.name not in rotated:
             reasons[data.name] = "in no group of rotate"
     if rotate is not None and rotate != "table" and (refused := {n: reasons[n] for n in rotated if n in reasons}):
@@ -195,6 +204,21 @@ def left_dense(
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons
+
+
+_POSITIONS: Final = {"pos", "position", "positions", "positional", "wpe"}
+"""Words in the names of position embeddings; ``wpe`` is GPT-2's."""
+
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def _is_of_positions(data: ShardedData) -> bool:
+    """Whether a whole word of its names says so: ``_pos_emb`` and ``PositionEmbedding`` do, ``composer`` does not.
+
+    Every sequence reads all positions up to its length, so that no row of such a table can go unnoticed.
+    """
+    words = _WORD.findall(f"{data.name} {data.fqn or ''}")
+    return not _POSITIONS.isdisjoint(word.lower() for word in words)
 
 
 def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import glob
 import importlib
-import math
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,16 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.facts import from_json, to_json
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.rotation.rotate import rotate as rotate_tables
-from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
-from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
-from dist_sparse.sparsifiers.saving import saved_configs
-from dist_sparse.sparsifiers.score import SCOPES
+from dist_sparse.schedulers.ready import ReadyDataScheduler
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
 from dist_sparse.text import block_shape_text, count, number_of, shape_text, table_lines
 from dist_sparse.training.following import Following
+from dist_sparse.training.loading import prepare_load, save
 from dist_sparse.training.plan import (
     BlockShape,
     Levels,
@@ -146,10 +143,7 @@ class SparseTraining:
     def state_dict(self) -> dict[str, Any]:
         """Return masks, counts of lookups, configurations, the score and the schedule, for torch.save and
         torch.distributed.checkpoint: see :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
-        chosen = {"score": self.sparsifier.scored_by, "scope": self.sparsifier.scope}
-        limits = {"floors": self.sparsifier.floors, "max_change": self.sparsifier.max_change}
-        parts = {"scheduler": self.scheduler.state_dict(), **chosen, **limits}
-        return {"sparsifier": self.sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
+        return save(self.sparsifier, self.scheduler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which replace the arguments
@@ -161,34 +155,11 @@ class SparseTraining:
             model.load_state_dict(best["model"])
 
         Raises:
-            ValueError: a part is missing or invalid, does not fit what is registered, differs between ranks, or masks
-                and schedule are of different steps. On every rank, and nothing has changed.
+            ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs between ranks,
+                masks and schedule are of different steps, or no mask update could follow. On every rank, and nothing
+                has changed.
         """
-        together = group_over(world_ranks())
-        with together.agreeing("load_state_dict()"):
-            if missing := sorted({"sparsifier", "schedule"} - set(state_dict)):
-                raise ValueError(f"The state lacks {missing}; it has {sorted(map(str, state_dict))}.")
-            masks, saved = state_dict["sparsifier"], from_json("the schedule", state_dict["schedule"])
-            schedule = saved.get("scheduler") or {}
-            if missing := sorted(set(self.scheduler.state_dict()) - set(schedule)):
-                raise ValueError(f"The state lacks {missing} of the scheduler; it has {sorted(schedule)}.")
-            configs = saved_configs(masks)
-            score: Any = checks.choice("score", saved.get("score"), SCORES)
-            scope: Any = checks.choice("scope", saved.get("scope"), SCOPES)
-            max_change = checks.level("max_change", saved.get("max_change", 1.0))
-            if (score == "frequency") != self.sparsifier.counts_lookups:
-                raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
-            if (param := schedule["schedule_param"]) != self.scheduler.schedule_param:
-                raise ValueError(f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.")
-        levels, commit = self.scheduler.prepare_load(schedule)
-        with together.agreeing("load_state_dict()"):
-            # The functions of a LambdaDataScheduler are not part of the state: they may be others now.
-            if not isinstance(self.scheduler, LambdaDataScheduler):
-                _check_levels(levels, configs, schedule["last_epoch"])
-        self.sparsifier.load_state_dict(masks)
-        commit()
-        self.sparsifier.scored_by, self.sparsifier.scope = score, scope
-        self.sparsifier.floors, self.sparsifier.max_change = dict(saved.get("floors", {})), max_change
+        prepare_load(self.sparsifier, self.scheduler, state_dict)()
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
@@ -295,8 +266,9 @@ def sparsify(
 ) -> SparseTraining:
     """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
 
-    Tables with fewer than ``min_rows`` rows and frozen tables (``requires_grad`` False) stay dense; ``left_dense``
-    lists them. The last block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it
+    Tables with fewer than ``min_rows`` rows, frozen tables (``requires_grad`` False) and position embeddings (tables with
+    ``pos``, ``position(s)``, ``positional`` or ``wpe`` as a word of their names) that ``include`` does not match stay
+    dense; ``left_dense`` lists them. The last block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it
     is among the first to be pruned, which changes nothing. Put other rows that must stay, such as those of [MASK]
     tokens, into a separate table named in ``exclude``.
 
@@ -380,14 +352,17 @@ def sparsify(
             raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by position.")
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
-        unpruned = left_dense(model, located, plan, rotate)
+        unpruned = left_dense(model, located, plan, rotate, checks.name_list("include", include))
         groups = None if rotate is None else rotation_groups(rotate, [data.name for data in located])
         facts.update(plan.facts(), rotate=groups, auto_step=bool(auto_step))
         for argument, globs in (("include", include), ("exclude", exclude), ("dense", dense)):
             facts[argument] = _as_fact(argument, globs)
         final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
-            sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm or "L2", score=plan.score or "norm_accumulator"
+            sparsity_level=0.0,
+            sparse_block_shape=plan.block,
+            norm=plan.norm or "L2",
+            score=plan.score or "norm_accumulator",
         )
         sparsifier.scope, sparsifier.floors = plan.scope, table_floors(plan, located, unpruned)
         sparsifier.max_change = 1.0 if plan.max_change is None else plan.max_change
@@ -433,14 +408,3 @@ def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool
     except ValueError:
         unknown = 1
     return not together.all_reduce(torch.tensor(unknown))
-
-
-def _check_levels(levels: Mapping[str, Any], configs: Mapping[str, Any], step: int) -> None:
-    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration of the masks."""
-    for name, level in levels.items():
-        found = configs.get(name, {}).get("sparsity_level", level)
-        if not isinstance(found, (int, float)) or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
-            raise ValueError(
-                f"Masks and schedule of the state are of different steps: the level of {name!r} is {found} with the "
-                f"masks and {level} at step {step} of the schedule."
-            )
