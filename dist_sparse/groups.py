@@ -2,13 +2,14 @@
 
 A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout. Without a process group it
 is a world of one that runs the same code and sends nothing. Objects cross ranks as JSON bytes in tensors, never as
-pickles. Every collective is counted by :func:`traffic`.
+pickles. Every collective is counted by :func:`traffic`, for each thread.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,13 +116,20 @@ class Rider:
         self.summed: Tensor | None = None
 
 
-_sent = [0, 0]
+class _Sent(threading.local):
+    """Counted for each thread, so that what save_async() sends in its own belongs to no mask update."""
+
+    collectives = 0
+    bytes = 0
+
+
+_sent = _Sent()
 _timeout = timedelta(seconds=600)
 _groups: dict[tuple[tuple[int, ...], str | None], tuple[Any, Group]] = {}
 
 
 def traffic() -> Traffic:
-    """Return the collectives that this process took part in through the library, and the bytes it handed to them.
+    """Return the collectives that this thread took part in through the library, and the bytes it handed to them.
 
     A world of one sends nothing.
 
@@ -132,7 +140,7 @@ def traffic() -> Traffic:
         >>> traffic()
         Traffic(collectives=0, bytes=0)
     """
-    return Traffic(*_sent)
+    return Traffic(_sent.collectives, _sent.bytes)
 
 
 def reset_traffic() -> None:
@@ -145,7 +153,7 @@ def reset_traffic() -> None:
         >>> traffic().bytes
         0
     """
-    _sent[:] = [0, 0]
+    _sent.collectives, _sent.bytes = 0, 0
 
 
 def set_timeout(seconds: float) -> None:
@@ -344,8 +352,8 @@ class Group:
     @contextmanager
     def _issued(self, operation: str, sent: Tensor) -> Iterator[None]:
         """Around each collective: counts it, and says what a timeout or a broken connection means."""
-        _sent[0] += 1
-        _sent[1] += sent.numel() * sent.element_size()
+        _sent.collectives += 1
+        _sent.bytes += sent.numel() * sent.element_size()
         try:
             yield
         except RuntimeError as fault:

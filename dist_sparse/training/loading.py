@@ -71,6 +71,7 @@ def prepare_load(
     with together.agreeing(_ACTION) as facts:
         saved = _parsed(state, sparsifier, scheduler)
         facts.update({f"{name} of the state": value for name, value in vars(saved.settings).items()})
+        facts["base_param of the state"] = saved.schedule["base_param"]
     levels, commit_schedule = scheduler.prepare_load(saved.schedule)
     with _as_in(saved, sparsifier):
         commit_masks = _prepared_masks(sparsifier, saved.masks, together)
