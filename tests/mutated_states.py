@@ -95,9 +95,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 def _everything(training: SparseTraining) -> list[Any]:
     """Weights, and all that a state restores."""
     sparsifier = training.sparsifier
-    weights = [
-        hash_tensor(shard.tensor) for data in sparsifier.packed_store.locate().values() for shard in data.shards
-    ]
+    weights = [hash_tensor(shard.tensor) for data in sparsifier.packed_store.locate().values() for shard in data.shards]
     counts = {name: [*map(hash_tensor, sparsifier.packed_store.counts(name) or ())] for name in sparsifier.data_groups}
     settings = [sparsifier.scored_by, sparsifier.scope, dict(sparsifier.floors), sparsifier.max_change]
     schedule = {key: value for key, value in training.scheduler.state_dict().items() if key != "_last_param"}

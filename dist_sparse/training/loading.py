@@ -58,9 +58,7 @@ def save(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> dic
     return {"sparsifier": sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
 
 
-def prepare_load(
-    sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, state: object
-) -> Callable[[], None]:
+def prepare_load(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, state: object) -> Callable[[], None]:
     """Check a state of :func:`save` on all ranks, and return the local function that puts it in place. Collective.
 
     Raises:

@@ -79,6 +79,7 @@ class Plan:
         norm, optimizer_state: as the parts spell them; ``norm`` None is "L2".
         score: None tries ``"norm_accumulator"`` first, and then the norm.
         schedule: makes the scheduler.
+        decay: None is 1.
 
     Raises:
         ValueError: an argument is invalid.
@@ -89,7 +90,7 @@ class Plan:
     scope: Any
     floor: Levels | None
     protect: Any
-    end: int
+    end: int | None
     begin: int
     every: int
     block: Any
@@ -99,6 +100,7 @@ class Plan:
     optimizer_state: Any
     min_rows: int
     max_change: Any = None
+    decay: Any = None
 
     def __post_init__(self) -> None:
         if (self.level is None) == (self.budget is None):
@@ -106,28 +108,28 @@ class Plan:
         window = Window(begin=self.begin, end=self.end, every=self.every)
         every = window.every if window.end is None else min(window.every, max(window.end - window.begin, 1))
         resolved = {
-            "level": None if self.level is None else _levels("level", self.level),
-            "budget": None if self.budget is None else parse_budget(self.budget),
+            "level": _given("level", self.level, _levels),
+            "budget": _given("budget", self.budget, lambda _, budget: parse_budget(budget)),
             "scope": checks.choice("scope", self.scope, SCOPES),
-            "floor": None if self.floor is None else _levels("floor", self.floor),
+            "floor": _given("floor", self.floor, _levels),
             "protect": checks.name_list("protect", self.protect),
             **{"begin": window.begin, "end": window.end, "every": every},
             "block": _block(self.block),
-            "norm": None if self.norm is None else checks.choice("norm", self.norm, ("L1", "L2")),
-            "score": None if self.score is None else checks.choice("score", self.score, SCORES),
-            "schedule": self.schedule
-            if callable(self.schedule)
-            else _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, " or the class of a ready scheduler")],
+            "norm": _given("norm", self.norm, lambda name, norm: checks.choice(name, norm, ("L1", "L2"))),
+            "score": _given("score", self.score, lambda name, score: checks.choice(name, score, SCORES)),
+            "schedule": self.schedule if callable(self.schedule) else _schedule(self.schedule, self.end),
             "optimizer_state": checks.choice("optimizer_state", self.optimizer_state, ("keep", "reset")),
             "min_rows": checks.integer("min_rows", self.min_rows, least=0),
+            "max_change": _given("max_change", self.max_change, checks.level),
+            "decay": _given("decay", self.decay, checks.level),
         }
-        if self.max_change is not None:
-            resolved["max_change"] = checks.level("max_change", self.max_change)
-            if resolved["score"] not in ("frequency", "accumulator"):
-                raise ValueError(
-                    f"Invalid max_change={self.max_change} with score={self.score!r}: removed blocks come back with "
-                    "'frequency' and 'accumulator'; with a norm in the score none does."
-                )
+        if self.max_change is not None and resolved["score"] not in ("frequency", "accumulator"):
+            raise ValueError(
+                f"Invalid max_change={self.max_change} with score={self.score!r}: removed blocks come back with "
+                "'frequency' and 'accumulator'; with a norm in the score none does."
+            )
+        if self.decay is not None and resolved["score"] != "frequency":
+            raise ValueError(f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts lookups.")
         if resolved["score"] is None and (self.norm is not None or resolved["block"] != (1, ROW)):
             resolved["score"] = "norm"
         for name, value in resolved.items():
@@ -142,6 +144,16 @@ class Plan:
         found["protect"] = sorted(self.protect)
         found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
         return found
+
+
+def _given(argument: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
+    return None if value is None else check(argument, value)
+
+
+def _schedule(name: object, end: int | None) -> Callable[..., ReadyDataScheduler]:
+    """The schedule of a name; None is a curve that ends at ``end``, or the final level for good."""
+    name = ("constant" if end is None else "cubic") if name is None else name
+    return _SCHEDULES[checks.choice("schedule", name, _SCHEDULES, " or the class of a ready scheduler")]
 
 
 def _levels(argument: str, given: object) -> Levels:

@@ -236,7 +236,7 @@ class TestLeftDense:
         [
             *((name, True) for name in ("position_embeddings", "wpe", "_pos_emb", "PositionEmbedding", "posEmb")),
             *((name, True) for name in ("positional", "ad_position", "POS", "positions")),
-            *((name, False) for name in ("composer", "purpose", "post_id", "posts", "wpenalty", "deposit", "opposition")),
+            *((name, False) for name in ("composer", "purpose", "post_id", "posts", "deposit", "opposition")),
         ],
     )
     def test_position_embeddings(self, name: str, left: bool) -> None:
@@ -294,6 +294,43 @@ class TestNames:
         model, optimizer, sparse = pair(schedule=schedule, norm=norm)
         train(model, optimizer, sparse, 7)
         assert sparse.sparsifier.norm == norm.upper() and (zero_rows(model.user), zero_rows(model.item)) == (24, 18)
+
+
+class TestWithoutEnd:
+    """Masks follow the weights for good."""
+
+    def test_masks_are_updated_for_good(self) -> None:
+        model, optimizer, sparse = pair(end=None, begin=2, every=3)
+        due = []
+        for step in range(12):
+            if sparse.sparsifier.enable_mask_update:
+                due.append(step)
+            train(model, optimizer, sparse, 1)
+        assert due == [2, 5, 8, 11] and (zero_rows(model.user), zero_rows(model.item)) == (24, 18)
+        assert not sparse.finished and "SparseTraining(step 12, level 0.6" in repr(sparse)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sparse.detach()  # nothing has been cut short
+
+    def test_a_resumed_one_goes_on(self) -> None:
+        model, optimizer, sparse = pair(end=None, every=2)
+        train(model, optimizer, sparse, 5)
+        state = copy.deepcopy(sparse.state_dict())
+        sparse.detach()
+        again = sparsify(model, optimizer, level=0.6, end=None, every=2)
+        again.load_state_dict(state)
+        assert again.scheduler.last_epoch == 5 and not again.sparsifier.enable_mask_update
+        train(model, optimizer, again, 1)
+        assert again.sparsifier.enable_mask_update
+
+    def test_a_curve_needs_an_end(self) -> None:
+        with pytest.raises(ValueError, match="Invalid end=None: CubicDataScheduler must have an end"):
+            pair(end=None, schedule="cubic")
+
+    def test_lookups_that_are_not_counted(self) -> None:
+        assert "lookups of removed rows: not counted" in pair()[2].summary()
+        with pytest.raises(ValueError, match=r"Invalid decay=0\.5 with score=None: 'frequency' alone"):
+            pair(decay=0.5)
 
 
 class TestSteps:

@@ -209,7 +209,7 @@ class TestSparsify:
             ({"level": True}, "Invalid level=True"),
             ({"level": {"bag": 0.5, "emb": float("nan")}}, r"Invalid level\['emb'\]=nan: must be a number in \[0, 1\]"),
             ({"level": {}}, r"Invalid level=\{\}"),
-            ({"schedule": None}, "Invalid schedule=None"),
+            ({"schedule": 3}, "Invalid schedule=3"),
             ({"level": {"nothing": 0.5}}, r"Invalid level: 'nothing' matches no table; pruned are \['bag', 'emb'\]"),
             ({"min_rows": -1}, "Invalid min_rows=-1"),
             ({"min_rows": 20, "level": {"emb": 0.5}}, "Invalid level: 'emb' matches tables that are left dense"),
