@@ -85,8 +85,8 @@ class Unwrapped:
         if drifted:
             place, ranks = next(iter(drifted.items()))
             rule = (
-                f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): each rank trains and "
-                "prunes a model of its own, with masks of its own."
+                f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
+                "each rank trains and prunes a model of its own, with masks of its own."
             )
         else:
             rule = (
@@ -106,7 +106,7 @@ class Unwrapped:
 def _refuse(drifted: Mapping[str, list[int]]) -> None:
     places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted.items())
     raise ValueError(
-        f"Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps these tables equal: train "
-        "a DistributedDataParallel and call sparsify() on it. Models that are meant to differ must differ when "
-        "sparsify() is called."
+        f"Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps these "
+        "tables equal: train a DistributedDataParallel and call sparsify() on it. Models that are meant "
+        "to differ must differ when sparsify() is called."
     )
