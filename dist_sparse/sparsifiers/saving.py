@@ -84,8 +84,7 @@ def prepare_load(
         for name in masks:
             if name not in configs:
                 raise RuntimeError(f"Error loading {name!r}: the state has masks of the table but no config.")
-            if lacking := sorted(set(sparsifier.defaults) - set(configs[name])):
-                raise ValueError(f"Error loading {name!r}: its configuration in the state lacks {lacking}.")
+            _check_complete(name, configs[name], sparsifier.defaults)
             sparsifier.check_config(located[name], configs[name])
         packed.note_loaded(noted, located, masks, sharded, configs)
     removed = count_removed(located, masks)
@@ -103,6 +102,11 @@ def prepare_load(
         return {**{name: config for name, config in configs.items() if name in loaded}, **kept}
 
     return commit
+
+
+def _check_complete(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    if lacking := sorted(set(defaults) - set(config)):
+        raise ValueError(f"Error loading {name!r}: its configuration in the state lacks {lacking}.")
 
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:

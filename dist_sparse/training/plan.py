@@ -194,28 +194,46 @@ def left_dense(
     """
     names = [data.name for data in located]
     rotated = names if rotate is None else [name for group in rotation_groups(rotate, names) for name in group]
-    guarded = protected(located, plan.protect)
-    tables = same_storage([m.weight.data for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))])
-    frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
+    reason_of = _reasons(model, located, plan, include)
     reasons = {}
     for data in located:
-        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-        is_table = not whole or any(tables(tensor) for tensor in whole)  # not a parameter that dense= selects
-        if data.name in guarded:
-            reasons[data.name] = "protected"
-        elif any(frozen(tensor) for tensor in whole):
-            reasons[data.name] = "frozen (requires_grad=False)"
-        elif is_table and data.shape[0] < plan.min_rows:
-            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
-        elif is_table and _is_of_positions(data) and not any(_matches(data, pattern) for pattern in include):
-            reasons[data.name] = "position embeddings; include= prunes them"
-        elif data.name not in rotated:
-            reasons[data.name] = "in no group of rotate"
-    if rotate is not None and rotate != "table" and (refused := {n: reasons[n] for n in rotated if n in reasons}):
+        reason = reason_of(data)
+        if reason is None and data.name not in rotated:
+            reason = "in no group of rotate"
+        if reason is not None:
+            reasons[data.name] = reason
+    refused = {name: reasons[name] for name in rotated if name in reasons}
+    if rotate not in (None, "table") and refused:
         raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons
+
+
+def _reasons(
+    model: nn.Module, located: Sequence[ShardedData], plan: Plan, include: Sequence[str]
+) -> Callable[[ShardedData], str | None]:
+    """Return a function that says why a table is not pruned, whatever is rotated; None if it is pruned."""
+    guarded = protected(located, plan.protect)
+    modules = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    tables = same_storage([module.weight.data for module in modules])
+    frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
+
+    def reason(data: ShardedData) -> str | None:
+        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
+        if data.name in guarded:
+            return "protected"
+        if any(map(frozen, whole)):
+            return "frozen (requires_grad=False)"
+        if whole and not any(map(tables, whole)):
+            return None  # a parameter that dense= selects, no table
+        if data.shape[0] < plan.min_rows:
+            return f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
+        if _is_of_positions(data) and not any(_matches(data, pattern) for pattern in include):
+            return "position embeddings; include= prunes them"
+        return None
+
+    return reason
 
 
 _POSITIONS: Final = {"pos", "position", "positions", "positional", "wpe"}

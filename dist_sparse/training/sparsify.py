@@ -383,8 +383,7 @@ def sparsify(
         unpruned = left_dense(model, located, plan, rotate, checks.name_list("include", include))
         groups = None if rotate is None else rotation_groups(rotate, [data.name for data in located])
         facts.update(plan.facts(), rotate=groups, auto_step=bool(auto_step))
-        for argument, globs in (("include", include), ("exclude", exclude), ("dense", dense)):
-            facts[argument] = _as_fact(argument, globs)
+        facts.update(_globs(include=include, exclude=exclude, dense=dense))
         final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
@@ -425,9 +424,13 @@ def sparsify(
     return training
 
 
-def _as_fact(argument: str, globs: Any) -> Any:
-    """Globs as ranks compare them: a set of strings has another order on each rank."""
-    return globs if globs is None or isinstance(globs, bool) else sorted(checks.name_list(argument, globs))
+def _globs(**given: Any) -> dict[str, Any]:
+    """Arguments as ranks compare them: a set of strings has another order on each rank."""
+    found = dict(given)
+    for argument, globs in given.items():
+        if globs is not None and not isinstance(globs, bool):
+            found[argument] = sorted(checks.name_list(argument, globs))
+    return found
 
 
 def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool:
