@@ -77,8 +77,8 @@ class SparsifyCallback(Callback):
 
     Args:
         level, budget, scope, floor, protect, block, norm, score: as in :func:`~dist_sparse.sparsify`.
-        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate, max_change: likewise;
-            steps are rounds of optimizer steps.
+        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate, max_change, decay:
+            likewise; steps are rounds of optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -121,7 +121,7 @@ class SparsifyCallback(Callback):
         scope: Scope = "table",
         floor: Levels | None = None,
         protect: str | list[str] | None = None,
-        end: int,
+        end: int | None,
         begin: int = 0,
         every: int = 100,
         block: BlockShape = (1, ROW),
@@ -130,11 +130,12 @@ class SparsifyCallback(Callback):
         include: str | list[str] | None = None,
         exclude: str | list[str] | None = None,
         dense: bool | str | list[str] | None = None,
-        schedule: Schedule = "cubic",
+        schedule: Schedule | None = None,
         optimizer_state: OptimizerState = "keep",
         min_rows: int = 16,
         rotate: Rotate | None = None,
         max_change: float | None = None,
+        decay: float | None = None,
         log: bool = True,
     ) -> None:
         super().__init__()
@@ -154,6 +155,7 @@ class SparsifyCallback(Callback):
             "optimizer_state": optimizer_state,
             "min_rows": min_rows,
             "max_change": max_change,
+            "decay": decay,
         }
         Plan(**self._plan)  # invalid arguments are refused here, before anything is loaded or trained
         self.training: SparseTraining | None = None

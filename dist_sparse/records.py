@@ -33,6 +33,8 @@ class MaskChange:
         flipped_blocks: how many are no longer what they were; None if the block shape has changed.
         regrown_blocks: how many of those were removed before.
         dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank sees a whole row.
+        lookups: counted so far, before the update's decay; None where they are not counted.
+        removed_lookups: how many of them are of rows that were removed until now.
     """
 
     name: str
@@ -44,6 +46,8 @@ class MaskChange:
     flipped_blocks: int | None
     regrown_blocks: int | None
     dead_rows: int | None
+    lookups: int | None = None
+    removed_lookups: int | None = None
 
     @property
     def sparsity(self) -> float:

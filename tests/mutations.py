@@ -74,7 +74,7 @@ MUTATIONS = [
     M("schedulers/curves.py", "_finite(end))) ** 3)", "_finite(end))) ** 2)", "tests/schedulers/test_curves.py"),
     M("schedulers/curves.py", "    if share in (0.0, 1.0):\n        return final if share else initial\n", "", "tests/schedulers/test_curves.py"),
     M("schedulers/curves.py", "return step - (step - self.begin) % self.every", "return step", "tests/schedulers"),
-    M("schedulers/base.py", "if repr(value) != repr(mine[name])}", "if value != mine[name]}", "tests/dist/test_schedulers.py -k types"),
+    M("schedulers/base.py", "if repr(value) != repr(theirs[name])]", "if value != theirs[name]]", "tests/dist/test_schedulers.py -k types"),
     M("schedulers/base.py", "notes.stepped == steps and each.data_sparsifier is self.data_sparsifier and each._updates_masks()", "each is self and each._updates_masks()", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     M("schedulers/base.py", "notes.stepped == steps and each", "each", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer --------------------------------------------------------------------------------------------------------
@@ -103,7 +103,10 @@ MUTATIONS = [
     M("optim/gradients.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
     M("optim/gradients.py", "        lent.grad = torch.zeros_like(lent)\n", "        return\n", "tests/dist/test_optim_torchrec.py -k no and gradient"),
     # -- training --------------------------------------------------------------------------------------------------------
-    M("training/sparsify.py", "                _check_levels(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
+    M("training/loading.py", "            _check_steps(levels, saved, scheduler)\n", "", "tests/training"),
+    M("training/loading.py", "            _check_next_updates(sparsifier, levels, saved.schedule.get(\"final\"))\n", "", "tests/training"),
+    M("training/loading.py", "        saved.settings.put(sparsifier)\n        sparsifier.data_groups", "        sparsifier.data_groups", "tests/training"),
+    M("training/unwrapped.py", "            if drifted:\n                self._names = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._detached() and not self.finished:", "if self._detached():", "tests/training"),
     # -- report ----------------------------------------------------------------------------------------------------------
     M("report/quality.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),

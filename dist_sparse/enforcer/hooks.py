@@ -10,19 +10,39 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 __all__ = ["Clock", "Hook", "Wrapped", "timed"]
 
+_ATTACHED: Final = (
+    "the hooks that keep removed weights at zero: call detach() first, and copy the model after that, not before."
+)
+
 
 class Hook:
-    """Calls a function, until it is copied."""
+    """Calls a function, until it is copied.
+
+    Raises:
+        RuntimeError: ``torch.export`` runs it: what it does is no part of a graph.
+        AttributeError: ``torch.jit.script`` asks for its ``__name__``.
+    """
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return None if self._call is None else self._call(*args, **kwargs)
+        if self._call is None:
+            return None
+        if torch.compiler.is_exporting():
+            raise RuntimeError(f"torch.export can't trace {_ATTACHED}")
+        return self._call(*args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        # TorchScript compiles hooks by name. An AttributeError, so that hasattr() and getattr() work as before.
+        raise AttributeError(f"TorchScript can't compile {_ATTACHED}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook()

@@ -58,6 +58,8 @@ def _change(table: Mapping[str, Any]) -> MaskChange:
         flipped_blocks=optional(count, table["flipped_blocks"]),
         regrown_blocks=optional(count, table["regrown_blocks"]),
         dead_rows=optional(count, table["dead_rows"]),
+        lookups=optional(count, table.get("lookups")),  # logs of earlier releases have none
+        removed_lookups=optional(count, table.get("removed_lookups")),
     )
 
 

@@ -239,8 +239,18 @@ def inspect_text(run: Run) -> str:
     last = ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items())
     lines += [f"last: {last}"] if last else []
     lines.append(f"mask updates: {known['due_steps']}")
+    lines.append(f"lookups of removed rows: {_lookups_text(run)}")
     lines += ["config:", *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items())] if run.config else []
     return "\n".join(printable(line) for line in lines)
+
+
+def _lookups_text(run: Run) -> str:
+    """Return the share of all counted lookups: at the end of the run, or at the last mask update."""
+    known = [(of.kept_lookups + of.removed_lookups, of.removed_lookups) for of in run.traffic.values()]
+    if not known and run.due:
+        known = [(t.lookups or 0, t.removed_lookups or 0) for t in run.due[-1].record.tables]
+    lookups = sum(counted for counted, _ in known)
+    return "not counted" if not lookups else percent(sum(removed for _, removed in known) / lookups)
 
 
 def _tables(run: Run) -> list[dict[str, Any]]:

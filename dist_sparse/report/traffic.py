@@ -57,30 +57,24 @@ def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
     import torch  # a run is read without it
 
     from dist_sparse.groups import group_over
-    from dist_sparse.sparsifiers.stats import dead_flags
+    from dist_sparse.sparsifiers.lookups import counted_rows
 
     packed = sparsifier.packed_store
     if not sparsifier.counts_lookups:
         return {}
     found = {}
     for name, data in packed.current("RunLog.close()").items():
-        counts = packed.counts(name)
-        whole = all(rect.cols == data.shape[1] for rect in data.rects) or packed.block(name)[1] >= data.shape[1]
-        if counts is None or not whole:
+        rows = counted_rows(data, packed.block(name), packed.masks(name), packed.counts(name))
+        if rows is None:
             continue
-        group = group_over(data.ranks)
-        owned = set(data.owned(group.rank))
         sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
-        for mask, rows in zip(packed.masks(name), counts, strict=True):
-            if mask.rect.col or mask.rect not in owned:
-                continue
-            lookups = rows.cpu().long()
+        for dead, lookups in rows:
             octaves = torch.frexp(lookups.double()).exponent.long().where(lookups > 0, 0)
-            for kind, dead in enumerate((False, True)):
-                of = dead_flags(mask) == dead
+            for kind, of in enumerate((~dead, dead)):
                 sums[kind, :_OCTAVES] += torch.bincount(octaves[of], minlength=_OCTAVES)
                 sums[kind, _OCTAVES] += lookups[of].sum()
-        (*kept, kept_lookups), (*removed, removed_lookups) = group.all_reduce(sums).tolist()
+        summed = group_over(data.ranks).all_reduce(sums).tolist()
+        (*kept, kept_lookups), (*removed, removed_lookups) = summed
         last = max([i for i in range(_OCTAVES) if kept[i] or removed[i]], default=-1) + 1
         found[name] = Traffic(
             kept=tuple(kept[:last]),

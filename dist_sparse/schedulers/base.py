@@ -12,11 +12,12 @@ import inspect
 import reprlib
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 from dist_sparse.checks import integer
+from dist_sparse.facts import ranks_text
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
@@ -218,27 +219,37 @@ class BaseDataScheduler:
             "scheduler": type(self).__name__,
             "schedule_param": self.schedule_param,
             "last_epoch": self.last_epoch,
+            "step count": self._step_count,
             **names,
         }
 
     def _overruled(self, answer: Mapping[str, Any], group: Group) -> Mapping[str, Any]:
-        """The values of rank 0. Collective over ``group``."""
-        mine = _to_wire(answer)
-        first = group.all_gather_json(mine)[0]
-        # Compared as text: NaN is NaN, and the types count too.
-        others = {name: value for name, value in first.items() if repr(value) != repr(mine[name])}
+        """The values of the first rank, which warns of others once. Collective over ``group``."""
+        found = group.all_gather_json(_to_wire(answer))
+        if group.rank == 0:
+            self._warn_of_overruled(found, group.ranks)
+        first, mine = found[0], found[group.rank]
+        differing = _differing(first, mine)
+        return {name: _from_wire(first[name]) if name in differing else value for name, value in answer.items()}
+
+    def _warn_of_overruled(self, found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+        """Name the ranks whose values are not those of the first. Once for each scheduler."""
         notes = _notes.setdefault(self, _Notes())
-        if others and not notes.overruled:
-            notes.overruled = True
-            name, value = next(iter(others.items()))
-            warnings.warn(
-                f"{type(self).__name__} on rank {group.ranks[group.rank]}: {self.schedule_param!r} of {name!r} is "
-                f"{mine[name]!r} here and {value!r} on rank {group.ranks[0]}, and so for {len(others)} of {len(first)} "
-                f"names. The values of rank {group.ranks[0]} are used, from now on without a warning.",
-                UserWarning,
-                stacklevel=4,
-            )
-        return {name: _from_wire(others[name]) if name in others else value for name, value in answer.items()}
+        differing = [_differing(found[0], theirs) for theirs in found]
+        others = [rank for rank, names in enumerate(differing) if names]
+        if notes.overruled or not others:
+            return
+        notes.overruled = True
+        theirs, name = others[0], differing[others[0]][0]
+        names = {each for names in differing for each in names}
+        warnings.warn(
+            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {found[theirs][name]!r} on rank "
+            f"{ranks[theirs]} and {found[0][name]!r} on rank {ranks[0]}. {ranks_text([ranks[i] for i in others])} "
+            f"{'differs' if len(others) == 1 else 'differ'} in {len(names)} of {number_of(len(found[0]), 'name')}. The "
+            f"values of rank {ranks[0]} are used on all ranks, from now on without a warning.",
+            UserWarning,
+            stacklevel=5,
+        )
 
     def _apply(self, values: Mapping[str, Any]) -> None:
         groups = self.data_sparsifier.data_groups
@@ -279,6 +290,11 @@ class BaseDataScheduler:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def _differing(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The names with another value, compared as text: NaN is NaN, and the types count too."""
+    return [name for name, value in first.items() if repr(value) != repr(theirs[name])]
 
 
 def _python(value: Any) -> Any:

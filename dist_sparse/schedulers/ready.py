@@ -242,7 +242,9 @@ class _GrowingDataScheduler(_CurveDataScheduler):
 
     def _check_plan(self) -> None:
         if self.end is None:
-            raise ValueError(f"Invalid end=None: {type(self).__name__} must have an end, an int >= begin.")
+            raise ValueError(
+                f"Invalid end=None: {type(self).__name__} must have an end, an int >= begin; a constant level none."
+            )
         super()._check_plan()
 
 

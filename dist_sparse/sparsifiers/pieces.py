@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dist_sparse.facts import from_json
+from dist_sparse.checks import integer
+from dist_sparse.facts import cut, from_json
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -83,9 +84,26 @@ def saved_counts(rows: int, rects: Sequence[Rect], owned: Sequence[Rect], counts
 
 
 def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the JSON values of each table in a state."""
+    """Return the JSON values of each table in a state: its shape and block, its configuration, its mask updates, and
+    the blocks that it has removed.
+
+    Raises:
+        ValueError: a value is missing, unknown or malformed; names the table and the key.
+    """
     tables = from_json("the tables of the state", saved.get("tables"))
-    return {name: entry if isinstance(entry, dict) else {} for name, entry in tables.items()}
+    for name, entry in tables.items():
+        _check_entry(name, entry)
+    return tables
+
+
+def _check_entry(name: str, entry: object) -> None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+        raise ValueError(f"Table {name!r}: the state has no configuration of it.")
+    if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
+        raise ValueError(f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer release.")
+    for key in ("updates", "removed"):
+        if entry.get(key) is not None:
+            integer(key, entry[key], least=0, of=name)
 
 
 def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
@@ -96,11 +114,12 @@ def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[st
         blocks: what a bit of the registered tables' masks stands for: DCP has loaded by it.
 
     Raises:
-        ValueError: a part is missing, or DCP has loaded masks of other blocks.
+        ValueError: a part is missing or malformed, or DCP has loaded masks of other blocks.
     """
     entries = tables_of(saved)
+    all_masks, all_counts = (_mapping(part, saved.get(part, {})) for part in ("masks", "counts"))
     for name, entry in entries.items():
-        mask, counts = (saved.get(part, {}).get(name) for part in ("masks", "counts"))
+        mask, counts = all_masks.get(name), all_counts.get(name)
         if mask is None and name not in blocks:
             continue  # DCP leaves out what was not asked for; the caller names it
         if not isinstance(mask, ChunkedTensor):
@@ -110,13 +129,35 @@ def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[st
                 f"Table {name!r}: its masks were saved by blocks {block}, and it is registered by {blocks.get(name)}: "
                 "register it with the sparse_block_shape of the checkpoint."
             )
-        entry["pieces"] = [dict(piece) for piece in mask.kept]
+        entry["pieces"] = _pieces_of(name, mask)
         if mask.loaded is not None:
             for piece, chunk in zip(entry["pieces"], mask.loaded, strict=True):
                 piece["bits"], piece["hash"] = _bits_of(Rect(*piece["rect"]), blocks[name], chunk), None
-        for i, piece in enumerate(entry["pieces"] if isinstance(counts, ChunkedTensor) else ()):
-            piece["counts"] = counts.kept[i]["counts"] if counts.loaded is None else counts.loaded[i]
+        if isinstance(counts, ChunkedTensor):
+            counted = [piece.get("counts") for piece in _pieces_of(name, counts)]
+            _add_counts(name, entry["pieces"], counted if counts.loaded is None else counts.loaded)
     return entries
+
+
+def _mapping(part: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Invalid state: its {part} must be a mapping by table, and are a {type(value).__name__}.")
+    return value
+
+
+def _pieces_of(name: str, saved: ChunkedTensor) -> list[dict[str, Any]]:
+    """Copies of this rank's pieces of a saved tensor."""
+    if not isinstance(saved.kept, list) or not all(isinstance(piece, dict) for piece in saved.kept):
+        raise ValueError(f"Table {name!r}: the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
+    return [dict(piece) for piece in saved.kept]
+
+
+def _add_counts(name: str, pieces: Sequence[dict[str, Any]], counts: Sequence[object]) -> None:
+    """Add the counts of lookups to the pieces of a mask, which have the same order."""
+    if len(pieces) != len(counts):
+        raise ValueError(f"Table {name!r}: the state has {len(pieces)} pieces of masks and {len(counts)} of counts.")
+    for piece, count in zip(pieces, counts, strict=True):
+        piece["counts"] = count
 
 
 def block_of(entry: Mapping[str, Any]) -> Block:
@@ -137,7 +178,7 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
     Raises:
         ValueError: it does not fit the table, was changed since it was saved, or does not cover the shards.
     """
-    if (shape := entry.get("shape")) is None or tuple(shape) != data.shape:
+    if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
         raise ValueError(f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of {shape}.")
     try:
         block = block_of(entry)

@@ -9,18 +9,20 @@ one. Without a recorder nothing is counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dist_sparse.groups import Group, Rider, group_over, traffic
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.masking.selection import Threshold
 from dist_sparse.records import LEADING_SHIFT, MaskChange, StepRecord
+from dist_sparse.sparsifiers.lookups import counted_rows, sum_lookups
 from dist_sparse.sparsifiers.stats import dead_flags, target_of
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
@@ -28,8 +30,8 @@ __all__ = ["Recorder"]
 
 Ranks = tuple[int, ...] | None
 
-_COUNTS = 4
-"""Removed blocks, flipped ones, regrown ones, dead rows."""
+_COUNTS = 6
+"""Removed blocks, flipped ones, regrown ones, dead rows; lookups, and those of removed rows."""
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Recorder:
         self._sort_out()
 
     def rider(self, ranks: Ranks) -> Rider | None:
-        """Return the counts that wait for a message over these ranks, ``(mask updates and tables, 4)``, also those of
+        """Return the counts that wait for a message over these ranks, ``(mask updates and tables, 6)``, also those of
         tables that have been squashed since; None if none do."""
         counts = [step.mine[name] for step, names in self._waiting_of(ranks) for name in names]
         return Rider(torch.tensor(counts, dtype=torch.int64)) if counts else None
@@ -127,7 +129,13 @@ class Recorder:
                 step.known[name] = next(rows)
 
     def note(
-        self, data: ShardedData, before: list[BlockMask], block: Block, made: MadeMasks, config: Mapping[str, Any]
+        self,
+        data: ShardedData,
+        before: list[BlockMask],
+        block: Block,
+        made: MadeMasks,
+        config: Mapping[str, Any],
+        lookups: Sequence[Tensor] | None = None,
     ) -> None:
         """Count what changes in one table, before its new masks take the place of the old.
 
@@ -137,16 +145,19 @@ class Recorder:
             block: what one of their bits stands for; known on ranks without a shard too.
             made: the new masks.
             config: the table's configuration.
+            lookups: of the rows of this rank's shards, where they are counted.
         """
         step = self._waiting[-1]
         group = group_over(data.ranks)
         owned = set(data.owned(group.rank))
-        counts = [0] * _COUNTS
+        counts = [0] * (_COUNTS - 2)
         whole_rows = all(rect.cols == data.shape[1] for rect in data.rects)
         for old, (new, _) in zip(before, made.masks, strict=True):
             if new.rect in owned and new.blocks:
                 owned.discard(new.rect)
                 counts = [a + b for a, b in zip(counts, _changes(old, new, whole_rows), strict=True)]
+        looked_up = counted_rows(data, block, before, lookups)
+        counts += sum_lookups(looked_up or ())
         grid = grid_of(Rect(0, 0, *data.shape), made.block)
         step.facts[data.name] = {
             "ranks": data.ranks,
@@ -156,6 +167,7 @@ class Recorder:
             "blocks": grid.rows * grid.cols,
             "comparable": block == made.block,
             "whole_rows": whole_rows,
+            "counts_lookups": looked_up is not None,
         }
         (step.known if group.size == 1 else step.mine)[data.name] = counts
 
@@ -181,7 +193,7 @@ class Recorder:
 
 
 def _change(name: str, facts: Mapping[str, Any], counts: list[int]) -> MaskChange:
-    removed, flipped, regrown, dead = counts
+    removed, flipped, regrown, dead, lookups, removed_lookups = counts
     return MaskChange(
         name=name,
         target=facts["target"],
@@ -192,6 +204,8 @@ def _change(name: str, facts: Mapping[str, Any], counts: list[int]) -> MaskChang
         flipped_blocks=flipped if facts["comparable"] else None,
         regrown_blocks=regrown if facts["comparable"] else None,
         dead_rows=dead if facts["whole_rows"] else None,
+        lookups=lookups if facts["counts_lookups"] else None,
+        removed_lookups=removed_lookups if facts["counts_lookups"] else None,
     )
 
 

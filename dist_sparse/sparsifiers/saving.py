@@ -25,6 +25,7 @@ __all__ = ["prepare_load", "save", "saved_configs"]
 class Loadable(Protocol):
     """The attributes and methods of a sparsifier that a load uses."""
 
+    defaults: dict[str, Any]
     data_groups: dict[str, dict[str, Any]]
     dense_store: DenseStore
     packed_store: PackedStore
@@ -52,7 +53,7 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     saved = _whole(saved)
     tables = tables_of(saved["sharded"]) if saved["sharded"] else {}
-    given = {name: entry["config"] for name, entry in tables.items() if isinstance(entry.get("config"), dict)}
+    given = {name: entry["config"] for name, entry in tables.items()}
     return copy.deepcopy({**saved["data_groups"], **given})
 
 
@@ -83,6 +84,7 @@ def prepare_load(
         for name in masks:
             if name not in configs:
                 raise RuntimeError(f"Error loading {name!r}: the state has masks of the table but no config.")
+            _check_complete(name, configs[name], sparsifier.defaults)
             sparsifier.check_config(located[name], configs[name])
         packed.note_loaded(noted, located, masks, sharded, configs)
     removed = count_removed(located, masks)
@@ -102,10 +104,21 @@ def prepare_load(
     return commit
 
 
+def _check_complete(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    if lacking := sorted(set(defaults) - set(config)):
+        raise ValueError(f"Error loading {name!r}: its configuration in the state lacks {lacking}.")
+
+
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A state with the parts that it has left out."""
     parts = ("state", "data_groups", "_container")
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
     missing = [] if "sharded" in saved else [key for key in parts if key not in saved]
     if missing:
         raise ValueError(f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}.")
-    return {**{key: {} for key in (*parts, "sharded")}, **saved}
+    whole = {**{key: {} for key in (*parts, "sharded")}, **saved}
+    for part in (*parts, "sharded"):
+        if not isinstance(whole[part], Mapping):
+            raise ValueError(f"Invalid state: {part!r} must be a mapping, and is a {type(whole[part]).__name__}.")
+    return whole

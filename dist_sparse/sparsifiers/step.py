@@ -243,7 +243,8 @@ def _apply(
     """Zero what is newly removed, and put the new masks in place. Local."""
     if recorder is not None:
         for name, new in made.items():
-            recorder.note(located[name], packed.masks(name), packed.block(name), new, configs[name])
+            before, lookups = packed.masks(name), packed.counts(name)
+            recorder.note(located[name], before, packed.block(name), new, configs[name], lookups)
     BlockMask.apply_all_changed_(
         [
             (mask, shard.tensor, before, dirty)

@@ -6,10 +6,11 @@ Names are case-insensitive (``"l2"``, ``"cubic"``, ``"row"``), and an unknown on
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from torch import nn
 
@@ -75,9 +76,10 @@ class Plan:
         budget: bytes, or a fraction of them as a float.
         block: ``(rows, columns)`` of ints, ``(int, ROW)`` or ``(COL, int)``.
         every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
-        norm, optimizer_state: as the parts spell them.
+        norm, optimizer_state: as the parts spell them; ``norm`` None is "L2".
         score: None tries ``"norm_accumulator"`` first, and then the norm.
         schedule: makes the scheduler.
+        decay: None is 1.
 
     Raises:
         ValueError: an argument is invalid.
@@ -88,7 +90,7 @@ class Plan:
     scope: Any
     floor: Levels | None
     protect: Any
-    end: int
+    end: int | None
     begin: int
     every: int
     block: Any
@@ -98,6 +100,7 @@ class Plan:
     optimizer_state: Any
     min_rows: int
     max_change: Any = None
+    decay: Any = None
 
     def __post_init__(self) -> None:
         if (self.level is None) == (self.budget is None):
@@ -105,32 +108,52 @@ class Plan:
         window = Window(begin=self.begin, end=self.end, every=self.every)
         every = window.every if window.end is None else min(window.every, max(window.end - window.begin, 1))
         resolved = {
-            "level": None if self.level is None else _levels("level", self.level),
-            "budget": None if self.budget is None else parse_budget(self.budget),
+            "level": _given("level", self.level, _levels),
+            "budget": _given("budget", self.budget, lambda _, budget: parse_budget(budget)),
             "scope": checks.choice("scope", self.scope, SCOPES),
-            "floor": None if self.floor is None else _levels("floor", self.floor),
+            "floor": _given("floor", self.floor, _levels),
             "protect": checks.name_list("protect", self.protect),
             **{"begin": window.begin, "end": window.end, "every": every},
             "block": _block(self.block),
-            "norm": "L2" if self.norm is None else checks.choice("norm", self.norm, ("L1", "L2")),
-            "score": None if self.score is None else checks.choice("score", self.score, SCORES),
-            "schedule": self.schedule
-            if callable(self.schedule)
-            else _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, " or the class of a ready scheduler")],
+            "norm": _given("norm", self.norm, lambda name, norm: checks.choice(name, norm, ("L1", "L2"))),
+            "score": _given("score", self.score, lambda name, score: checks.choice(name, score, SCORES)),
+            "schedule": self.schedule if callable(self.schedule) else _schedule(self.schedule, self.end),
             "optimizer_state": checks.choice("optimizer_state", self.optimizer_state, ("keep", "reset")),
             "min_rows": checks.integer("min_rows", self.min_rows, least=0),
+            "max_change": _given("max_change", self.max_change, checks.level),
+            "decay": _given("decay", self.decay, checks.level),
         }
-        if self.max_change is not None:
-            resolved["max_change"] = checks.level("max_change", self.max_change)
-            if resolved["score"] not in ("frequency", "accumulator"):
-                raise ValueError(
-                    f"Invalid max_change={self.max_change} with score={self.score!r}: removed blocks come back with "
-                    "'frequency' and 'accumulator'; with a norm in the score none does."
-                )
+        if self.max_change is not None and resolved["score"] not in ("frequency", "accumulator"):
+            raise ValueError(
+                f"Invalid max_change={self.max_change} with score={self.score!r}: removed blocks come back with "
+                "'frequency' and 'accumulator'; with a norm in the score none does."
+            )
+        if self.decay is not None and resolved["score"] != "frequency":
+            raise ValueError(f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts lookups.")
         if resolved["score"] is None and (self.norm is not None or resolved["block"] != (1, ROW)):
             resolved["score"] = "norm"
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the arguments by name, as JSON can hold them, for ranks to compare."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in found.items():
+            if isinstance(value, Mapping):
+                found[name] = list(value.items())  # in order: of several globs that match, the last counts
+        found["protect"] = sorted(self.protect)
+        found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
+        return found
+
+
+def _given(argument: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
+    return None if value is None else check(argument, value)
+
+
+def _schedule(name: object, end: int | None) -> Callable[..., ReadyDataScheduler]:
+    """The schedule of a name; None is a curve that ends at ``end``, or the final level for good."""
+    name = ("constant" if end is None else "cubic") if name is None else name
+    return _SCHEDULES[checks.choice("schedule", name, _SCHEDULES, " or the class of a ready scheduler")]
 
 
 def _levels(argument: str, given: object) -> Levels:
@@ -156,35 +179,76 @@ def _block(block: Any) -> tuple[int | str, int | str]:
 
 
 def left_dense(
-    model: nn.Module, located: Sequence[ShardedData], plan: Plan, rotate: Rotate | None = None
+    model: nn.Module,
+    located: Sequence[ShardedData],
+    plan: Plan,
+    rotate: Rotate | None = None,
+    include: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the tables that are not pruned, with the reason: protected ones, frozen ones, those with fewer than
-    ``min_rows`` rows, and, if groups of tables are rotated, those in no group: nothing could make them narrower.
+    ``min_rows`` rows, position embeddings that no glob of ``include`` matches, and, if groups of tables are rotated,
+    those in no group: nothing could make them narrower.
 
     Raises:
         ValueError: none is pruned, a glob of ``plan.protect`` matches no table, or a table to rotate is left dense.
     """
     names = [data.name for data in located]
     rotated = names if rotate is None else [name for group in rotation_groups(rotate, names) for name in group]
-    guarded = protected(located, plan.protect)
-    tables = same_storage([m.weight.data for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))])
-    frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
+    reason_of = _reasons(model, located, plan, include)
     reasons = {}
     for data in located:
-        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-        if data.name in guarded:
-            reasons[data.name] = "protected"
-        elif any(frozen(tensor) for tensor in whole):
-            reasons[data.name] = "frozen (requires_grad=False)"
-        elif data.shape[0] < plan.min_rows and (not whole or any(tables(tensor) for tensor in whole)):
-            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
-        elif data.name not in rotated:
-            reasons[data.name] = "in no group of rotate"
-    if rotate is not None and rotate != "table" and (refused := {n: reasons[n] for n in rotated if n in reasons}):
+        reason = reason_of(data)
+        if reason is None and data.name not in rotated:
+            reason = "in no group of rotate"
+        if reason is not None:
+            reasons[data.name] = reason
+    refused = {name: reasons[name] for name in rotated if name in reasons}
+    if rotate not in (None, "table") and refused:
         raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons
+
+
+def _reasons(
+    model: nn.Module, located: Sequence[ShardedData], plan: Plan, include: Sequence[str]
+) -> Callable[[ShardedData], str | None]:
+    """Return a function that says why a table is not pruned, whatever is rotated; None if it is pruned."""
+    guarded = protected(located, plan.protect)
+    modules = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    tables = same_storage([module.weight.data for module in modules])
+    frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
+
+    def reason(data: ShardedData) -> str | None:
+        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
+        if data.name in guarded:
+            return "protected"
+        if any(map(frozen, whole)):
+            return "frozen (requires_grad=False)"
+        if whole and not any(map(tables, whole)):
+            return None  # a parameter that dense= selects, no table
+        if data.shape[0] < plan.min_rows:
+            return f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
+        if _is_of_positions(data) and not any(_matches(data, pattern) for pattern in include):
+            return "position embeddings; include= prunes them"
+        return None
+
+    return reason
+
+
+_POSITIONS: Final = {"pos", "position", "positions", "positional", "wpe"}
+"""Words in the names of position embeddings; ``wpe`` is GPT-2's."""
+
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def _is_of_positions(data: ShardedData) -> bool:
+    """Whether a whole word of its names says so: ``_pos_emb`` and ``PositionEmbedding`` do, ``composer`` does not.
+
+    Every sequence reads all positions up to its length, so that no row of such a table can go unnoticed.
+    """
+    words = _WORD.findall(f"{data.name} {data.fqn or ''}")
+    return not _POSITIONS.isdisjoint(word.lower() for word in words)
 
 
 def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import glob
 import importlib
-import math
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,17 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.facts import from_json, to_json
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.rotation.rotate import rotate as rotate_tables
-from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
-from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
-from dist_sparse.sparsifiers.saving import saved_configs
-from dist_sparse.sparsifiers.score import SCOPES
+from dist_sparse.schedulers.ready import ReadyDataScheduler
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.lookups import removed_lookups
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, Source
-from dist_sparse.text import block_shape_text, count, number_of, shape_text, table_lines
+from dist_sparse.text import block_shape_text, count, number_of, percent, shape_text, table_lines
 from dist_sparse.training.following import Following
+from dist_sparse.training.loading import prepare_load, save
 from dist_sparse.training.plan import (
     BlockShape,
     Levels,
@@ -42,6 +40,7 @@ from dist_sparse.training.plan import (
     left_dense,
     table_floors,
 )
+from dist_sparse.training.unwrapped import Unwrapped
 
 __all__ = ["SparseTraining", "sparsify"]
 
@@ -78,6 +77,7 @@ class SparseTraining:
         table   shape    sharding    block  level  sparsity  removed blocks
         ------  -------  ----------  -----  -----  --------  --------------
         weight  100 x 8  replicated  row     0.75    0.7500              75
+        lookups of removed rows: not counted (score='frequency' counts them)
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class SparseTraining:
         self._source = source
         self._auto_step = False
         self._following: Following | None = None
+        self._unwrapped: Unwrapped | None = None
         self._warns = rank_in(world_ranks()) == 0
 
     def step(self) -> None:
@@ -103,6 +104,7 @@ class SparseTraining:
         Raises:
             RuntimeError: ``auto_step=True`` calls it already, or no forward has used the tables (the model was wrapped
                 or copied after :func:`sparsify`).
+            ValueError: see :meth:`~dist_sparse.BaseDataSparsifier.step`; on every rank.
         """
         if self._auto_step:
             raise RuntimeError("auto_step=True calls step() after each optimizer step: do not call it as well.")
@@ -126,7 +128,8 @@ class SparseTraining:
         return [data.name for data in located if {shard.rect for shard in data.shards} != set(data.rects)]
 
     def summary(self) -> str:
-        """Return a text table of what is pruned and what is left dense. Collective if tables are sharded."""
+        """Return a text table of what is pruned and what is left dense, and the share of the counted lookups that hit
+        removed rows. Collective if tables are sharded."""
         head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
         rows = [
             (
@@ -141,15 +144,21 @@ class SparseTraining:
             for table in self.sparsifier.table_stats()
         ]
         dense = [f"{name} is left dense: {reason}" for name, reason in self.left_dense.items()]
-        return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense])
+        lookups = f"lookups of removed rows: {self._lookups_text()}"
+        return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense, lookups])
+
+    def _lookups_text(self) -> str:
+        if not self.sparsifier.counts_lookups:
+            return "not counted (score='frequency' counts them)"
+        known = removed_lookups(self.sparsifier, "summary()")
+        shares = [f"{name} {percent(removed / max(counted, 1))}" for name, (counted, removed) in known.items()]
+        removed, counted = (sum(each[i] for each in known.values()) for i in (1, 0))
+        return f"{percent(removed / counted)} ({', '.join(shares)})" if counted else "none counted"
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, counts of lookups, configurations, the score and the schedule, for torch.save and
         torch.distributed.checkpoint: see :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
-        chosen = {"score": self.sparsifier.scored_by, "scope": self.sparsifier.scope}
-        limits = {"floors": self.sparsifier.floors, "max_change": self.sparsifier.max_change}
-        parts = {"scheduler": self.scheduler.state_dict(), **chosen, **limits}
-        return {"sparsifier": self.sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
+        return save(self.sparsifier, self.scheduler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which replace the arguments
@@ -161,34 +170,11 @@ class SparseTraining:
             model.load_state_dict(best["model"])
 
         Raises:
-            ValueError: a part is missing or invalid, does not fit what is registered, differs between ranks, or masks
-                and schedule are of different steps. On every rank, and nothing has changed.
+            ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs between ranks,
+                masks and schedule are of different steps, or no mask update could follow. On every rank, and nothing
+                has changed.
         """
-        together = group_over(world_ranks())
-        with together.agreeing("load_state_dict()"):
-            if missing := sorted({"sparsifier", "schedule"} - set(state_dict)):
-                raise ValueError(f"The state lacks {missing}; it has {sorted(map(str, state_dict))}.")
-            masks, saved = state_dict["sparsifier"], from_json("the schedule", state_dict["schedule"])
-            schedule = saved.get("scheduler") or {}
-            if missing := sorted(set(self.scheduler.state_dict()) - set(schedule)):
-                raise ValueError(f"The state lacks {missing} of the scheduler; it has {sorted(schedule)}.")
-            configs = saved_configs(masks)
-            score: Any = checks.choice("score", saved.get("score"), SCORES)
-            scope: Any = checks.choice("scope", saved.get("scope"), SCOPES)
-            max_change = checks.level("max_change", saved.get("max_change", 1.0))
-            if (score == "frequency") != self.sparsifier.counts_lookups:
-                raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
-            if (param := schedule["schedule_param"]) != self.scheduler.schedule_param:
-                raise ValueError(f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.")
-        levels, commit = self.scheduler.prepare_load(schedule)
-        with together.agreeing("load_state_dict()"):
-            # The functions of a LambdaDataScheduler are not part of the state: they may be others now.
-            if not isinstance(self.scheduler, LambdaDataScheduler):
-                _check_levels(levels, configs, schedule["last_epoch"])
-        self.sparsifier.load_state_dict(masks)
-        commit()
-        self.sparsifier.scored_by, self.sparsifier.scope = score, scope
-        self.sparsifier.floors, self.sparsifier.max_change = dict(saved.get("floors", {})), max_change
+        prepare_load(self.sparsifier, self.scheduler, state_dict)()
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
@@ -233,9 +219,15 @@ class SparseTraining:
         self._auto_step = auto_step
         self._following = Following(model, self.sparsifier.data_groups, optimizers, self._step, auto_step)
 
+    def _watch_unwrapped(self) -> None:
+        """Compare replicas that nothing keeps equal. Collective over the world if there are any."""
+        self._unwrapped = Unwrapped(self.sparsifier)
+
     def _step(self) -> None:
         if self._following is not None:
             self._following.stepped()
+        if self._unwrapped is not None and self.sparsifier.enable_mask_update:
+            self._unwrapped.compare()
         self.sparsifier.step()
         self.scheduler.step()
 
@@ -277,7 +269,7 @@ def sparsify(
     scope: Scope = "table",
     floor: Levels | None = None,
     protect: str | list[str] | None = None,
-    end: int,
+    end: int | None,
     begin: int = 0,
     every: int = 100,
     block: BlockShape = (1, ROW),
@@ -286,22 +278,25 @@ def sparsify(
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
     dense: bool | str | list[str] | None = None,
-    schedule: Schedule = "cubic",
+    schedule: Schedule | None = None,
     optimizer_state: OptimizerState = "keep",
     min_rows: int = 16,
     auto_step: bool = False,
     rotate: Rotate | None = None,
     max_change: float | None = None,
+    decay: float | None = None,
 ) -> SparseTraining:
     """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
 
-    Tables with fewer than ``min_rows`` rows and frozen tables (``requires_grad`` False) stay dense; ``left_dense``
-    lists them. The last block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it
-    is among the first to be pruned, which changes nothing. Put other rows that must stay, such as those of [MASK]
-    tokens, into a separate table named in ``exclude``.
+    Tables with fewer than ``min_rows`` rows, frozen tables (``requires_grad`` False) and position embeddings (a word of
+    the name is ``pos``, ``position(s)``, ``positional`` or ``wpe``) that ``include`` does not match stay dense;
+    ``left_dense`` lists them. The last block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is
+    already zero: it is among the first to be pruned, which changes nothing. Put other rows that must stay, such as
+    those of [MASK] tokens, into a separate table named in ``exclude``.
 
     Args:
-        model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it first.
+        model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it first. On several ranks
+            tables outside a wrapper are a warning; if all ranks hold the same now, they are compared at mask updates.
         optimizer: the optimizer that steps it, or a sequence of all of them.
         level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table names and fully
             qualified names; of several that match, the last counts. Tables that none matches stay at 0.
@@ -313,7 +308,8 @@ def sparsify(
         floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
         protect: globs of tables that stay dense but count towards ``budget`` (tables in ``exclude`` do not).
         end, begin, every: last and first step of mask updates, and the steps between them; ``every`` is cut to
-            ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``.
+            ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``. After
+            ``end`` masks stay as they are. None removes ``level`` from ``begin`` on, and updates masks for good.
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or ``(1, ROW)`` for whole
             rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such as ``"1x4"``.
         norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are compared; None is L2.
@@ -322,7 +318,8 @@ def sparsify(
             steps all tables and no ``norm`` is given, and ``"norm"`` otherwise; ``summary()`` names it.
         include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.
         schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``, ``"one_shot"`` (at
-            ``begin``), or a ready scheduler's class that takes ``final``, ``begin``, ``end`` and ``every``.
+            ``begin``), or a ready scheduler's class that takes ``final``, ``begin``, ``end`` and ``every``. None is
+            ``"cubic"``, or ``"constant"`` with ``end=None``.
         optimizer_state: ``"keep"`` or ``"reset"``, as in :class:`~dist_sparse.MaskEnforcer`.
         min_rows: tables with fewer rows stay dense.
         auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that can't be edited.
@@ -332,6 +329,8 @@ def sparsify(
             ``"frequency"`` weights rows by their lookups.
         max_change: with ``score="frequency"`` or ``"accumulator"``, the largest fraction of a table's blocks that may
             change state in one mask update, unless the level requires more; see :class:`~dist_sparse.ScoreSparsifier`.
+        decay: with ``score="frequency"``, the factor by which counts of lookups shrink at each mask update, in [0, 1];
+            None is 1, so that all traffic counts equally.
 
     Returns:
         An object with ``step()``, to be called after each optimizer step, ``summary()``, ``state_dict()``,
@@ -375,17 +374,23 @@ def sparsify(
             optimizer_state=optimizer_state,
             min_rows=min_rows,
             max_change=max_change,
+            decay=decay,
         )
         if plan.scope == "global" and rotate is not None:
             raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by position.")
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
-        unpruned = left_dense(model, located, plan, rotate)
+        unpruned = left_dense(model, located, plan, rotate, checks.name_list("include", include))
         groups = None if rotate is None else rotation_groups(rotate, [data.name for data in located])
-        facts["rotate, score, auto_step"] = [groups, score, bool(auto_step)]
+        facts.update(plan.facts(), rotate=groups, auto_step=bool(auto_step))
+        facts.update(_globs(include=include, exclude=exclude, dense=dense))
         final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
-            sparsity_level=0.0, sparse_block_shape=plan.block, norm=plan.norm, score=plan.score or "norm_accumulator"
+            sparsity_level=0.0,
+            sparse_block_shape=plan.block,
+            norm=plan.norm or "L2",
+            score=plan.score or "norm_accumulator",
+            decay=1.0 if plan.decay is None else plan.decay,
         )
         sparsifier.scope, sparsifier.floors = plan.scope, table_floors(plan, located, unpruned)
         sparsifier.max_change = 1.0 if plan.max_change is None else plan.max_change
@@ -411,11 +416,21 @@ def sparsify(
             sparsifier.scored_by = "norm"
         if rotate is not None:
             rotate_tables(sparsifier, rotate)
+        training._watch_unwrapped()
     except BaseException:
         training._detached()
         enforcer.detach()
         raise
     return training
+
+
+def _globs(**given: Any) -> dict[str, Any]:
+    """Arguments as ranks compare them: a set of strings has another order on each rank."""
+    found = dict(given)
+    for argument, globs in given.items():
+        if globs is not None and not isinstance(globs, bool):
+            found[argument] = sorted(checks.name_list(argument, globs))
+    return found
 
 
 def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool:
@@ -426,14 +441,3 @@ def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool
     except ValueError:
         unknown = 1
     return not together.all_reduce(torch.tensor(unknown))
-
-
-def _check_levels(levels: Mapping[str, Any], configs: Mapping[str, Any], step: int) -> None:
-    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration of the masks."""
-    for name, level in levels.items():
-        found = configs.get(name, {}).get("sparsity_level", level)
-        if not isinstance(found, (int, float)) or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
-            raise ValueError(
-                f"Masks and schedule of the state are of different steps: the level of {name!r} is {found} with the "
-                f"masks and {level} at step {step} of the schedule."
-            )

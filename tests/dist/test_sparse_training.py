@@ -71,6 +71,47 @@ def test_masks_of_another_step_on_all_ranks_change_nothing() -> None:
     assert everything(model, sparse)[1:] == before[1:]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (["scope"], "global", "scope of the state is global on rank 1 and table on rank 0"),
+        (["floors"], {"user": 0.5}, "floors of the state"),
+        (["score"], "norm_accumulator", "scored_by of the state is norm_accumulator on rank 1"),
+        (["max_change"], 0.5, r"max_change of the state is 0\.5 on rank 1"),
+        (["floors"], 5, "rank 1: ValueError: Invalid floors=5"),
+        (["scheduler", "base_param"], {"user": 0.5}, "base_param of the state"),
+        (["scheduler", "_step_count"], 0, "step count is 0 on rank 1 and 6 on rank 0"),
+    ],
+    ids=str,
+)
+def test_settings_of_one_rank_change_nothing(path: list[str], value: Any, says: str) -> None:
+    """They were accepted, and the next mask update found that the ranks disagree, for good."""
+    model, sparse = sharded()
+    for _ in range(5):
+        sparse.step()
+    good = copy.deepcopy(sparse.state_dict())
+    state = copy.deepcopy(good)
+    for _ in range(2):
+        sparse.step()
+    before = everything(model, sparse)
+    if dist.get_rank() == 1:
+        with edited(state, "schedule") as saved:
+            node = saved
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = value
+    with pytest.raises(ValueError, match=says):
+        sparse.load_state_dict(state)
+    after = everything(model, sparse)
+    assert all(torch.equal(before[0][name], table) for name, table in after[0].items())
+    assert after[1:] == before[1:]
+    sparse.load_state_dict(good)
+    for _ in range(5):
+        sparse.step()
+    sparse.sparsifier.audit()
+
+
 class Unsharded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

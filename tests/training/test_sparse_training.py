@@ -103,6 +103,78 @@ class TestAtomicLoads:
             sparse.load_state_dict(state)
         assert same(everything(model, sparse), before)
 
+    @pytest.mark.parametrize(
+        ("path", "value", "says"),
+        [
+            (["floors"], 5, "Invalid floors=5"),
+            (["floors"], None, "Invalid floors=None"),
+            (["floors"], {"user": 1.1}, r"Invalid floors\['user'\]=1\.1"),
+            (["floors"], {"nobody": 0.5}, r"\['nobody'\] are not registered"),
+            (["scope"], "world", "Invalid scope='world'"),
+            (["scope"], None, "Invalid scope=None"),
+            (["score"], "frequency", "pass score='frequency'"),
+            (["score"], "accumulator", "'user': no Adagrad steps it"),
+            (["max_change"], 0.0, "max_change=0.0 is for"),
+            (["max_change"], "x", "Invalid max_change='x'"),
+            (["newer"], 1, r"The schedule of the state has the unknown keys \['newer'\]"),
+            (["scheduler", "extra_2"], 1, r"CubicDataScheduler has the unknown keys \['extra_2'\]"),
+            (["scheduler"], [1], r"the scheduler must be a mapping"),
+        ],
+        ids=str,
+    )
+    def test_refused_settings_change_nothing(self, path: list[str], value: Any, says: str) -> None:
+        """And a good state still loads: a bad floor once locked the object."""
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 5)
+        good = copy.deepcopy(sparse.state_dict())
+        state = copy.deepcopy(good)
+        train(model, optimizer, sparse, 3)
+        before = everything(model, sparse)
+        with edited(state, "schedule") as saved:
+            node = saved
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = value
+        with pytest.raises(ValueError, match=says):
+            sparse.load_state_dict(state)
+        assert same(everything(model, sparse), before)
+        sparse.load_state_dict(good)
+        assert same(everything(model, sparse)[1], good)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "says"),
+        [
+            ("updates", "x", "Invalid updates='x' of 'user'"),
+            ("removed", -1, "Invalid removed=-1 of 'user'"),
+            ("shape", 5, "Table 'user' has the shape"),
+            ("newer", 1, r"Table 'user': the state has the unknown keys \['newer'\]"),
+            ("config", [], "Table 'user': the state has no configuration"),
+            ("config", {"sparsity_level": 0.5}, r"'user': its configuration in the state lacks .*'zeros_per_block'"),
+        ],
+        ids=str,
+    )
+    def test_refused_tables_change_nothing(self, key: str, value: Any, says: str) -> None:
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 3)
+        state = copy.deepcopy(sparse.state_dict())
+        before = everything(model, sparse)
+        with edited(state["sparsifier"]["sharded"], "tables") as tables:
+            if key == "config" and value:
+                value = value | {"sparsity_level": tables["user"]["config"]["sparsity_level"]}
+            tables["user"][key] = value
+        with pytest.raises(ValueError, match=says):
+            sparse.load_state_dict(state)
+        assert same(everything(model, sparse), before)
+
+    def test_masks_are_checked_against_the_floors_of_their_state(self) -> None:
+        """Not against those in force, which can't be met here any more."""
+        model, optimizer, sparse = pair(floor=0.3)
+        train(model, optimizer, sparse, 5)
+        good = copy.deepcopy(sparse.state_dict())
+        sparse.sparsifier.floors = {"user": 1.1}
+        sparse.load_state_dict(good)
+        assert sparse.sparsifier.floors == {"user": 0.3, "item": 0.3}
+
     def test_refused_masks_leave_the_schedule_alone(self) -> None:
         model, optimizer, sparse = pair()
         train(model, optimizer, sparse, 5)
@@ -159,6 +231,32 @@ class TestLeftDense:
         assert sparse.left_dense == {"item": "frozen (requires_grad=False)"}
         assert torch.equal(model.item.weight, before)
 
+    @pytest.mark.parametrize(
+        ("name", "left"),
+        [
+            *((name, True) for name in ("position_embeddings", "wpe", "_pos_emb", "PositionEmbedding", "posEmb")),
+            *((name, True) for name in ("positional", "ad_position", "POS", "positions")),
+            *((name, False) for name in ("composer", "purpose", "post_id", "posts", "deposit", "opposition")),
+        ],
+    )
+    def test_position_embeddings(self, name: str, left: bool) -> None:
+        model = nn.ModuleDict({"word": nn.Embedding(40, 4), name: nn.Embedding(32, 4)})
+        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0)
+        reason = {name: "position embeddings; include= prunes them"}
+        assert sparse.left_dense == (reason if left else {})
+        sparse.step()
+        assert (zero_rows(model["word"]), zero_rows(model[name])) == (20, 0 if left else 16)
+        assert ("position embeddings" in sparse.summary()) is left
+
+    def test_position_embeddings_that_are_named(self) -> None:
+        model = nn.ModuleDict({"word": nn.Embedding(40, 4), "wpe": nn.Embedding(32, 4)})
+        sgd = optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"left dense: 'wpe' \(position embeddings; include= prunes them\)"):
+            sparsify(model, sgd, level={"wpe": 0.5}, end=0)
+        sparse = sparsify(model, sgd, level=0.5, end=0, include=["word", "wp*"])
+        sparse.step()
+        assert not sparse.left_dense and zero_rows(model["wpe"]) == 16
+
     def test_dense_parameters_are_no_tables(self) -> None:
         model = Two()
         sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0, block=(1, 1), dense="over.w*")
@@ -196,6 +294,43 @@ class TestNames:
         model, optimizer, sparse = pair(schedule=schedule, norm=norm)
         train(model, optimizer, sparse, 7)
         assert sparse.sparsifier.norm == norm.upper() and (zero_rows(model.user), zero_rows(model.item)) == (24, 18)
+
+
+class TestWithoutEnd:
+    """Masks follow the weights for good."""
+
+    def test_masks_are_updated_for_good(self) -> None:
+        model, optimizer, sparse = pair(end=None, begin=2, every=3)
+        due = []
+        for step in range(12):
+            if sparse.sparsifier.enable_mask_update:
+                due.append(step)
+            train(model, optimizer, sparse, 1)
+        assert due == [2, 5, 8, 11] and (zero_rows(model.user), zero_rows(model.item)) == (24, 18)
+        assert not sparse.finished and "SparseTraining(step 12, level 0.6" in repr(sparse)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sparse.detach()  # nothing has been cut short
+
+    def test_a_resumed_one_goes_on(self) -> None:
+        model, optimizer, sparse = pair(end=None, every=2)
+        train(model, optimizer, sparse, 5)
+        state = copy.deepcopy(sparse.state_dict())
+        sparse.detach()
+        again = sparsify(model, optimizer, level=0.6, end=None, every=2)
+        again.load_state_dict(state)
+        assert again.scheduler.last_epoch == 5 and not again.sparsifier.enable_mask_update
+        train(model, optimizer, again, 1)
+        assert again.sparsifier.enable_mask_update
+
+    def test_a_curve_needs_an_end(self) -> None:
+        with pytest.raises(ValueError, match="Invalid end=None: CubicDataScheduler must have an end"):
+            pair(end=None, schedule="cubic")
+
+    def test_lookups_that_are_not_counted(self) -> None:
+        assert "lookups of removed rows: not counted" in pair()[2].summary()
+        with pytest.raises(ValueError, match=r"Invalid decay=0\.5 with score=None: 'frequency' alone"):
+            pair(decay=0.5)
 
 
 class TestSteps:

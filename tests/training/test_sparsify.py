@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -209,7 +209,7 @@ class TestSparsify:
             ({"level": True}, "Invalid level=True"),
             ({"level": {"bag": 0.5, "emb": float("nan")}}, r"Invalid level\['emb'\]=nan: must be a number in \[0, 1\]"),
             ({"level": {}}, r"Invalid level=\{\}"),
-            ({"schedule": None}, "Invalid schedule=None"),
+            ({"schedule": 3}, "Invalid schedule=3"),
             ({"level": {"nothing": 0.5}}, r"Invalid level: 'nothing' matches no table; pruned are \['bag', 'emb'\]"),
             ({"min_rows": -1}, "Invalid min_rows=-1"),
             ({"min_rows": 20, "level": {"emb": 0.5}}, "Invalid level: 'emb' matches tables that are left dense"),
@@ -410,6 +410,23 @@ class TestWhileAttached:
         with torch.no_grad():
             model.bag.weight.add_(1)
         assert bool((sparsifier.get_data("bag")[sparsifier.get_mask("bag") == 0] == 0).all())
+
+    def test_the_model_is_compiled_for_serving(self) -> None:
+        """Hooks are no part of a graph: the way out is named, and works."""
+        model, ids = nn.Sequential(nn.EmbeddingBag(40, 4), nn.Linear(4, 1)).eval(), torch.randint(40, (4, 3))
+        training = sparsify(model, adam(model), level=0.5, end=0)
+        training.step()
+        ways: dict[str, Callable[[], Any]] = {
+            "TorchScript can't compile": lambda: torch.jit.script(model),
+            "torch.export can't trace": lambda: torch.export.export(model, (ids,)),
+        }
+        for says, compiled in ways.items():
+            with pytest.raises((RuntimeError, AttributeError), match=rf"{says} the hooks .* call detach\(\) first"):
+                compiled()
+        assert not hasattr(next(iter(model[0]._forward_pre_hooks.values())), "__name__")
+        training.detach()
+        for compiled in ways.values():
+            compiled()
 
     def test_the_model_is_copied_or_pickled(self) -> None:
         """For a moving average, say. The copy is a model like any other."""

@@ -1,0 +1,179 @@
+"""Loading the state of a ``SparseTraining``: every part is checked and agreed on all ranks before one is replaced.
+
+The state has the masks with their configurations, and as JSON the schedule and the settings that choose masks. Masks
+are checked against the settings of the same state, not against those in force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dist_sparse import checks
+from dist_sparse.facts import from_json, to_json
+from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler, by_name
+from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
+from dist_sparse.sparsifiers.saving import saved_configs
+from dist_sparse.sparsifiers.score import SCOPES
+
+__all__ = ["prepare_load", "save"]
+
+_ACTION = "load_state_dict()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """The attributes of a sparsifier that a state replaces, beside its masks and configurations."""
+
+    scored_by: str
+    scope: str
+    floors: Mapping[str, float]
+    max_change: float
+
+    def put(self, sparsifier: ImportanceSparsifier) -> None:
+        for name, value in vars(self).items():
+            setattr(sparsifier, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """The parts of a state, checked as far as one rank can alone."""
+
+    masks: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+    schedule: Mapping[str, Any]
+    settings: _Settings
+
+
+def save(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> dict[str, Any]:
+    """Return the state of both: see :meth:`dist_sparse.SparseTraining.state_dict`."""
+    # Floors of tables that were squashed since have no meaning any more.
+    floors = {name: floor for name, floor in sparsifier.floors.items() if name in sparsifier.data_groups}
+    chosen = {"score": sparsifier.scored_by, "scope": sparsifier.scope}
+    parts = {"scheduler": scheduler.state_dict(), **chosen, "floors": floors, "max_change": sparsifier.max_change}
+    return {"sparsifier": sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
+
+
+def prepare_load(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, state: object) -> Callable[[], None]:
+    """Check a state of :func:`save` on all ranks, and return the local function that puts it in place. Collective.
+
+    Raises:
+        ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs between ranks, masks
+            and schedule are of different steps, or no mask update could follow. On every rank; nothing has changed.
+    """
+    together = group_over(world_ranks())
+    with together.agreeing(_ACTION) as facts:
+        saved = _parsed(state, sparsifier, scheduler)
+        facts.update({f"{name} of the state": value for name, value in vars(saved.settings).items()})
+        facts["base_param of the state"] = saved.schedule["base_param"]
+    levels, commit_schedule = scheduler.prepare_load(saved.schedule)
+    with _as_in(saved, sparsifier):
+        commit_masks = _prepared_masks(sparsifier, saved.masks, together)
+        with together.agreeing(_ACTION):
+            _check_steps(levels, saved, scheduler)
+            _check_next_updates(sparsifier, levels, saved.schedule.get("final"))
+
+    def commit() -> None:
+        commit_masks()
+        commit_schedule()
+        saved.settings.put(sparsifier)
+
+    return commit
+
+
+def _parsed(state: object, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> _Saved:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"Invalid state of type {type(state).__name__}: must be what state_dict() returned.")
+    _check_keys("The state", state, {"sparsifier", "schedule"}, only=False)  # Lightning's callback adds its own
+    parts = from_json("the schedule", state["schedule"])
+    _check_keys("The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors", "max_change"})
+    schedule = parts["scheduler"]
+    if not isinstance(schedule, dict):
+        raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
+    _check_keys(f"The state of the {type(scheduler).__name__}", schedule, set(scheduler.state_dict()))
+    if (param := schedule["schedule_param"]) != scheduler.schedule_param:
+        raise ValueError(f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.")
+    score = checks.choice("score", parts["score"], SCORES)
+    if (score == "frequency") != sparsifier.counts_lookups:
+        raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
+    settings = _Settings(
+        scored_by=score,
+        scope=checks.choice("scope", parts["scope"], SCOPES),
+        floors=_floors(parts.get("floors", {}), sparsifier.data_groups),
+        max_change=checks.level("max_change", parts.get("max_change", 1.0)),
+    )
+    masks = state["sparsifier"]
+    return _Saved(masks=masks, configs=saved_configs(masks), schedule=schedule, settings=settings)
+
+
+def _check_keys(
+    what: str, found: Mapping[Any, Any], needed: set[str], optional: set[str] | None = None, *, only: bool = True
+) -> None:
+    if missing := sorted(needed - set(found)):
+        raise ValueError(f"{what} lacks {missing}; it has {sorted(map(str, found))}.")
+    if only and (unknown := sorted(set(found) - needed - (optional or set()))):
+        raise ValueError(f"{what} has the unknown keys {unknown}: it may be of a newer release.")
+
+
+def _floors(given: object, names: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(given, dict):
+        raise ValueError(f"Invalid floors={given!r} in the state: must be numbers in [0, 1] by table.")
+    if unknown := sorted(set(given) - set(names)):
+        raise ValueError(f"Invalid floors in the state: the tables {unknown} are not registered.")
+    return {name: checks.level(f"floors[{name!r}]", floor) for name, floor in given.items()}
+
+
+@contextmanager
+def _as_in(saved: _Saved, sparsifier: ImportanceSparsifier) -> Iterator[None]:
+    """Give the sparsifier the settings of a state for a while, to check what it could do with them."""
+    before = _Settings(
+        scored_by=sparsifier.scored_by,
+        scope=sparsifier.scope,
+        floors=sparsifier.floors,
+        max_change=sparsifier.max_change,
+    )
+    groups = sparsifier.data_groups
+    try:
+        saved.settings.put(sparsifier)
+        sparsifier.data_groups = {name: dict(config) for name, config in saved.configs.items()}
+        yield
+    finally:
+        before.put(sparsifier)
+        sparsifier.data_groups = groups
+
+
+def _prepared_masks(sparsifier: ImportanceSparsifier, masks: Mapping[str, Any], together: Group) -> Callable[[], None]:
+    if together.size == 1 or world_ranks() in sparsifier.packed_store.groups:
+        return sparsifier.prepare_state_dict(masks)
+    # No table is held by all ranks, so an error of one rank would not reach the others.
+    with together.agreeing(_ACTION):
+        commit = sparsifier.prepare_state_dict(masks)
+    return commit
+
+
+def _check_steps(levels: Mapping[str, float], saved: _Saved, scheduler: ReadyDataScheduler) -> None:
+    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration of the masks."""
+    if isinstance(scheduler, LambdaDataScheduler):
+        return  # its functions are not part of the state: they may be others now
+    for name, level in levels.items():
+        found = saved.configs.get(name, {}).get("sparsity_level", level)
+        if not isinstance(found, (int, float)) or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
+            raise ValueError(
+                f"Masks and schedule of the state are of different steps: the level of {name!r} is {found} with the "
+                f"masks and {level} at step {saved.schedule['last_epoch']} of the schedule."
+            )
+
+
+def _check_next_updates(sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any) -> None:
+    """Refuse settings that no later mask update could follow."""
+    tables = [name for name in sparsifier.data_groups if name in sparsifier.packed_store]
+    finals = {} if final is None else by_name(dict(final) if isinstance(final, (list, tuple)) else final, tables)
+    for reached in (levels, finals):
+        now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
+        sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
+    if sparsifier.enforcer is not None:
+        sparsifier.check_known()

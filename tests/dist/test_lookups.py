@@ -1,0 +1,66 @@
+"""Masks that follow the traffic for good, and the share of lookups that removed rows have, against a count by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_sparse import RunLog, sparsify
+from dist_sparse.report.run import read_run
+from dist_sparse.report.summary import inspect_text
+from dist_sparse.text import percent
+from tests.dist.cells import Cell, batch, build
+from tests.dist.enforcing import loss_of, optimizer_of, trained_cells
+from tests.dist.plugin import on_ranks
+from tests.dist.test_run_log import shared_folder
+
+
+def lookups_of(cell: Cell, steps: range) -> dict[str, Tensor]:
+    """Lookups of each row over the batches of both ranks."""
+    seen = [batch(cell, seed=100 * step + rank, size=2) for step in steps for rank in range(2)]
+    found = {}
+    for table in cell.tables:
+        ids = torch.cat([features[name].values() for features in seen for name in table.features])
+        found[table.name] = torch.bincount(ids, minlength=table.rows)
+    return found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "column_wise"])
+def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
+    cell, folder = trained_cells(2)[name], Path(shared_folder())
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(
+        model, optimizer, level=0.5, score="frequency", end=None, every=2, decay=1, min_rows=0, optimizer_state="reset"
+    )
+    removed = {table.name: torch.zeros(table.rows, dtype=torch.bool) for table in cell.tables}
+    wanted = []
+    with RunLog(folder, sparse.sparsifier) as log:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model(batch(cell, seed=100 * step + dist.get_rank(), size=2))).backward()
+            optimizer.step()
+            if step % 2 == 0:  # until now these rows were removed
+                counts = lookups_of(cell, range(step + 1))
+                wanted.append({name: (int(n.sum()), int(n[removed[name]].sum())) for name, n in counts.items()})
+            sparse.step()
+            log.step(step)
+            removed = {name: sparse.sparsifier.full_mask(name)[:, 0] == 0 for name in removed}
+        counts = lookups_of(cell, range(6))
+        shares = {name: int(n[removed[name]].sum()) / int(n.sum()) for name, n in counts.items()}
+        whole = sum(int(n[removed[name]].sum()) for name, n in counts.items()) / sum(
+            int(n.sum()) for n in counts.values()
+        )
+        each = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
+        assert f"lookups of removed rows: {percent(whole)} ({each})" in sparse.summary()
+    dist.barrier()
+    run = read_run(folder)
+    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due]
+    assert logged == wanted and any(removed for _, removed in wanted[-1].values())
+    assert f"lookups of removed rows: {percent(whole)}\n" in inspect_text(run) + "\n"
+    sparse.detach()
