@@ -15,6 +15,7 @@ from torch import Tensor
 from dist_sparse import checks
 from dist_sparse.groups import Facts, Replica, rank_in
 from dist_sparse.masking.block_scores import ScoredTable
+from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.sparsifiers.keeping import Scored
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Preview
@@ -136,10 +137,13 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the score of each element, float64; see the class."""
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
-        known = self._known_at(name, data, offset)
-        first = offset[0] - known.rect.row
-        of_rows = known.of_rows(slice(first, first + len(data)))
+        of_rows = self._of_rows(name, data, offset)
         return _by_norm(data, of_rows) if self.scored_by == "norm_accumulator" else of_rows.expand(data.shape)
+
+    def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
+        if self.scored_by != "norm_accumulator" or type(self).score is not ImportanceSparsifier.score:
+            return super().element_measure(name, config)
+        return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         if self.scored_by == "norm":
@@ -230,6 +234,12 @@ class ImportanceSparsifier(DataNormSparsifier):
                 "ids: call MaskEnforcer(sparsifier).attach(optimizer), or use sparsify()."
             )
         return self.enforcer.accumulators()
+
+    def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
+        """What is known of an element of the rows of a chunk, float64 ``(rows, 1)`` or ``(rows, columns)``."""
+        known = self._known_at(name, data, offset)
+        first = offset[0] - known.rect.row
+        return known.of_rows(slice(first, first + len(data)))
 
     def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
         """What is known of the shard of a chunk that begins at ``offset``."""

@@ -386,12 +386,16 @@ class ScoreSparsifier(BaseDataSparsifier):
             most = min(most, grid.blocks - (level < 1)) if level else 0
         else:
             k = min(k, most)
-        measure: Measure = self.measure or partial(self._scored, data.name, config)
+        measure = self.measure or self.element_measure(data.name, config)
         if self.rotation is not None and data.name in self.rotation.names:
             measure = partial(_places, data.shape[1])
         return Goal(
             data=data, block=block, k=k, most=most, zeros=max(zeros, 1), measure=measure, whole_columns=whole_columns
         )
+
+    def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
+        """Return how the elements of a table are scored if :attr:`measure` is None: by :meth:`score`."""
+        return partial(self._scored, name, config)
 
     def _scored(self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]) -> Tensor:
         return self.score(name, data, offset=offset, **config)
