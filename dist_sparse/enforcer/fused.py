@@ -37,10 +37,10 @@ __all__ = [
     "averages",
     "collections_of",
     "fused_kernels",
+    "fused_sums",
     "lookups_of",
     "places_in",
     "places_of",
-    "summed_in",
 ]
 
 _WHOLE_WRITERS = {"ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD", "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD"}
@@ -343,12 +343,18 @@ def places_in(kernel: Any, places: Places) -> list[Place | None]:
     return [places.get((view.data_ptr(), tuple(view.shape))) for view in views]
 
 
-def summed_in(kernel: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the shards of a kernel's tables, each with what its Adagrad has summed; nothing for other optimizers."""
-    batch = kernel.emb_module
-    if "ADAGRAD" in batch.optimizer.name:
-        for weight, states in zip(batch.split_embedding_weights(), batch.split_optimizer_states(), strict=True):
-            yield weight, states[0]
+def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
+    """Return what the fused Adagrad optimizers of some models have summed, and the value that it began with, by the
+    address of the shard; nothing for other optimizers."""
+    found: dict[int, tuple[Tensor, float]] = {}
+    for collection in collections_of(models):
+        for kernel in fused_kernels(collection):
+            batch = kernel.emb_module
+            if "ADAGRAD" in batch.optimizer.name:
+                states = batch.split_optimizer_states()
+                for weight, of_table in zip(batch.split_embedding_weights(), states, strict=True):
+                    found[weight.data_ptr()] = of_table[0], 0.0
+    return found
 
 
 def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -215,9 +215,17 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by != "norm":
             self._look_up(self.packed_store.locate())
 
+    def unknown_tables(self) -> list[str]:
+        """Return the tables whose score needs Adagrad's sums, and that no Adagrad steps on this rank. Local."""
+        if self.scored_by not in ("accumulator", "norm_accumulator"):
+            return []
+        summed = self.sums()
+        located = self.packed_store.locate().items()
+        return [name for name, data in located if any(s.tensor.data_ptr() not in summed for s in data.shards)]
+
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
         """What is known of the rows of this rank's shards."""
-        totals = self._totals()
+        totals = self.sums()
         found: dict[str, list[_Known]] = {}
         for name, data in located.items():
             if self.scored_by == "frequency":
@@ -227,7 +235,13 @@ class ImportanceSparsifier(DataNormSparsifier):
                 found[name] = [_summed(name, shard, totals) for shard in data.shards]
         return found
 
-    def _totals(self) -> dict[int, tuple[Tensor, float]]:
+    def sums(self) -> Mapping[int, tuple[Tensor, float]]:
+        """Return the squared gradients that Adagrad has summed, and their initial value, by the address of the weights:
+        those that the enforcer knows.
+
+        Raises:
+            ValueError: no enforcer is attached.
+        """
         if self.enforcer is None:
             raise ValueError(
                 f"score={self.scored_by!r} needs an attached MaskEnforcer, which knows the optimizers and sees the "
@@ -252,7 +266,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             )
         whole = self.dense_store.weight(name)
         rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
-        return _summed(name, Shard(rect, whole), self._totals())
+        return _summed(name, Shard(rect, whole), self.sums())
 
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:
