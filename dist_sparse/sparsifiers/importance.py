@@ -6,6 +6,7 @@ what is counted for it, holds for each of its elements. Blocks are compared by t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.sparsifiers.keeping import Scored
+from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Preview
 from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
 
@@ -29,27 +31,26 @@ SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
 _TINY = 2.0**-100
 """Added to a G, so that rows that were never touched are ordered by norm, and after those that are removed already."""
 
-_MOST = 1 << 30
-"""Counts stop here: rows as hot as that are never removed."""
+_AGED = 1 << 20
+"""Counts multiplied by the decay at a time."""
 
 
 class _Known(NamedTuple):
     """What is known of the rows of a shard: ``total``, ``(rows,)``, ``(rows, 1)`` or ``(rows, columns)``, counts from
-    ``initial`` on; divided by ``share`` it is that of an element."""
+    ``initial`` on and up to ``most``; divided by ``share`` it is that of an element."""
 
     rect: Rect
     total: Tensor
     initial: float = 0.0
     share: int = 1
+    most: float = math.inf
 
     def of_rows(self, rows: slice | Tensor) -> Tensor:
         """Return it for an element of these rows, float64 ``(rows, 1)`` or ``(rows, columns)``."""
-        return (
-            self.total.reshape(self.rect.rows, -1)[rows]
-            .to(torch.float64, copy=True)
-            .sub_(self.initial)
-            .div_(self.share)
-        )
+        known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
+        if self.most < math.inf:  # the shards of a row are clamped at different times
+            known.clamp_(max=self.most)
+        return known.sub_(self.initial).div_(self.share)
 
 
 class ImportanceSparsifier(DataNormSparsifier):
@@ -71,16 +72,17 @@ class ImportanceSparsifier(DataNormSparsifier):
     for its own columns.
 
     All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the optimizers and sees the ids.
-    Lookups are counted in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 per row,
-    kept with its shard and saved in ``state_dict()``. Lookups of removed rows are counted, and these rows keep their
+    Lookups are counted in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 per row, up
+    to 2**30, kept with its shard and saved in ``state_dict()``. Scores are float32: rows with more than 2**24 lookups
+    may tie although their counts differ, and then the smaller row index is removed first. Lookups of removed rows are counted, and these rows keep their
     ``G`` unless the enforcer resets it, so they may come back, at 0, with ``"frequency"`` and ``"accumulator"``.
 
     Args:
         data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed here.
         score: the score of an element, from the table above.
         norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; the others require ``"L2"``.
-        decay: after each mask update, counts are multiplied by it and rounded down, so that old traffic counts less; at
-            1, all traffic since ``attach()`` counts equally.
+        decay: after each mask update, counts are multiplied by it, in float64, and rounded down, so that old traffic
+            counts less; at 1, all traffic since ``attach()`` counts equally, and counts are left as they are.
 
     Attributes:
         scored_by: the score; may be replaced between mask updates, on all ranks, except by ``"frequency"``.
@@ -169,10 +171,15 @@ class ImportanceSparsifier(DataNormSparsifier):
             super().step()
         finally:
             self._known = {}  # views of live storage
-        if self.enable_mask_update and self.counts_lookups:
-            for name in self.packed_store.names:
-                for counts in self.packed_store.counts(name) or ():
-                    counts.copy_((counts * self.decay).clamp_(max=_MOST))
+        if self.enable_mask_update and self.counts_lookups and self.decay < 1:
+            self._age_counts()
+
+    def _age_counts(self) -> None:
+        """Multiply all counts by the decay, and round down: in float64, which holds every int32."""
+        for name in self.packed_store.names:
+            for counts in self.packed_store.counts(name) or ():
+                for some in torch.split(counts, _AGED):
+                    some.copy_(some.clamp(max=MOST_COUNTED).double().mul_(self.decay))
 
     def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
         try:
@@ -230,7 +237,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         for name, data in located.items():
             if self.scored_by == "frequency":
                 counts = zip(data.shards, self.packed_store.counts(name) or (), strict=True)
-                found[name] = [_Known(shard.rect, count, share=data.shape[1]) for shard, count in counts]
+                found[name] = [_Known(s.rect, count, share=data.shape[1], most=MOST_COUNTED) for s, count in counts]
             else:
                 found[name] = [_summed(name, shard, totals) for shard in data.shards]
         return found

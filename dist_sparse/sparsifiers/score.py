@@ -75,8 +75,9 @@ class ScoreSparsifier(BaseDataSparsifier):
     Attributes:
         scope: ``"table"`` removes ``sparsity_level`` of each table; ``"global"`` removes the same total bytes over all
             tables of a model, wherever scores are smallest, exactly and under any sharding. Blocks are compared by
-            their mean score, so by score per byte, and must divide the tables. A table at level 0 loses nothing, and
-            below level 1 at least one block of each table stays. Settable, with the same value on every rank.
+            their mean score, so by score per byte, and must divide the tables. Of equal scores, the table whose name
+            sorts first loses its blocks first. A table at level 0 loses nothing, and below level 1 at least one block
+            of each table stays. Settable, with the same value on every rank.
         floors: by registered name, the smallest fraction of blocks that is kept, whatever the level.
         max_change: the largest fraction of a table's blocks that may change state in one mask update, unless the level
             requires more; the removed blocks with the highest scores come back. Needs rows that no column border cuts,
