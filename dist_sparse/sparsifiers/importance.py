@@ -74,8 +74,9 @@ class ImportanceSparsifier(DataNormSparsifier):
     All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the optimizers and sees the ids.
     Lookups are counted in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 per row, up
     to 2**30, kept with its shard and saved in ``state_dict()``. Scores are float32: rows with more than 2**24 lookups
-    may tie although their counts differ, and then the smaller row index is removed first. Lookups of removed rows are counted, and these rows keep their
-    ``G`` unless the enforcer resets it, so they may come back, at 0, with ``"frequency"`` and ``"accumulator"``.
+    may tie although their counts differ, and then the smaller row index is removed first. Lookups of removed rows are
+    counted, and these rows keep their ``G`` unless the enforcer resets it, so they may come back, at 0, with
+    ``"frequency"`` and ``"accumulator"``.
 
     Args:
         data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed here.
