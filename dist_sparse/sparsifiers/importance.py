@@ -50,7 +50,9 @@ class _Known(NamedTuple):
         known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
         if self.most < math.inf:  # the shards of a row are clamped at different times
             known.clamp_(max=self.most)
-        return known.sub_(self.initial).div_(self.share)
+        if self.initial != 0:
+            known.sub_(self.initial)
+        return known if self.share == 1 else known.div_(self.share)
 
 
 class ImportanceSparsifier(DataNormSparsifier):
