@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.enforcer.fused import collections_of, fused_kernels, summed_in
+from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.enforcer.optimizers import leaves, same_storage, summed
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.serving.kept_rows import gather_rows
@@ -52,10 +52,7 @@ def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: 
 
 def _sums(model: nn.Module, located: Sequence[ShardedData], optimizer: Any) -> Sums:
     """What Adagrad has summed for this rank's shards."""
-    found: dict[int, tuple[Tensor, float]] = {}
-    for collection in collections_of([model]):
-        for kernel in fused_kernels(collection):
-            found |= {weight.data_ptr(): (total, 0.0) for weight, total in summed_in(kernel)}
+    found = fused_sums([model])
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     stepped = [
         (leaf, p) for each in optimizers for leaf in leaves(each) for g in leaf.param_groups for p in g["params"]
