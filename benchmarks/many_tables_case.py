@@ -21,7 +21,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from benchmarks.measure import best
 from benchmarks.peers import by_hand
-from dist_sparse import ROW, DataNormSparsifier
+from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer
 
 RISE = 0.01
 
@@ -30,8 +30,10 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
     """Time a mask update in which the level rises by 1% of the blocks, and in one process the same by hand."""
     block = (1, ROW) if case["block"] == "rows" else tuple(case["block"])
     model = _model(case["tables"], case["rows"], case["dim"])
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block, norm="L2")  # type: ignore[arg-type]
+    sparsifier = ImportanceSparsifier(sparsity_level=0.5, sparse_block_shape=block, score=case["score"])  # type: ignore[arg-type]
     sparsifier.add_model(model)
+    if case["score"] != "norm":
+        MaskEnforcer(sparsifier).attach(_trained(model))
     sparsifier.step()
 
     def rise() -> None:
@@ -67,6 +69,16 @@ def _model(tables: int, rows: int, dim: int) -> nn.Module:
     return DistributedModelParallel(
         wrapper, device=torch.device("cpu"), plan=ShardingPlan({"tables": plan}), sharders=[sharder]
     )
+
+
+def _trained(model: nn.Module) -> torch.optim.Optimizer:
+    """An Adagrad that has stepped all tables once."""
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
 
 
 def _barrier() -> None:

@@ -43,11 +43,15 @@ CASES = [
     *[_case([1, 4], "L1", rows, 4, how, GATHER) for how in ("row_wise", "column_wise") for rows in (1 << 18, 1 << 20)],
 ]
 
-MANY = [
-    {"tables": tables, "rows": rows, "dim": dim, "block": block, "ranks": ranks}
+MANY: list[dict[str, Any]] = [
+    {"tables": tables, "rows": rows, "dim": dim, "block": block, "ranks": ranks, "score": "norm"}
     for tables, rows, dim, rank_counts in ((1000, 50, 16, (1, 2)), (26, 20_000, 32, (1,)))
     for block in ("rows", [1, 4])
     for ranks in rank_counts
+]
+MANY += [  # what sparsify() does for whole rows that Adagrad trains
+    {"tables": tables, "rows": rows, "dim": dim, "block": "rows", "ranks": 1, "score": "norm_accumulator"}
+    for tables, rows, dim in ((290, 100, 16), (26, 20_000, 32))
 ]
 
 
@@ -99,7 +103,8 @@ def table(found: list[dict[str, Any]]) -> str:
         block = "rows" if f["block"] == "rows" else "x".join(map(str, f["block"]))
         if "tables" in f:
             where = "one process" if f["ranks"] == 1 else f"table-wise on {f['ranks']} ranks"
-            row = [f"{f['tables']:,} tables of {f['rows']:,} x {f['dim']}, {block} L2, {where}"]
+            how = "L2" if f["score"] == "norm" else f"by {f['score']}"
+            row = [f"{f['tables']:,} tables of {f['rows']:,} x {f['dim']}, {block} {how}, {where}"]
             for seconds in (f["growing_s"], f.get("by_hand_s")):
                 row += ["", ""] if seconds is None else [_ms(seconds), f"{seconds / f['tables'] * 1e3:.3f} ms"]
             by_hand = f.get("by_hand_s")

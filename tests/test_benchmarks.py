@@ -38,12 +38,14 @@ def test_a_small_case_runs(ranks: int, sharding: str, block: str | list[int], pe
     assert ("torch.ao" if ranks == 1 else f"{sharding} on {ranks}") in table([found])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_case_of_many_tables_runs(ranks: int) -> None:
-    case = {"tables": 20, "rows": 50, "dim": 16, "block": [1, 4], "ranks": ranks}
+@pytest.mark.parametrize(
+    ("ranks", "score", "how"), [(1, "norm", "L2"), (2, "norm", "L2"), (1, "norm_accumulator", "by")]
+)
+def test_a_case_of_many_tables_runs(ranks: int, score: str, how: str) -> None:
+    case = {"tables": 20, "rows": 50, "dim": 16, "block": [1, 4], "ranks": ranks, "score": score}
     found = run_case("benchmarks.many_tables_case", case, ranks)
     assert found["growing_s"] > 0 and ("by_hand_s" in found) == (ranks == 1)
-    assert "20 tables of 50 x 16, 1x4 L2" in table([found])
+    assert f"20 tables of 50 x 16, 1x4 {how}" in table([found])
 
 
 @pytest.mark.parametrize("which", ["a", "main job", "tables"])

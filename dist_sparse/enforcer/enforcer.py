@@ -36,7 +36,7 @@ from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
-__all__ = ["MaskEnforcer"]
+__all__ = ["MaskEnforcer", "settle_all"]
 
 _STATES: Final = ("keep", "reset")
 _REMOVED: Final = ("drop", "zero")
@@ -456,6 +456,14 @@ class MaskEnforcer:
         self._loaded = True
         for kernel in self._kernels:
             kernel.mark_all()
+
+
+def settle_all(weights: Sequence[Tensor]) -> None:
+    """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights. Local."""
+    for enforcer in list(_attached):
+        masked = same_storage([weight for _, weight in enforcer._weights()])
+        if any(masked(weight) for weight in weights):
+            enforcer.settle()
 
 
 def _check_not_compiled(models: Sequence[nn.Module], registered: Sequence[nn.Module]) -> None:

@@ -29,6 +29,7 @@ from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, coun
 from dist_sparse.enforcer.written import WrittenRows
 from dist_sparse.masking.kept_scores import KeptScores, Written
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
@@ -37,10 +38,10 @@ __all__ = [
     "averages",
     "collections_of",
     "fused_kernels",
+    "fused_sums",
     "lookups_of",
     "places_in",
     "places_of",
-    "summed_in",
 ]
 
 _WHOLE_WRITERS = {"ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD", "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD"}
@@ -90,6 +91,7 @@ class Kernel:
         self._mask, self._counts, self._mask_version, self._drops = mask, counts, version, drops
         self._counted: list[Tensor | None] = []
         self._counts_any = False
+        self._room = 0  # lookups until counts must be clamped, so that none exceeds its integers
         self._features: list[int] = list(self._batch.feature_table_map)
         stored = ("weights_dev", "weights_host", "weights_uvm")
         self._stored = [name for name in stored if getattr(self._batch, name).numel()]
@@ -246,8 +248,10 @@ class Kernel:
         )
         if self._written is not None:
             self._written.add_removed(before, self._slots)
-        self._counted = [None if place is None else self._counts(place) for place in self.places]
-        self._counts_any = any(count is not None for count in self._counted)
+        counted = [None if place is None else self._counts(place) for place in self.places]
+        if [*map(id, counted)] != [*map(id, self._counted)]:  # loaded or moved: they may be as large as they get
+            self._room = 0
+        self._counted, self._counts_any = counted, any(count is not None for count in counted)
         self._set_ids()
         slots = [self._slots[table] for table in self._features]
         self._lookup = lookup_on(views[0].device, slots, self._dirty)
@@ -319,7 +323,17 @@ class Kernel:
                 if self._written is not None:
                     self._written.add(*rows)
             if asked is not None and self._counts_any:
-                count_lookups(self._counted, self._features, *asked)
+                self._count(*asked)
+
+    def _count(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Count lookups. Counts are clamped once in 2**30 of them, not checked each time."""
+        self._room -= ids.numel()
+        if self._room < 0:
+            for count in self._counted:
+                if count is not None:
+                    count.clamp_(max=MOST_COUNTED)
+            self._room = MOST_COUNTED - 1 - ids.numel()
+        count_lookups(self._counted, self._features, ids, ends)
 
     def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:
         """Call a method of FBGEMM's that may write all rows, in the middle of a forward, and clean them all."""
@@ -343,12 +357,18 @@ def places_in(kernel: Any, places: Places) -> list[Place | None]:
     return [places.get((view.data_ptr(), tuple(view.shape))) for view in views]
 
 
-def summed_in(kernel: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the shards of a kernel's tables, each with what its Adagrad has summed; nothing for other optimizers."""
-    batch = kernel.emb_module
-    if "ADAGRAD" in batch.optimizer.name:
-        for weight, states in zip(batch.split_embedding_weights(), batch.split_optimizer_states(), strict=True):
-            yield weight, states[0]
+def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
+    """Return what the fused Adagrad optimizers of some models have summed, and the value that it began with, by the
+    address of the shard; nothing for other optimizers."""
+    found: dict[int, tuple[Tensor, float]] = {}
+    for collection in collections_of(models):
+        for kernel in fused_kernels(collection):
+            batch = kernel.emb_module
+            if "ADAGRAD" in batch.optimizer.name:
+                states = batch.split_optimizer_states()
+                for weight, of_table in zip(batch.split_embedding_weights(), states, strict=True):
+                    found[weight.data_ptr()] = of_table[0], 0.0
+    return found
 
 
 def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:

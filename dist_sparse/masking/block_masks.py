@@ -175,9 +175,8 @@ def _new_mask(table: ScoredTable, shard: Shard, threshold: Threshold, decision: 
         return _mask_of_elements(table, shard, threshold, decision)
     segment, device = table.segments[shard.rect], shard.tensor.device
     grid = grid_of(shard.rect, table.goal.block)
-    # A norm of 0 means that the block is zero already (or that its squares underflow float32: weights below 1e-22). At
-    # a threshold of 0 that holds for all that is removed. Other scores imply nothing.
-    norm = table.goal.measure in ("L1", "L2")
+    # At a threshold of 0 all that is removed scores 0.
+    norm = table.goal.shows_zeros
     clean = norm and threshold.bits == 0 and decision is None
     scores = None if table.goal.keeping is None or decision is not None else table.goal.keeping.scores.get(shard.rect)
     # What was removed before is zero: whoever sees all writes has zeroed it again.
@@ -204,7 +203,7 @@ def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None
     goal, cuts = table.goal, table.cuts
     assert cuts is not None
     grid = grid_of(shard.rect, goal.block)
-    norm = goal.measure in ("L1", "L2")
+    norm = goal.shows_zeros
     segment, clean = table.segments[shard.rect], table.partials[shard.rect].clean
 
     def decided(first: int, last: int) -> Tensor:

@@ -18,6 +18,7 @@ from dist_sparse.masking.kept_scores import Keeping
 from dist_sparse.masking.scores import (
     Batch,
     Measure,
+    WeightedSquares,
     batches,
     block_sums,
     block_widths,
@@ -70,6 +71,16 @@ class Goal:
     def price(self) -> int:
         """Bytes of the weights that a pruned block loses."""
         return min(self.zeros, self.block[0] * self.block[1]) * self.data.dtype.itemsize
+
+    @property
+    def shows_zeros(self) -> bool:
+        """Whether a block that scores 0 is zero already, if every write to removed weights has been masked.
+
+        A norm of 0 means that the block is zero (or that its squares underflow float32: weights below 1e-22). Weighted
+        squares underflow sooner, below 4e-8 in rows without gradients. Such a block is zero too if it was removed
+        before, as these scores need an enforcer; and newly removed blocks are zeroed whatever they score.
+        """
+        return self.measure in ("L1", "L2") or isinstance(self.measure, WeightedSquares)
 
     @property
     def by_element(self) -> bool:
@@ -168,7 +179,7 @@ def cuts_of(goal: Goal) -> CutTable | None:
 
 def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
     shards = [goal.data.shards[0] for goal in goals]
-    batch = Batch.of(shards, goals[0].data.shape[1], goals[0].block, goals[0].measure)
+    batch = Batch.of(shards, goals[0].data.shape[1], goals[0].block, [goal.measure for goal in goals])
     if not _fine(batch.scores):
         for i, goal in enumerate(goals):
             _check(goal, shards[i], batch.part(i), shards[i].rect.row)

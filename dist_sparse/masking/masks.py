@@ -70,6 +70,8 @@ class BitWriter:
 
 def count_bits(packed: Tensor) -> int:
     """Return how many bits of ``packed`` (uint8, any length) are 1."""
+    if packed.numel() <= _FEW:
+        return int.from_bytes(packed.tolist()).bit_count()
     total = 0
     for part in torch.split(packed, _CHUNK):
         pairs = part - ((part >> 1) & 0x55)
@@ -85,6 +87,9 @@ def positions(packed: Tensor) -> Tensor:
     byte, bit = unpack(packed[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
     return touched[byte] * 8 + bit
 
+
+_FEW = 1 << 8
+"""Bytes whose bits Python counts sooner than torch makes its first call."""
 
 _CHUNK = 1 << 20
 """Elements expanded at a time."""

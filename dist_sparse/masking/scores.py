@@ -23,6 +23,7 @@ from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
 __all__ = [
     "Batch",
     "Measure",
+    "WeightedSquares",
     "batches",
     "block_sums",
     "block_widths",
@@ -32,12 +33,32 @@ __all__ = [
     "to_scores",
 ]
 
-Measure = Literal["L1", "L2", "given"] | Callable[[Tensor, tuple[int, int]], Tensor]
+
+@dataclass(frozen=True, eq=False)
+class WeightedSquares:
+    """Score an element ``x`` as ``x * x * factor``, with a positive factor for each row.
+
+    A measure of its own, rather than a callable: it needs no memory besides the scores, and small tables share a pass.
+
+    Args:
+        factors: takes a chunk of rows and the global (row, column) of its first element, as a callable measure does;
+            returns float64 ``(rows, 1)`` or ``(rows, columns)``.
+    """
+
+    factors: Callable[[Tensor, tuple[int, int]], Tensor]
+
+
+Measure = Literal["L1", "L2", "given"] | WeightedSquares | Callable[[Tensor, tuple[int, int]], Tensor]
 """How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and
 the global (row, column) of its first element and returns element scores of the same shape."""
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements scored at a time: 8 MiB of float64, about what the last-level cache of one core keeps."""
+"""Most elements scored at a time: 8 MiB of float64, about what the last-level cache of one core keeps."""
+
+_LEAST_CHUNK = 1 << 18
+_CHUNKS = 8
+"""A shard is scored in so many chunks, unless they are smaller than that: the first one writes into fresh memory, whose
+pages are mapped in while it does, which takes longer than scoring."""
 
 _FEW = 16
 """Up to this width, adding strided slices is faster than a reduction over the last dimension."""
@@ -59,8 +80,10 @@ def element_scores(chunk: Tensor, measure: Measure, offset: tuple[int, int], out
     buffer.copy_(chunk)
     if measure == "L1":
         buffer.abs_()
-    elif measure == "L2":
+    elif measure != "given":
         torch.mul(buffer, buffer, out=buffer)
+    if isinstance(measure, WeightedSquares):
+        buffer.mul_(measure.factors(chunk, offset))
     return buffer
 
 
@@ -103,14 +126,15 @@ def block_sums(
 
 
 def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
-    """The shard's rows in chunks ``[start, stop)`` of whole block rows near CHUNK_ELEMENTS elements.
+    """The shard's rows in chunks ``[start, stop)`` of whole block rows, of at most about CHUNK_ELEMENTS elements.
 
     A block row that is not whole (cut by the shard's border, or the last of the table) makes a chunk of its own, and so
     does a tall one.
     """
     if rect.numel == 0:
         return
-    per_chunk = max(1, CHUNK_ELEMENTS // (rect.cols * block[0]) if block[0] <= _LONG else 1) * block[0]
+    elements = min(CHUNK_ELEMENTS, max(_LEAST_CHUNK, rect.numel // _CHUNKS))
+    per_chunk = max(1, elements // (rect.cols * block[0]) if block[0] <= _LONG else 1) * block[0]
     start = 0
     while start < rect.rows:
         ahead = (rect.row + start) % block[0]  # rows of this block row above the shard
@@ -227,7 +251,8 @@ def batches(shards: Sequence[tuple[ShardedData, Shard, Block, Measure]]) -> Iter
     for i, (data, shard, block, measure) in enumerate(shards):
         rect = shard.rect
         if block[0] == 1 and block[1] > 1 and 0 < rect.numel <= SMALL and not callable(measure):
-            key = (data.ranks, data.shape[1], rect.col, rect.cols, shard.tensor.device, data.dtype, block, measure)
+            how = "weighted" if isinstance(measure, WeightedSquares) else measure
+            key = (data.ranks, data.shape[1], rect.col, rect.cols, shard.tensor.device, data.dtype, block, how)
             groups.setdefault(key, []).append(i)
     for group in groups.values():
         start = elements = 0
@@ -256,8 +281,8 @@ class Batch:
     gaps: Tensor
 
     @staticmethod
-    def of(shards: Sequence[Shard], width: int, block: Block, measure: Measure) -> Batch:
-        """Score shards that :func:`batches` has put together, of tables of ``width`` columns."""
+    def of(shards: Sequence[Shard], width: int, block: Block, measures: Sequence[Measure]) -> Batch:
+        """Score shards that :func:`batches` has put together, of tables of ``width`` columns; a measure for each."""
         first = shards[0]
         grid = grid_of(first.rect, block)
         whole_bytes = next(rows for rows in (1, 2, 4, 8) if rows * grid.cols % 8 == 0)
@@ -275,6 +300,7 @@ class Batch:
                 gaps += range(at + rows, at + rows + rest)
             at += rows + rest
         everything = torch.cat(parts)
+        measure = _of_batch(shards, measures, starts, at)
         rect = Rect(0, first.rect.col, at, first.rect.cols)
         device = everything.device
         widths = block_widths((at, width), block, torch.arange(grid.col, grid.col + grid.cols, device=device))
@@ -293,3 +319,18 @@ class Batch:
     def part(self, i: int) -> Tensor:
         """The scores of one shard, a view ``(rows, block columns)``."""
         return self.scores[self.starts[i] : self.starts[i] + self.rows[i]]
+
+
+def _of_batch(shards: Sequence[Shard], measures: Sequence[Measure], starts: Sequence[int], rows: int) -> Measure:
+    """The measure of all rows of a batch, which has the factors of its shards."""
+    first = measures[0]
+    if not isinstance(first, WeightedSquares):
+        return first
+    found = []
+    for shard, measure in zip(shards, measures, strict=True):
+        assert isinstance(measure, WeightedSquares)
+        found.append(measure.factors(shard.tensor, (shard.rect.row, shard.rect.col)))
+    factors = found[0].new_zeros(rows, max(each.shape[1] for each in found))
+    for start, each in zip(starts, found, strict=True):
+        factors[start : start + len(each)] = each
+    return WeightedSquares(lambda chunk, offset: factors[offset[0] : offset[0] + len(chunk)])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.enforcer.fused import collections_of, fused_kernels, summed_in
+from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.enforcer.optimizers import leaves, same_storage, summed
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.serving.kept_rows import gather_rows
@@ -38,7 +38,7 @@ def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: 
     """
     world = group_over(world_ranks())
     with world.agreeing("plan()"):
-        sums = _fused_sums(model)
+        sums = fused_sums([model])
         for weight, state in _stepped_sums(located, optimizer):
             # An optimizer may list fused tables that it never steps.
             sums.setdefault(weight.data_ptr(), state)
@@ -77,16 +77,6 @@ def _touched_rows(known: Sequence[ShardedData], sums: Sums) -> dict[str, Tensor]
         tables = by_ranks[ranks]
         touched |= gather_rows(tables, lambda data, rect: _touched(data, rect, sums), _asked)
     return touched
-
-
-def _fused_sums(model: nn.Module) -> dict[int, tuple[Tensor, float]]:
-    """What fused Adagrads have summed on this rank."""
-    found = {}
-    for collection in collections_of([model]):
-        for kernel in fused_kernels(collection):
-            for weight, total in summed_in(kernel):
-                found[weight.data_ptr()] = (total, 0.0)
-    return found
 
 
 def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Iterator[tuple[Tensor, tuple[Tensor, float]]]:

@@ -8,14 +8,15 @@ shards, a copy of them, and a chunk.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.enforcer.enforcer import settle_all
+from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
 from dist_sparse.rotation.bases import bases_of
@@ -38,11 +39,12 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     world must enter and leave it; of the weights only rows that column borders cut travel.
 
     Blocks are removed first: whole rows by norm and Adagrad's sums where a fused Adagrad trains the tables, otherwise
-    by the L2 norm. Then tables are rotated and lose their last columns. Then the rest is rounded, and tables that were
-    rotated alone are turned back, so that they may differ from what is served in the last bit.
+    by the L2 norm; an attached enforcer changes nothing about that. Then tables are rotated and lose their last
+    columns. Then the rest is rounded, and tables that were rotated alone are turned back, so that they may differ from
+    what is served in the last bit.
 
-    Afterwards, also after an error, the weights are what they were, bit for bit. Takes a copy of this rank's shards. No
-    optimizer state is written.
+    Afterwards, also after an error, the weights are what they were, bit for bit; what masks remove is zero. Takes a
+    copy of this rank's shards. No optimizer state is written.
 
     Raises:
         ValueError: a table can't be served, or the candidate does not fit the tables; on every rank, and nothing was
@@ -73,6 +75,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             check_writable(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
         weights = [shard.tensor.detach() for data in located.values() for shard in data.shards]
+        settle_all(weights)  # a trial neither scores nor restores what no forward reads
         saved = [weight.clone() for weight in weights]
     try:
         with torch.no_grad():
@@ -137,25 +140,26 @@ def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, Sharded
             turn_(data, bases[name].T, over)
 
 
+class _Trained(ImportanceSparsifier):
+    """Scores by what the fused Adagrad optimizers of a model have summed. It needs no enforcer, so that another one may
+    be attached to the model."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str], block: BlockShape) -> None:
+        super().__init__(sparsity_level=0.0, sparse_block_shape=block, score="norm_accumulator")
+        self._fused = fused_sums([model])
+        self.add_model(model, include=[glob.escape(name) for name in names])
+
+    def sums(self) -> Mapping[int, tuple[Tensor, float]]:
+        return self._fused
+
+
 def _remove(model: nn.Module, block: BlockShape, levels: Mapping[str, float], world: Group) -> None:
     """Zero the blocks with the smallest scores. Collective."""
-    sparsifier = ImportanceSparsifier(sparsity_level=0.0, sparse_block_shape=block, score="norm")
-    sparsifier.add_model(model, include=[glob.escape(name) for name in levels])
-    enforcer = MaskEnforcer(sparsifier)
-    if sparsifier.defaults["sparse_block_shape"] == (1, ROW):
-        sparsifier.scored_by = "norm_accumulator"
-        try:
-            enforcer.attach()
-            sparsifier.check_known()
-            unknown = 0
-        except ValueError:  # no fused Adagrad trains them
-            unknown = 1
-        if world.all_reduce(torch.tensor(unknown)):
-            sparsifier.scored_by = "norm"
-    try:
-        preview = sparsifier.preview(levels)
-    finally:
-        enforcer.detach()
+    sparsifier = _Trained(model, levels, block)
+    whole_rows = sparsifier.defaults["sparse_block_shape"] == (1, ROW)
+    if not whole_rows or world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
+        sparsifier.scored_by = "norm"
+    preview = sparsifier.preview(levels)
     for name, masks in preview.masks.items():
         for mask, shard in zip(masks, preview.located[name].shards, strict=True):
             mask.apply_(shard.tensor)

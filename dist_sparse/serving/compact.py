@@ -255,8 +255,8 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping
             raise ValueError(f"{name} has mode='max', in which removed rows count as zeros: it can't be compacted.")
     elif reason := torchrec.refusal(model, module):
         raise ValueError(f"{name} can't be compacted: {reason}.")
+    others = set(model.modules()) - set(module.modules())
     for parameter in _parameters(module).values():
-        others = set(model.modules()) - set(module.modules())
         holders = [type(other).__name__ for other in others if parameter in set(other._parameters.values())]
         if holders:
             raise ValueError(f"{name} is the weight of other modules too ({holders}): it can't be compacted.")

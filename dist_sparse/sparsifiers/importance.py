@@ -6,6 +6,7 @@ what is counted for it, holds for each of its elements. Blocks are compared by t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,8 +16,10 @@ from torch import Tensor
 from dist_sparse import checks
 from dist_sparse.groups import Facts, Replica, rank_in
 from dist_sparse.masking.block_scores import ScoredTable
+from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.sparsifiers.keeping import Scored
+from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Preview
 from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
 
@@ -28,27 +31,28 @@ SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
 _TINY = 2.0**-100
 """Added to a G, so that rows that were never touched are ordered by norm, and after those that are removed already."""
 
-_MOST = 1 << 30
-"""Counts stop here: rows as hot as that are never removed."""
+_AGED = 1 << 20
+"""Counts multiplied by the decay at a time."""
 
 
 class _Known(NamedTuple):
     """What is known of the rows of a shard: ``total``, ``(rows,)``, ``(rows, 1)`` or ``(rows, columns)``, counts from
-    ``initial`` on; divided by ``share`` it is that of an element."""
+    ``initial`` on and up to ``most``; divided by ``share`` it is that of an element."""
 
     rect: Rect
     total: Tensor
     initial: float = 0.0
     share: int = 1
+    most: float = math.inf
 
     def of_rows(self, rows: slice | Tensor) -> Tensor:
         """Return it for an element of these rows, float64 ``(rows, 1)`` or ``(rows, columns)``."""
-        return (
-            self.total.reshape(self.rect.rows, -1)[rows]
-            .to(torch.float64, copy=True)
-            .sub_(self.initial)
-            .div_(self.share)
-        )
+        known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
+        if self.most < math.inf:  # the shards of a row are clamped at different times
+            known.clamp_(max=self.most)
+        if self.initial != 0:
+            known.sub_(self.initial)
+        return known if self.share == 1 else known.div_(self.share)
 
 
 class ImportanceSparsifier(DataNormSparsifier):
@@ -70,16 +74,18 @@ class ImportanceSparsifier(DataNormSparsifier):
     for its own columns.
 
     All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the optimizers and sees the ids.
-    Lookups are counted in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 per row,
-    kept with its shard and saved in ``state_dict()``. Lookups of removed rows are counted, and these rows keep their
-    ``G`` unless the enforcer resets it, so they may come back, at 0, with ``"frequency"`` and ``"accumulator"``.
+    Lookups are counted in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 per row, up
+    to 2**30, kept with its shard and saved in ``state_dict()``. Scores are float32: rows with more than 2**24 lookups
+    may tie although their counts differ, and then the smaller row index is removed first. Lookups of removed rows are
+    counted, and these rows keep their ``G`` unless the enforcer resets it, so they may come back, at 0, with
+    ``"frequency"`` and ``"accumulator"``.
 
     Args:
         data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed here.
         score: the score of an element, from the table above.
         norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; the others require ``"L2"``.
-        decay: after each mask update, counts are multiplied by it and rounded down, so that old traffic counts less; at
-            1, all traffic since ``attach()`` counts equally.
+        decay: after each mask update, counts are multiplied by it, in float64, and rounded down, so that old traffic
+            counts less; at 1, all traffic since ``attach()`` counts equally, and counts are left as they are.
 
     Attributes:
         scored_by: the score; may be replaced between mask updates, on all ranks, except by ``"frequency"``.
@@ -136,10 +142,13 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the score of each element, float64; see the class."""
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
-        known = self._known_at(name, data, offset)
-        first = offset[0] - known.rect.row
-        of_rows = known.of_rows(slice(first, first + len(data)))
+        of_rows = self._of_rows(name, data, offset)
         return _by_norm(data, of_rows) if self.scored_by == "norm_accumulator" else of_rows.expand(data.shape)
+
+    def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
+        if self.scored_by != "norm_accumulator" or type(self).score is not ImportanceSparsifier.score:
+            return super().element_measure(name, config)
+        return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         if self.scored_by == "norm":
@@ -165,10 +174,15 @@ class ImportanceSparsifier(DataNormSparsifier):
             super().step()
         finally:
             self._known = {}  # views of live storage
-        if self.enable_mask_update and self.counts_lookups:
-            for name in self.packed_store.names:
-                for counts in self.packed_store.counts(name) or ():
-                    counts.copy_((counts * self.decay).clamp_(max=_MOST))
+        if self.enable_mask_update and self.counts_lookups and self.decay < 1:
+            self._age_counts()
+
+    def _age_counts(self) -> None:
+        """Multiply all counts by the decay, and round down: in float64, which holds every int32."""
+        for name in self.packed_store.names:
+            for counts in self.packed_store.counts(name) or ():
+                for some in torch.split(counts, _AGED):
+                    some.copy_(some.clamp(max=MOST_COUNTED).double().mul_(self.decay))
 
     def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
         try:
@@ -211,25 +225,45 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by != "norm":
             self._look_up(self.packed_store.locate())
 
+    def unknown_tables(self) -> list[str]:
+        """Return the tables whose score needs Adagrad's sums, and that no Adagrad steps on this rank. Local."""
+        if self.scored_by not in ("accumulator", "norm_accumulator"):
+            return []
+        summed = self.sums()
+        located = self.packed_store.locate().items()
+        return [name for name, data in located if any(s.tensor.data_ptr() not in summed for s in data.shards)]
+
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
         """What is known of the rows of this rank's shards."""
-        totals = self._totals()
+        totals = self.sums()
         found: dict[str, list[_Known]] = {}
         for name, data in located.items():
             if self.scored_by == "frequency":
                 counts = zip(data.shards, self.packed_store.counts(name) or (), strict=True)
-                found[name] = [_Known(shard.rect, count, share=data.shape[1]) for shard, count in counts]
+                found[name] = [_Known(s.rect, count, share=data.shape[1], most=MOST_COUNTED) for s, count in counts]
             else:
                 found[name] = [_summed(name, shard, totals) for shard in data.shards]
         return found
 
-    def _totals(self) -> dict[int, tuple[Tensor, float]]:
+    def sums(self) -> Mapping[int, tuple[Tensor, float]]:
+        """Return the squared gradients that Adagrad has summed, and their initial value, by the address of the weights:
+        those that the enforcer knows.
+
+        Raises:
+            ValueError: no enforcer is attached.
+        """
         if self.enforcer is None:
             raise ValueError(
                 f"score={self.scored_by!r} needs an attached MaskEnforcer, which knows the optimizers and sees the "
                 "ids: call MaskEnforcer(sparsifier).attach(optimizer), or use sparsify()."
             )
         return self.enforcer.accumulators()
+
+    def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
+        """What is known of an element of the rows of a chunk, float64 ``(rows, 1)`` or ``(rows, columns)``."""
+        known = self._known_at(name, data, offset)
+        first = offset[0] - known.rect.row
+        return known.of_rows(slice(first, first + len(data)))
 
     def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
         """What is known of the shard of a chunk that begins at ``offset``."""
@@ -242,7 +276,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             )
         whole = self.dense_store.weight(name)
         rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
-        return _summed(name, Shard(rect, whole), self._totals())
+        return _summed(name, Shard(rect, whole), self.sums())
 
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:

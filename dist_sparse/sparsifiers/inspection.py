@@ -26,6 +26,7 @@ class Inspection:
     dense_store: DenseStore
     packed_store: PackedStore
     recorder: Recorder | None
+    enforcer: stats.Settles | None
 
     def get_mask(self, name: str) -> Tensor:
         """Return the mask, 1 = kept, 0 = removed.
@@ -83,11 +84,27 @@ class Inspection:
         return stats.fingerprints(self, "fingerprint()")
 
     def audit(self) -> dict[str, str]:
-        """Return :meth:`fingerprint`, after comparing the masks of all holders: replicas, and the bits of blocks that a
-        shard border cuts. Collective as :meth:`table_stats`.
+        """Return :meth:`fingerprint`, after comparing the masks of all holders (replicas, and the bits of blocks that a
+        shard border cuts) and masks with weights. Collective as :meth:`table_stats`; reads all weights once, in chunks.
+
+        Without an enforcer, optimizers revive removed weights: a UserWarning says how many are not zero, plain data
+        left out. With one, what has been revived since the last forward is zeroed first.
 
         Raises:
-            ValueError: on every rank; names table, place and ranks that differ.
+            ValueError: on every rank; names table, place and ranks that differ; or, with an enforcer attached, how many
+                removed weights of which table are not zero: they were written through ``.data`` or by other code
+                whose writes torch does not count.
+
+        Example::
+
+            >>> import torch
+            >>> from dist_sparse import DataNormSparsifier
+            >>> table = torch.nn.EmbeddingBag(10, 4)
+            >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row", norm="L2")
+            >>> names = sparsifier.add_model(table)
+            >>> sparsifier.step()
+            >>> list(sparsifier.audit())
+            ['weight']
         """
         return stats.audit(self)
 

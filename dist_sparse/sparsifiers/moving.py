@@ -37,8 +37,8 @@ def brought(
     """Return pieces of masks, and of counts, that cover this rank's rectangles in other ``tilings``. Collective over
     the group."""
     parcels = Parcels(group)
-    masks: list[tuple[str, Rect, Callable[[], Tensor]]] = []
-    counts: list[tuple[str, Rect, Callable[[], Tensor]]] = []
+    masks: dict[str, list[tuple[Rect, Callable[[], Tensor]]]] = {name: [] for name in tilings}
+    counts: dict[str, list[tuple[Rect, Callable[[], Tensor]]]] = {name: [] for name in tilings}
     for name, tiling in tilings.items():
         table = tables[name]
         before = dict(zip(table.tiling[group.rank], table.masks, strict=True))
@@ -48,15 +48,17 @@ def brought(
                 count = table.counts[table.tiling[group.rank].index(old)]
                 parcels.send(receiver, count[rect.row - old.row : rect.row_end - old.row])
         for sender, _, rect, _ in _transfers(table.tiling, tiling, receiver=group.rank):
-            masks.append((name, rect, parcels.expect(sender, (mask_bytes(rect, table.block),))))
+            masks[name].append((rect, parcels.expect(sender, (mask_bytes(rect, table.block),))))
             if table.counts is not None:
-                counts.append((name, rect, parcels.expect(sender, (rect.rows,), torch.int32)))
+                counts[name].append((rect, parcels.expect(sender, (rect.rows,), torch.int32)))
     parcels.exchange(torch.device("cpu"))
-    blocks = {name: tables[name].block for name in tilings}
-    return (
-        {n: [BlockMask(rect, blocks[n], read().clone()) for m, rect, read in masks if m == n] for n in tilings},
-        {n: [(rect, read()) for m, rect, read in counts if m == n] for n in tilings},
-    )
+    found: dict[str, list[BlockMask]] = {}
+    counted: dict[str, list[tuple[Rect, Tensor]]] = {}
+    for name in tilings:
+        block = tables[name].block
+        found[name] = [BlockMask(rect, block, read().clone()) for rect, read in masks[name]]
+        counted[name] = [(rect, read()) for rect, read in counts[name]]
+    return found, counted
 
 
 def to_write(tables: Mapping[str, Held], group: Group) -> dict[str, list[BlockMask]]:

@@ -22,6 +22,7 @@ from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
 __all__ = [
+    "MOST_COUNTED",
     "block_of",
     "copy_counts",
     "counts_from",
@@ -33,6 +34,10 @@ __all__ = [
     "tables_of",
     "written",
 ]
+
+MOST_COUNTED = 1 << 30
+"""Lookups of a row from which on more make no difference. Half of what its int32 holds, so that so many more can be
+counted before it has to be clamped."""
 
 
 def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:

@@ -219,29 +219,32 @@ def _scores(threshold: Threshold | None) -> tuple[tuple[float, int], ...]:
 
 def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
     """The counts of one shard; a block cut by a border counts where it begins."""
-    dead = _dead_rows(new) if whole_rows else 0
     top, left = new.rect.row % new.block[0] > 0, new.rect.col % new.block[1] > 0
-    same = old.block == new.block
-    if not (top or left):
-        removed = new.blocks - count_bits(new.bits)
-        flipped = count_bits(old.bits ^ new.bits) if same else 0
-        regrown = count_bits(new.bits & ~old.bits) if same else 0
-        return [removed, flipped, regrown, dead]
+    removed, flipped, regrown = _cut_changes(old, new, top, left) if top or left else _whole_changes(old, new)
+    if not whole_rows:
+        return [removed, flipped, regrown, 0]
+    if new.block[0] == 1 and new.grid.cols == 1:
+        return [removed, flipped, regrown, removed]
+    return [removed, flipped, regrown, int(dead_flags(new).sum())]
 
+
+def _whole_changes(old: BlockMask, new: BlockMask) -> list[int]:
+    """Removed, flipped and regrown blocks of a shard that begins with whole blocks."""
+    removed = new.blocks - count_bits(new.bits)
+    if old.block != new.block:
+        return [removed, 0, 0]
+    return [removed, count_bits(old.bits ^ new.bits), count_bits(new.bits & ~old.bits)]
+
+
+def _cut_changes(old: BlockMask, new: BlockMask, top: bool, left: bool) -> list[int]:
+    """The same of a shard whose first row or column of blocks (``top``, ``left``) begins in another shard."""
     counts = [0, 0, 0]
     for first, last in new.row_chunks():
         inside = (slice(int(top and first == 0), None), slice(int(left), None))
         kept = new.flags(first, last)[inside]
         counts[0] += int((~kept).sum())
-        if same:
+        if old.block == new.block:
             before = old.flags(first, last)[inside]
             counts[1] += int((before ^ kept).sum())
             counts[2] += int((kept & ~before).sum())
-    return [*counts, dead]
-
-
-def _dead_rows(mask: BlockMask) -> int:
-    """Rows of a shard of whole rows that have nothing left."""
-    if mask.block[0] == 1 and mask.grid.cols == 1:
-        return mask.blocks - count_bits(mask.bits)
-    return int(dead_flags(mask).sum())
+    return counts

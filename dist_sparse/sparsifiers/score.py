@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -75,8 +75,9 @@ class ScoreSparsifier(BaseDataSparsifier):
     Attributes:
         scope: ``"table"`` removes ``sparsity_level`` of each table; ``"global"`` removes the same total bytes over all
             tables of a model, wherever scores are smallest, exactly and under any sharding. Blocks are compared by
-            their mean score, so by score per byte, and must divide the tables. A table at level 0 loses nothing, and
-            below level 1 at least one block of each table stays. Settable, with the same value on every rank.
+            their mean score, so by score per byte, and must divide the tables. Of equal scores, the table whose name
+            sorts first loses its blocks first. A table at level 0 loses nothing, and below level 1 at least one block
+            of each table stays. Settable, with the same value on every rank.
         floors: by registered name, the smallest fraction of blocks that is kept, whatever the level.
         max_change: the largest fraction of a table's blocks that may change state in one mask update, unless the level
             requires more; the removed blocks with the highest scores come back. Needs rows that no column border cuts,
@@ -275,13 +276,10 @@ class ScoreSparsifier(BaseDataSparsifier):
                 self.enforcer.settle()
                 located = self.packed_store.locate()
                 kept = self.score_tables(located, self.data_groups)
-                every, self.full_every = self.full_every, 1
-                try:
-                    fresh = self.score_tables(located, self.data_groups)
-                finally:
-                    self.full_every = every
-                for name in kept:
-                    check_kept(kept[name], fresh[name])
+                goals = [replace(table.goal, keeping=None) for table in kept.values()]
+                fresh = score_tables(goals, [rank_in(goal.data.ranks) for goal in goals])
+                for one, other in zip(kept.values(), fresh, strict=True):
+                    check_kept(one, other)
         return super().audit()
 
     def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
@@ -386,12 +384,16 @@ class ScoreSparsifier(BaseDataSparsifier):
             most = min(most, grid.blocks - (level < 1)) if level else 0
         else:
             k = min(k, most)
-        measure: Measure = self.measure or partial(self._scored, data.name, config)
+        measure = self.measure or self.element_measure(data.name, config)
         if self.rotation is not None and data.name in self.rotation.names:
             measure = partial(_places, data.shape[1])
         return Goal(
             data=data, block=block, k=k, most=most, zeros=max(zeros, 1), measure=measure, whole_columns=whole_columns
         )
+
+    def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
+        """Return how the elements of a table are scored if :attr:`measure` is None: by :meth:`score`."""
+        return partial(self._scored, name, config)
 
     def _scored(self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]) -> Tensor:
         return self.score(name, data, offset=offset, **config)

@@ -6,6 +6,7 @@ Nothing here changes a mask or a weight. What is collective first checks that al
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -41,12 +42,23 @@ Located = Mapping[str, ShardedData]
 Masks = Mapping[str, Sequence[BlockMask]]
 
 
+class Settles(Protocol):
+    """The method of an attached enforcer that counts need."""
+
+    def settle(self) -> None:
+        """Zero what optimizers have revived."""
+        ...
+
+
 class Registered(Protocol):
     """The attributes of a sparsifier that its counts need."""
 
     data_groups: dict[str, dict[str, Any]]
     dense_store: DenseStore
     packed_store: PackedStore
+
+    @property
+    def enforcer(self) -> Settles | None: ...
 
 
 def table_stats(sparsifier: Registered) -> list[TableStats]:
@@ -129,18 +141,25 @@ def count_removed(located: Located, masks: Masks) -> dict[str, int]:
 
 def count_revived(sparsifier: Registered) -> dict[str, int]:
     """See :meth:`dist_sparse.BaseDataSparsifier.count_revived`."""
-    packed, dense = sparsifier.packed_store, sparsifier.dense_store
-    located = packed.current("count_revived()")
+    located = sparsifier.packed_store.current("count_revived()")
+    revived = _revived(sparsifier.packed_store, located) | _revived_plain(sparsifier.dense_store)
+    return {name: revived[name] for name in sparsifier.data_groups if name in revived}
+
+
+def _revived(packed: PackedStore, located: Located) -> dict[str, int]:
+    """Removed weights of each table that are not zero. Collective over the tables' groups: one all-reduce each."""
     counts = {}
     for name, data in located.items():
-        pairs = list(zip(packed.masks(name), data.shards, strict=True))
-        chunks = ((shard.tensor[rows], kept) for mask, shard in pairs for rows, kept in mask.element_chunks())
-        counts[name] = [sum(int(((weights != 0) & ~kept).sum()) for weights, kept in chunks)]
-    revived = {name: count for name, [count] in _summed(counts, located, 1).items()}
-    for name in dense.names:
-        if dense.is_masked(name):
-            revived[name] = int(((dense.mask(name) == 0) & (dense.weight(name) != 0)).sum())
-    return {name: revived[name] for name in sparsifier.data_groups if name in revived}
+        counts[name] = [0]
+        for mask, shard in zip(packed.masks(name), data.shards, strict=True):
+            for rows, kept in mask.element_chunks():
+                counts[name][0] += int(((shard.tensor[rows] != 0) & ~kept).sum())
+    return {name: count for name, [count] in _summed(counts, located, 1).items()}
+
+
+def _revived_plain(dense: DenseStore) -> dict[str, int]:
+    masked = filter(dense.is_masked, dense.names)
+    return {name: int(((dense.mask(name) == 0) & (dense.weight(name) != 0)).sum()) for name in masked}
 
 
 def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
@@ -191,7 +210,7 @@ def fingerprints(sparsifier: Registered, action: str) -> dict[str, str]:
 
 def audit(sparsifier: Registered) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
-    packed = sparsifier.packed_store
+    packed, enforcer = sparsifier.packed_store, sparsifier.enforcer
 
     def refuse(drifted: Mapping[str, list[int]]) -> None:
         wrong = "; ".join(f"{place}: ranks {ranks} differ from the first holder" for place, ranks in drifted.items())
@@ -204,7 +223,31 @@ def audit(sparsifier: Registered) -> dict[str, str]:
             for name in names:
                 rank = group_over(located[name].ranks).rank
                 facts.replicas |= shared_bits(located[name], packed.block(name), packed.masks(name), rank)
+        if enforcer is not None:
+            enforcer.settle()  # dirty rows are zeroed before a forward reads them: they are no errors
+    revived = _revived(packed, located)
+    if enforcer is not None:
+        revived |= _revived_plain(sparsifier.dense_store)  # without one, plain data keeps the weights that it removes
+    with packed.agreeing("audit()"):  # of all groups: ranks that hold none of a table must not go on alone
+        _report_revived({name: count for name, count in revived.items() if count}, enforced=enforcer is not None)
     return fingerprints(sparsifier, "audit()")
+
+
+def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
+    """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
+    if not revived:
+        return
+    counts = "; ".join(f"table {name!r}: {count} removed weights are not zero" for name, count in revived.items())
+    if enforced:
+        raise ValueError(
+            f"Masks and weights differ, although an enforcer is attached. {counts}. They were written in a way that "
+            "torch does not count, such as through .data; sparsifier.apply_masks() zeroes sharded tables."
+        )
+    warnings.warn(
+        f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive stays until "
+        "sparsifier.apply_masks().",
+        stacklevel=4,
+    )
 
 
 def dead_rows(sparsifier: Registered) -> dict[str, int]:

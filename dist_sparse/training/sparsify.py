@@ -16,7 +16,7 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import Group, group_over, rank_in, world_ranks
+from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import ReadyDataScheduler
@@ -412,7 +412,8 @@ def sparsify(
                 sparsifier.check_known()
             levels = final if isinstance(final, dict) else {glob.escape(name): final for name in sparsifier.data_groups}
             sparsifier.check_levels({name: levels.get(glob.escape(name), 0.0) for name in sparsifier.data_groups})
-        if plan.score is None and not _known_everywhere(sparsifier, together):
+            unknown = sparsifier.unknown_tables()
+        if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         if rotate is not None:
             rotate_tables(sparsifier, rotate)
@@ -431,13 +432,3 @@ def _globs(**given: Any) -> dict[str, Any]:
         if globs is not None and not isinstance(globs, bool):
             found[argument] = sorted(checks.name_list(argument, globs))
     return found
-
-
-def _known_everywhere(sparsifier: ImportanceSparsifier, together: Group) -> bool:
-    """Whether the sparsifier's score is known of all tables. Collective."""
-    try:
-        sparsifier.check_known()
-        unknown = 0
-    except ValueError:
-        unknown = 1
-    return not together.all_reduce(torch.tensor(unknown))

@@ -254,3 +254,33 @@ def test_sparsify_scores_by_what_all_ranks_know() -> None:
         if score == "norm":
             with pytest.raises(ValueError, match="no Adagrad steps it"):
                 sparsify(model, optimizer_of(model), **plan, score="accumulator")
+
+
+@on_ranks(2)
+def test_counts_are_integers(world: int) -> None:
+    """A mask update loses none of their bits, and no number of lookups makes one negative."""
+    cell = trained_cells(world)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparsifier = ImportanceSparsifier(sparsity_level=0.5, score="frequency")
+    sparsifier.add_model(model)
+    [counts] = sparsifier.packed_store.counts("user") or ()
+    rows = torch.arange(len(counts), dtype=torch.int32)
+    with MaskEnforcer(sparsifier).attach(optimizer):
+        counts.copy_((1 << 24) + 1 + 2 * rows)
+        before, version = counts.clone(), counts._version
+        sparsifier.step()
+        assert torch.equal(counts, before) and counts._version == version, "at decay 1 nothing is written"
+        sparsifier.decay = 0.75
+        sparsifier.step()
+        assert torch.equal(counts, before * 3 // 4)
+        sparsifier.decay = 1.0
+        state = sparsifier.state_dict()
+        for piece in (piece for saved in state["sharded"]["counts"].values() for piece in saved.kept):
+            piece["counts"].fill_(2**31 - 1)
+        sparsifier.load_state_dict(state)
+        for step in range(2):
+            learn(model, optimizer, cell, step)
+        [counts] = sparsifier.packed_store.counts("user") or ()
+        assert int(counts.min()) >= 1 << 30
+        sparsifier.step()

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
-from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
+from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
 from dist_sparse.masking import kept_scores
 from dist_sparse.masking.kept_scores import KeptScores
-from tests.dist.cells import Cell, TableSpec, batch, build, set_weights, weights
-from tests.dist.enforcing import Run, kernels, pieces
+from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, set_weights, weights
+from tests.dist.enforcing import Run, kernels, loss_of, optimizer_of, pieces
 from tests.dist.plugin import on_ranks
 from tests.dist.test_reshard import reshard
 
@@ -222,3 +222,32 @@ def test_what_is_not_seen_is_found_by_an_audit(monkeypatch: pytest.MonkeyPatch) 
         run.sparsifier.audit()
     run.sparsifier.full_every = 1
     run.sparsifier.audit()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "column_wise", "data_parallel"])
+def test_an_audit_counts_removed_weights_that_are_not_zero(name: str) -> None:
+    """Not those that an optimizer has revived since the last forward, which the enforcer zeroes before the next."""
+    model = build(cells(2)[name])
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4), norm="L2")
+    sparsifier.add_model(model)
+    optimizer = optimizer_of(model)
+    with MaskEnforcer(sparsifier).attach(optimizer):
+        sparsifier.step()
+        before = sparsifier.audit()
+        loss_of(model(batch(cells(2)[name], seed=dist.get_rank()))).backward()
+        optimizer.step()
+        if name != "data_parallel":
+            assert sum(sparsifier.count_revived().values()) > 0
+        assert sparsifier.audit() == before
+        full = gathered(model)["user"] + 1
+        set_weights(model, {"user": full})
+        holders = 2 if name == "data_parallel" else 1
+        number = holders * int((sparsifier.full_mask("user") == 0).sum())
+        with pytest.raises(ValueError, match=rf"'user': {number} removed weights are not zero.*data.*apply_masks"):
+            sparsifier.audit()
+        sparsifier.apply_masks()
+        assert sparsifier.audit() == before
+    set_weights(model, {"user": full})
+    with pytest.warns(UserWarning, match=rf"'user': {number} removed weights are not zero.*no enforcer is attached"):
+        assert sparsifier.audit() == before

@@ -328,3 +328,22 @@ def test_only_the_innermost_of_wrapped_optimizers_is_hooked() -> None:
         train(model, combined)
         assert revived(model, sparsifier) == 0
         assert not any(hooks(combined, inner).values())
+
+
+def test_an_audit_finds_what_was_written_through_data() -> None:
+    """In plain modules too, where the next forward would read it, and in plain data."""
+    model, sparsifier = sparse_net()
+    plain = nn.Parameter(torch.arange(1.0, 9.0).view(2, 4))
+    sparsifier.add_data("plain", plain)
+    sparsifier.step()
+    with MaskEnforcer(sparsifier).attach(torch.optim.SGD([*model.parameters(), plain], lr=0.5)):
+        before = sparsifier.audit()
+        number = int((sparsifier.get_mask("second") == 0).sum())
+        model.second.weight.data.add_(1)
+        with pytest.raises(ValueError, match=rf"'second': {number} removed weights are not zero"):
+            sparsifier.audit()
+        sparsifier.apply_masks()
+        assert sparsifier.audit() == before
+        plain.data.add_(1)
+        with pytest.raises(ValueError, match=r"'plain': \d+ removed weights are not zero"):
+            sparsifier.audit()

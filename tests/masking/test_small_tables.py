@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec.optim import RowWiseAdagrad
 
-from dist_sparse import ROW, DataNormSparsifier
+from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer
 from dist_sparse.masking.scores import SMALL
 from tests.oracle import oracle_mask
 
@@ -75,3 +78,39 @@ def test_the_table_with_a_bad_score_is_named(value: float) -> None:
     with pytest.raises(ValueError, match="Table 'b': the block at row 7, column 0 scores"):
         sparsifier.step()
     assert all(torch.equal(before[name], sparsifier.full_mask(name)) for name in "abc")
+
+
+class ByElement(ImportanceSparsifier):
+    """The same scores, element by element: each table in a pass of its own."""
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        return super().score(name, data, offset=offset, **config)
+
+
+@pytest.mark.parametrize("block", [(1, ROW), (1, 4), (2, 4)])
+@pytest.mark.parametrize("adagrad", [torch.optim.Adagrad, RowWiseAdagrad])
+def test_weighted_squares_as_scores_of_elements(
+    block: tuple[int, int | str], adagrad: type[torch.optim.Optimizer]
+) -> None:
+    """Together, alone, and in several chunks; what was removed and is written through ``.data`` is zeroed again."""
+    sizes = [(50, 16), (51, 16), (3, 16), (2, 16), (SMALL // 16 + 1, 16), (270_000, 4)]
+    masks = []
+    for kind in (ImportanceSparsifier, ByElement):
+        draw = torch.Generator().manual_seed(3)
+        weights = [torch.randn(*size, generator=draw) for size in sizes]
+        model = nn.ModuleDict({f"t{i}": nn.Embedding(*w.shape, _weight=w.clone()) for i, w in enumerate(weights)})
+        optimizer = adagrad(model.parameters(), lr=0.1)
+        sparsifier = kind(sparsity_level=0.5, sparse_block_shape=block, score="norm_accumulator")
+        sparsifier.add_model(model)
+        with MaskEnforcer(sparsifier).attach(optimizer):
+            for _ in range(2):
+                sparsifier.step()
+                for table in model.values():
+                    table.weight.data[-1] += 1.0
+                    table(torch.randint(0, table.num_embeddings, (20,), generator=draw)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sparsifier.step()
+        assert sum(sparsifier.count_revived().values()) == 0
+        masks.append([sparsifier.full_mask(f"t{i}") for i in range(len(sizes))])
+    assert all(torch.equal(one, other) for one, other in zip(*masks, strict=True))

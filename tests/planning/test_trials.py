@@ -20,6 +20,7 @@ from dist_sparse.serving.codes import decode, encode
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import Cell, build, cells, gathered, plain
 from tests.dist.copies import build_copies, copied_cells
+from tests.dist.enforcing import optimizer_of
 from tests.dist.plugin import on_ranks
 from tests.serving.stored import dense
 
@@ -97,20 +98,48 @@ def test_rotated_columns(name: str, tmp_path: Path) -> None:
     same(tried, real | {"word": turned}, atol=1e-6)
 
 
+def look_up_users(model: nn.Module, ids: Tensor) -> None:
+    """A training step over these users."""
+    lengths = torch.zeros(len(FEATURES), dtype=torch.int64)
+    lengths[FEATURES.index("user_id")] = len(ids)
+    model(KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=lengths)).sum().backward()
+
+
 @on_ranks(2)
-def test_rows_by_what_adagrad_has_summed(tmp_path: Path) -> None:
-    """A fused Adagrad trains all tables that lose rows: those that were never looked up are removed first."""
+@pytest.mark.parametrize("attached", [False, True])
+def test_rows_by_what_adagrad_has_summed(attached: bool) -> None:
+    """A fused Adagrad trains all tables that lose rows: those that were never looked up are removed first. Also while
+    an enforcer of somebody else masks them."""
     cell = cells(2)["row_wise"]
     model = build(cell)
     ids = torch.tensor([5, 20, 36])
-    lengths = torch.zeros(len(FEATURES), dtype=torch.int64)
-    lengths[FEATURES.index("user_id")] = 3
-    model(KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=lengths)).sum().backward()
+    look_up_users(model, ids)
+    sparsifier = DataNormSparsifier(sparsity_level=0.0)
+    sparsifier.add_model(model)
+    enforcer = MaskEnforcer(sparsifier)
+    if attached:
+        enforcer.attach(optimizer_of(model))
     before = gathered(model)
     with serving(model, Candidate(levels={"user": 1 - 3 / 37})):
         left = gathered(model)["user"].any(1).nonzero().flatten()
+    enforcer.detach()
     assert left.tolist() == ids.tolist() and len(set(ids.tolist()) & set(largest(before["user"], 3))) < 3
     same(gathered(model), before)
+
+
+@on_ranks(2)
+def test_removed_weights_are_tried_as_zeros() -> None:
+    """What an optimizer has revived of them since the last forward no forward reads, so no trial scores it."""
+    model = build(cells(2)["row_wise"])
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
+    sparsifier.add_model(model)
+    with MaskEnforcer(sparsifier).attach(optimizer_of(model)):
+        sparsifier.step()
+        look_up_users(model, torch.tensor([5, 20, 36]))
+        assert sparsifier.count_revived()["user"]
+        with serving(model, Candidate(levels={"user": 0.1})):
+            assert not any(sparsifier.count_revived().values())
+        assert not any(sparsifier.count_revived().values())
 
 
 def largest(weight: Tensor, count: int) -> list[int]:
