@@ -77,7 +77,7 @@ class SparsifyCallback(Callback):
 
     Args:
         level, budget, scope, floor, protect, block, norm, score: as in :func:`~dist_sparse.sparsify`.
-        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate, max_change, decay:
+        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate, decay:
             likewise; steps are rounds of optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
@@ -134,7 +134,6 @@ class SparsifyCallback(Callback):
         optimizer_state: OptimizerState = "keep",
         min_rows: int = 16,
         rotate: Rotate | None = None,
-        max_change: float | None = None,
         decay: float | None = None,
         log: bool = True,
     ) -> None:
@@ -154,7 +153,6 @@ class SparsifyCallback(Callback):
             "schedule": schedule,
             "optimizer_state": optimizer_state,
             "min_rows": min_rows,
-            "max_change": max_change,
             "decay": decay,
         }
         Plan(**self._plan)  # invalid arguments are refused here, before anything is loaded or trained

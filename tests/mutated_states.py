@@ -97,7 +97,7 @@ def _everything(training: SparseTraining) -> list[Any]:
     sparsifier = training.sparsifier
     weights = [hash_tensor(shard.tensor) for data in sparsifier.packed_store.locate().values() for shard in data.shards]
     counts = {name: [*map(hash_tensor, sparsifier.packed_store.counts(name) or ())] for name in sparsifier.data_groups}
-    settings = [sparsifier.scored_by, sparsifier.scope, dict(sparsifier.floors), sparsifier.max_change]
+    settings = [sparsifier.scored_by, sparsifier.scope, dict(sparsifier.floors)]
     schedule = {key: value for key, value in training.scheduler.state_dict().items() if key != "_last_param"}
     masks = {name: [hash_tensor(mask.bits) for mask in sparsifier.packed_store.masks(name)] for name in counts}
     return [weights, counts, settings, repr(schedule), repr(sparsifier.data_groups), masks]

@@ -71,8 +71,6 @@ def new_masks(
 
     # 2. Select: the exact threshold of every table.
     thresholds = select_smallest(candidates, group, rider, pool)
-    for bits, held in (entry for table in scored for entry in table.held_blocks):
-        bits[held] = REMOVED
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and threshold.
     decisions: dict[int, dict[Rect, Decision]] = {}
@@ -86,7 +84,7 @@ def new_masks(
         goal, masks = table.goal, [small[i]] if i in small else []
         for shard in goal.data.shards[len(masks) :]:
             masks.append(_new_mask(table, shard, threshold, decisions.get(i, {}).get(shard.rect)))
-        known = (candidates[i].k if threshold.removed is None else threshold.removed) + table.held
+        known = candidates[i].k if threshold.removed is None else threshold.removed
         block, k = ((1, 1), None) if goal.by_element else (goal.block, known)
         made.append(MadeMasks(masks, block, threshold, k))
     return made

@@ -90,18 +90,12 @@ class Goal:
 
 @dataclass
 class ScoredTable:
-    """One table between scoring and masks: scores by shard, and what this rank knows of cut blocks.
-
-    Of ``held`` blocks beside the goal's ``k`` it is decided that they are removed: in ``held_blocks``, scores and which
-    of them, KEPT until the others are selected.
-    """
+    """One table between scoring and masks: scores by shard, and what this rank knows of cut blocks."""
 
     goal: Goal
     cuts: CutTable | None
     segments: dict[Rect, Segment] = field(default_factory=dict)
     partials: dict[Rect, Partials] = field(default_factory=dict)
-    held: int = 0
-    held_blocks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:

@@ -22,7 +22,6 @@ from dist_sparse.checks import choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
-from dist_sparse.masking.held import hold_removed
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.records import TableStats
@@ -79,9 +78,6 @@ class ScoreSparsifier(BaseDataSparsifier):
             sorts first loses its blocks first. A table at level 0 loses nothing, and below level 1 at least one block
             of each table stays. Settable, with the same value on every rank.
         floors: by registered name, the smallest fraction of blocks that is kept, whatever the level.
-        max_change: the largest fraction of a table's blocks that may change state in one mask update, unless the level
-            requires more; the removed blocks with the highest scores come back. Needs rows that no column border cuts,
-            and scores that removed rows keep. Below 1, a mask update takes up to seven more all-reduces.
         full_every: with a :class:`~dist_sparse.MaskEnforcer`, scores of blocks that are one row high and at least 32
             columns wide are kept between mask updates, 4 bytes per block, in large tables of a fused optimizer on a
             CPU. Only rows that training has written are scored again; at least one of ``full_every`` updates scores all
@@ -107,7 +103,6 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     scope: Scope = "table"
     floors: Mapping[str, float] = MappingProxyType({})
-    max_change: float = 1.0
     full_every: int = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -222,7 +217,6 @@ class ScoreSparsifier(BaseDataSparsifier):
         facts["sparsifier.measure"] = self.measure
         facts["sparsifier.scope"] = self.scope
         facts["sparsifier.floors"] = dict(self.floors)
-        facts["sparsifier.max_change"] = self.max_change
 
     @property
     def reads_masks(self) -> bool:
@@ -237,11 +231,9 @@ class ScoreSparsifier(BaseDataSparsifier):
             self._check_update_mask()
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
-        self._check_held(goals)
         if self.enforcer is None:
             self._keeper = None
-        elif integer("full_every", self.full_every, least=1) > 1 and self.max_change == 1:
-            # Not with max_change: blocks that are held are noted in the scores.
+        elif integer("full_every", self.full_every, least=1) > 1:
             self._keeper = self._keeper or Keeper()
             written, masks = self.enforcer.written(), self.packed_store.masks
             goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
@@ -258,8 +250,6 @@ class ScoreSparsifier(BaseDataSparsifier):
     ) -> dict[str, MadeMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
         tables = [scored[name] for name in names]
-        if self.max_change < 1:
-            tables = hold_removed(tables, [self.packed_store.masks(name) for name in names], self.max_change, group)
         made = new_masks(tables, group, rider, pooled=self.scope == "global")
         return dict(zip(names, made, strict=True))
 
@@ -308,12 +298,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Refuse levels, by the name of each sharded table, that no mask update could reach. Local.
 
         Raises:
-            ValueError: with the scope ``"global"`` or a ``max_change``; names what is in the way.
+            ValueError: with the scope ``"global"``; names what is in the way.
         """
         configs = {name: {**self.data_groups[name], "sparsity_level": level} for name, level in levels.items()}
         goals = {name: self._goal(self.packed_store.find(name), config) for name, config in configs.items()}
         self._check_pool(goals)
-        self._check_held(goals)
 
     def _check_pool(self, goals: Mapping[str, Goal]) -> None:
         """Refuse tables that can't be selected from together. The same on every rank."""
@@ -332,28 +321,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         if self.rotation is not None:
             raise ValueError("scope='global' can't compare rotated columns, which are removed by position.")
 
-    def _check_held(self, goals: Mapping[str, Goal]) -> None:
-        """Refuse tables of which the changes can't be limited. The same on every rank."""
-        if number("max_change", self.max_change, least=0, most=1) == 1:
-            return
-        if self.scope == "global" or self.measure is not None or self.rotation is not None:
-            raise ValueError(
-                f"max_change={self.max_change} is for scope='table' and scores that removed blocks keep, such as "
-                "'frequency': under a norm none comes back, and rotated columns are removed by position."
-            )
-        for name, goal in goals.items():
-            if goal.by_element or goal.block[1] == 1 or cuts_of(goal) or self.packed_store.block(name) != goal.block:
-                raise ValueError(
-                    f"Table {name!r}: max_change={self.max_change} is for whole blocks of several columns that no "
-                    f"border of a shard cuts; blocks are {goal.block}, masks of {self.packed_store.block(name)}."
-                )
-
     def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
         """The new mask of plain data, as a table of a single shard."""
         if not data.dtype.is_floating_point:
             raise NotImplementedError(f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored.")
-        if self.max_change < 1:
-            raise ValueError(f"Data {name!r}: max_change is for the tables of models, from add_model().")
         matrix = as_scored_matrix(name, data.detach())
         rect = Rect(0, 0, *matrix.shape)
         table = ShardedData(

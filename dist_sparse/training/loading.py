@@ -32,7 +32,6 @@ class _Settings:
     scored_by: str
     scope: str
     floors: Mapping[str, float]
-    max_change: float
 
     def put(self, sparsifier: ImportanceSparsifier) -> None:
         for name, value in vars(self).items():
@@ -54,7 +53,7 @@ def save(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> dic
     # Floors of tables that were squashed since have no meaning any more.
     floors = {name: floor for name, floor in sparsifier.floors.items() if name in sparsifier.data_groups}
     chosen = {"score": sparsifier.scored_by, "scope": sparsifier.scope}
-    parts = {"scheduler": scheduler.state_dict(), **chosen, "floors": floors, "max_change": sparsifier.max_change}
+    parts = {"scheduler": scheduler.state_dict(), **chosen, "floors": floors}
     return {"sparsifier": sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
 
 
@@ -90,7 +89,7 @@ def _parsed(state: object, sparsifier: ImportanceSparsifier, scheduler: ReadyDat
         raise ValueError(f"Invalid state of type {type(state).__name__}: must be what state_dict() returned.")
     _check_keys("The state", state, {"sparsifier", "schedule"}, only=False)  # Lightning's callback adds its own
     parts = from_json("the schedule", state["schedule"])
-    _check_keys("The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors", "max_change"})
+    _check_keys("The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors"})
     schedule = parts["scheduler"]
     if not isinstance(schedule, dict):
         raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
@@ -104,7 +103,6 @@ def _parsed(state: object, sparsifier: ImportanceSparsifier, scheduler: ReadyDat
         scored_by=score,
         scope=checks.choice("scope", parts["scope"], SCOPES),
         floors=_floors(parts.get("floors", {}), sparsifier.data_groups),
-        max_change=checks.level("max_change", parts.get("max_change", 1.0)),
     )
     masks = state["sparsifier"]
     return _Saved(masks=masks, configs=saved_configs(masks), schedule=schedule, settings=settings)
@@ -134,7 +132,6 @@ def _as_in(saved: _Saved, sparsifier: ImportanceSparsifier) -> Iterator[None]:
         scored_by=sparsifier.scored_by,
         scope=sparsifier.scope,
         floors=sparsifier.floors,
-        max_change=sparsifier.max_change,
     )
     groups = sparsifier.data_groups
     try:

@@ -99,7 +99,6 @@ class Plan:
     schedule: Any
     optimizer_state: Any
     min_rows: int
-    max_change: Any = None
     decay: Any = None
 
     def __post_init__(self) -> None:
@@ -120,14 +119,8 @@ class Plan:
             "schedule": self.schedule if callable(self.schedule) else _schedule(self.schedule, self.end),
             "optimizer_state": checks.choice("optimizer_state", self.optimizer_state, ("keep", "reset")),
             "min_rows": checks.integer("min_rows", self.min_rows, least=0),
-            "max_change": _given("max_change", self.max_change, checks.level),
             "decay": _given("decay", self.decay, checks.level),
         }
-        if self.max_change is not None and resolved["score"] not in ("frequency", "accumulator"):
-            raise ValueError(
-                f"Invalid max_change={self.max_change} with score={self.score!r}: removed blocks come back with "
-                "'frequency' and 'accumulator'; with a norm in the score none does."
-            )
         if self.decay is not None and resolved["score"] != "frequency":
             raise ValueError(f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts lookups.")
         if resolved["score"] is None and (self.norm is not None or resolved["block"] != (1, ROW)):

@@ -283,7 +283,6 @@ def sparsify(
     min_rows: int = 16,
     auto_step: bool = False,
     rotate: Rotate | None = None,
-    max_change: float | None = None,
     decay: float | None = None,
 ) -> SparseTraining:
     """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
@@ -327,8 +326,6 @@ def sparsify(
         rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask update as by
             :func:`~dist_sparse.rotate`; tables in no group stay dense. The score then does not choose the columns, but
             ``"frequency"`` weights rows by their lookups.
-        max_change: with ``score="frequency"`` or ``"accumulator"``, the largest fraction of a table's blocks that may
-            change state in one mask update, unless the level requires more; see :class:`~dist_sparse.ScoreSparsifier`.
         decay: with ``score="frequency"``, the factor by which counts of lookups shrink at each mask update, in [0, 1];
             None is 1, so that all traffic counts equally.
 
@@ -373,7 +370,6 @@ def sparsify(
             schedule=schedule,
             optimizer_state=optimizer_state,
             min_rows=min_rows,
-            max_change=max_change,
             decay=decay,
         )
         if plan.scope == "global" and rotate is not None:
@@ -393,7 +389,6 @@ def sparsify(
             decay=1.0 if plan.decay is None else plan.decay,
         )
         sparsifier.scope, sparsifier.floors = plan.scope, table_floors(plan, located, unpruned)
-        sparsifier.max_change = 1.0 if plan.max_change is None else plan.max_change
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)

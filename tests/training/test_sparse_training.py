@@ -114,8 +114,6 @@ class TestAtomicLoads:
             (["scope"], None, "Invalid scope=None"),
             (["score"], "frequency", "pass score='frequency'"),
             (["score"], "accumulator", "'user': no Adagrad steps it"),
-            (["max_change"], 0.0, "max_change=0.0 is for"),
-            (["max_change"], "x", "Invalid max_change='x'"),
             (["newer"], 1, r"The schedule of the state has the unknown keys \['newer'\]"),
             (["scheduler", "extra_2"], 1, r"CubicDataScheduler has the unknown keys \['extra_2'\]"),
             (["scheduler"], [1], r"the scheduler must be a mapping"),
