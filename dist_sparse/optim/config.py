@@ -16,7 +16,10 @@ from dist_sparse.checks import integer, number
 from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.tensors import is_sharded
 
-__all__ = ["OptimConfig", "Owned", "Wiring", "check_optimizer", "owned_by", "wiring_of"]
+__all__ = ["Gradients", "OptimConfig", "Owned", "Wiring", "check_optimizer", "owned_by", "wiring_of"]
+
+Gradients = dict[nn.Parameter, Tensor | None]
+"""The gradients of all parameters of an optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ class OptimConfig:
         """Return the loss to differentiate, itself; raises as ``OptimScheduler.step()``."""
         if self.optim_loss is None and "loss" not in losses:
             raise AssertionError(f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss.")
-        loss = losses[self.loss_name]
+        loss: object = losses[self.loss_name]
         if not isinstance(loss, Tensor):
             kind = type(loss).__name__
             raise ValueError(f"Invalid loss {self.loss_name!r} of type {kind}: must be a tensor.")
@@ -173,10 +176,9 @@ class Owned:
     pieces: frozenset[nn.Parameter]  # this rank's parts of larger tensors: dense shards, DTensors
     fused: list[Any]  # sharded collections with a fused optimizer, which takes a learning rate only
 
-    @property
-    def trainable(self) -> list[nn.Parameter]:
-        """The parameters that take a gradient."""
-        return [p for p in self.parameters if p.requires_grad]
+    def gradients(self) -> Gradients:
+        """Return the gradients that the parameters have now."""
+        return {p: p.grad for p in self.parameters}
 
     def overlaps(self, other: Owned) -> bool:
         """Return whether both update a parameter or a collection."""

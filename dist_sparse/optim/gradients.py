@@ -4,37 +4,32 @@ Optimizers that share a forward can't alternate backward and step: the first ste
 weights that the second backward still needs. So the gradients of all of them are taken at once. A
 loss leaves no gradients on parameters of the model that its optimizer does not own.
 
-If all want the same loss, there is one plain backward. Otherwise each loss is differentiated for its
-own parameters, and the gradients of a DDP module are averaged here: DDP follows one backward per
-forward. Replicated gradients are equal on all ranks; of sharded ones all ranks gather the norms.
+Optimizers of one loss share one backward. Several losses need one backward each, which DDP, FSDP
+and TorchRec don't support. Replicated gradients are equal on all ranks; of sharded ones all ranks
+gather the norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.optim.config import Owned, Wiring
+from dist_sparse.optim.config import Gradients, Owned, Wiring
 
 __all__ = [
     "NO_SCALER",
     "Claim",
-    "Gradients",
     "check_claims",
     "clip_gradients",
     "gradient_norm",
     "take_gradients",
     "update_weights",
 ]
-
-Gradients = dict[nn.Parameter, Tensor | None]
-"""The gradients of all parameters of an optimizer."""
 
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 """Leaves losses and gradients as they are, and always steps."""
@@ -47,15 +42,10 @@ class Claim(NamedTuple):
     loss: Tensor  # a scalar; it is not changed
     parts: int  # the micro-steps over which it is averaged
     scaler: torch.amp.GradScaler
-    reduced: bool  # whether this is the last micro-step, after which ranks average their gradients
 
     def root(self) -> Tensor:
         """Return the scalar to differentiate."""
         return self.scaler.scale(self.loss / self.parts)
-
-    def gradients(self) -> Gradients:
-        """Return the gradients that the parameters have now."""
-        return {p: p.grad for p in self.owned.parameters}
 
 
 def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
@@ -68,13 +58,13 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
             "with FSDP modules or sharded tables, which need a backward through the whole graph",
             wiring.hooked,
         ),
-        ("with a DDP module of static_graph=True", any(ddp.static_graph for ddp in wiring.ddp)),
+        ("in DDP, which averages the gradients of one backward per forward", wiring.replicating),
     ):
         if holds:
             raise ValueError(
                 f"Several OptimSchedulers share a model {reason}. So their losses must be one and "
-                "the same tensor, with the same accum_grad and no GradScaler. Delete those that "
-                "are no longer stepped."
+                "the same tensor, with the same accum_grad. Run a forward for each loss, or delete "
+                "those that are no longer stepped."
             )
 
 
@@ -85,99 +75,52 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
         For each claim the gradients of its parameters, added to those that they have in ``.grad``.
         Outside of the first claim, whose ``.grad`` is the caller's to set, these do not change.
     """
-    if _of_one_loss(claims):
-        return _by_one_backward(wiring, claims)
-    return [_by_its_own_loss(wiring, claim, last=claim is claims[-1]) for claim in claims]
+    groups = [claims] if _of_one_loss(claims) else [[claim] for claim in claims]
+    inner = set(wiring.modules[""].parameters())
+    unchanged = inner.difference(claims[0].owned.parameters)
+    taken: list[Gradients] = []
+    for group in groups:
+        foreign = inner.difference(*(claim.owned.parameters for claim in group))
+        with _restored(unchanged):
+            _hide(wiring, foreign)
+            taken += _by_one_backward(group, keep_graph=group is not groups[-1])
+        unchanged = inner
+    return taken
 
 
 def _of_one_loss(claims: Sequence[Claim]) -> bool:
-    return len({(claim.loss, claim.parts, claim.scaler) for claim in claims}) == 1
+    return len({(claim.loss, claim.parts) for claim in claims}) == 1
 
 
-def _by_one_backward(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
-    inner = set(wiring.modules[""].parameters())
-    foreign = inner.difference(*(claim.owned.parameters for claim in claims))
-    # The backward adds to gradients in place, and DDP may write into them: copies, not references.
-    kept = {p: None if p.grad is None else p.grad.clone() for p in inner.difference(claims[0].owned.parameters)}
-    if any(ddp.find_unused_parameters for ddp in wiring.ddp):
-        for parameter in foreign:
-            # DDP wants a gradient wherever one of several micro-steps has used the parameter.
-            parameter.grad = torch.zeros_like(parameter)
+@contextmanager
+def _restored(parameters: set[nn.Parameter]) -> Iterator[None]:
+    """Restore gradients. A backward adds to them in place, and DDP may write into them: copies."""
+    kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
     try:
-        claims[0].root().backward()  # type: ignore[no-untyped-call]
-        return [claim.gradients() for claim in claims]
+        yield
     finally:
         for parameter, grad in kept.items():
             parameter.grad = grad
 
 
-def _by_its_own_loss(wiring: Wiring, claim: Claim, *, last: bool) -> Gradients:
-    """Differentiate one of several losses. The graph is freed with the ``last`` one."""
-    root, taken = claim.root(), claim.gradients()
-    trained = claim.owned.trainable
-    # As in a plain backward(), the weights of a criterion get gradients, for their own optimizer.
-    outside = _leaves_outside(wiring, root)
-    if leaves := [*trained, *outside]:
-        found = torch.autograd.grad(root, leaves, retain_graph=not last, allow_unused=True)
-        taken.update(zip(trained, map(_sum, trained, found), strict=False))
-        for leaf, grad in zip(outside, found[len(trained) :], strict=True):
-            leaf.grad = _sum(leaf, grad)
-    if claim.reduced:
-        for ddp in wiring.ddp:
-            taken.update(_averaged(taken, ddp))
-    return taken
+def _hide(wiring: Wiring, foreign: set[nn.Parameter]) -> None:
+    # With find_unused_parameters, DDP wants a gradient wherever a micro-step used the parameter.
+    unused = any(ddp.find_unused_parameters for ddp in wiring.ddp)
+    for parameter in foreign:
+        parameter.grad = torch.zeros_like(parameter) if unused else None
 
 
-def _sum(leaf: Tensor, new: Tensor | None) -> Tensor | None:
-    if leaf.grad is None:
-        return new
-    return leaf.grad if new is None else leaf.grad + new
-
-
-def _leaves_outside(wiring: Wiring, root: Tensor) -> list[Tensor]:
-    """Return the leaves on which a loss depends and which are not in the model."""
-    inside = set(wiring.modules[""].parameters())
-    nodes: list[Any] = [root.grad_fn]
-    seen, found = {None}, []
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes += [source for source, _ in node.next_functions]
-        # Only nodes that accumulate into a leaf have a variable.
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf not in inside:
-            found.append(leaf)
-    return found
-
-
-def _averaged(grads: Gradients, ddp: DistributedDataParallel) -> Gradients:
-    """Return the mean over ranks of the gradients that ``ddp`` replicates. Collective.
-
-    One that only some ranks have counts as zero on the others, as in DDP. Sparse ones become dense:
-    on another rank, the same parameter may have no gradient.
-    """
-    named = ddp.module.named_parameters()
-    replicated = {p for name, p in named if name not in ddp.parameters_to_ignore}
-    shared = [p for p in grads if p.requires_grad and p in replicated]
-    if not shared:
-        return {}
-    dense, has = [], []
-    for parameter in shared:
-        grad = grads[parameter]
-        has.append(float(grad is not None))
-        dense.append(torch.zeros_like(parameter) if grad is None else grad.to_dense())
-    sizes = [len(has), *(grad.numel() for grad in dense)]
-    group = group_over(tuple(dist.get_process_group_ranks(ddp.process_group)))
-    flat = [dense[0].new_tensor(has), *(grad.reshape(-1) for grad in dense)]
-    counts, *sums = torch.split(group.all_reduce(torch.cat(flat)), sizes)
-    means: Gradients = {}
-    for parameter, total, count in zip(shared, sums, counts.tolist(), strict=True):
-        mean = (total / group.size).to(parameter.dtype).view_as(parameter)
-        # One that no rank has stays None: an optimizer would apply momentum and decay to zeros.
-        means[parameter] = mean if count else None
-    return means
+def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradients]:
+    """Add the gradients of one loss to ``.grad``, each at the scale of its own scaler."""
+    roots = {claim.scaler.get_scale(): claim.root() for claim in claims}
+    # At a larger scale, gradients could overflow whose own scaler has backed off.
+    scale = min(roots)
+    for claim in claims:
+        _multiply(claim.owned.parameters, scale / claim.scaler.get_scale())
+    roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+    for claim in claims:
+        _multiply(claim.owned.parameters, claim.scaler.get_scale() / scale)
+    return [claim.owned.gradients() for claim in claims]
 
 
 def update_weights(
@@ -280,12 +223,15 @@ def gradient_norm(
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, longest: float) -> None:
     """Scale the gradients in place so that their norm, ``norm``, is at most ``longest``. Local."""
     # As in torch.nn.utils.clip_grad_norm_.
-    factor = float(torch.clamp(longest / (norm + 1e-6), max=1.0))
-    if factor >= 1.0:
+    _multiply(parameters, float(torch.clamp(longest / (norm + 1e-6), max=1.0)))
+
+
+def _multiply(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    if factor == 1.0:
         return
     for parameter in parameters:
         if parameter.grad is not None:
-            _values(parameter.grad).mul_(factor)
+            parameter.grad.mul_(factor)
 
 
 def _total(grads: Sequence[Tensor], norm_type: float) -> Tensor:

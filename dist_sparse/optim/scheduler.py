@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from dist_sparse.checks import integer, number
 from dist_sparse.enforcer.optimizers import optimizer_class
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.optim.config import OptimConfig, check_optimizer, owned_by, wiring_of
+from dist_sparse.optim.config import Gradients, OptimConfig, check_optimizer, owned_by, wiring_of
 from dist_sparse.optim.gradients import (
     NO_SCALER,
     Claim,
-    Gradients,
     check_claims,
     take_gradients,
     update_weights,
@@ -402,7 +401,7 @@ class OptimScheduler(abc.ABC):
         """Take the gradients of all OptimSchedulers that update from these losses; return this
         one's. Each of the others finds its own when it is stepped with the same loss."""
         due = [peer for peer in self._sharing() if peer._contributes(losses, step_num)]
-        claims = [peer._claim(losses, step_num) for peer in due]
+        claims = [peer._claim(losses) for peer in due]
         check_claims(self._wiring, claims)
         self._check_fused(due, step_num, epoch_num)
         try:
@@ -419,13 +418,12 @@ class OptimScheduler(abc.ABC):
     def _contributes(self, losses: Mapping[str, Tensor], step_num: int) -> bool:
         return self.config.due(step_num) and self.config.loss_name in losses
 
-    def _claim(self, losses: Mapping[str, Tensor], step_num: int) -> Claim:
+    def _claim(self, losses: Mapping[str, Tensor]) -> Claim:
         return Claim(
             owned=self._owned,
             loss=self.config.loss_of(losses),
             parts=self.config.accum_grad,
             scaler=self.scaler or NO_SCALER,
-            reduced=self.config.updates(step_num),
         )
 
     def _check_fused(self, due: list[OptimScheduler], step_num: int, epoch_num: int) -> None:
