@@ -27,7 +27,8 @@ class OptimConfig:
     """Arguments of :class:`~dist_sparse.OptimScheduler`, where they are described. Immutable.
 
     Raises:
-        AssertionError: an interval is not an integer >= 1, or ``optim_loss`` is not a string (as in SpeeChain).
+        AssertionError: an interval is not an integer >= 1, or ``optim_loss`` is not a string, as in
+            SpeeChain.
         ValueError: another argument is invalid.
 
     Example::
@@ -97,7 +98,7 @@ class OptimConfig:
         return self.real_step(step_num) % self.step_per_update == 0
 
     def updates(self, step_num: int) -> bool:
-        """Return whether an update of the weights follows a micro-step: the last of its real step."""
+        """Return whether an update follows a micro-step: it is the last of its real step."""
         return self.due(step_num) and step_num % self.accum_grad == 0
 
     def loss_of(self, losses: Mapping[str, Tensor]) -> Tensor:
@@ -161,11 +162,6 @@ class Wiring:
     fused: bool  # whether it has tables whose optimizer runs inside the backward
     hooked: bool  # whether gradients need a backward through the whole graph, with its hooks
     replicating: list[Any]  # the modules that average gradients over ranks, each with no_sync()
-
-    @property
-    def ddp(self) -> list[DistributedDataParallel]:
-        """The DDP modules among ``replicating``."""
-        return [each for each in self.replicating if isinstance(each, DistributedDataParallel)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,19 +52,17 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
     if _of_one_loss(claims):
         return
-    for reason, holds in (
-        ("whose fused tables are updated inside every backward", wiring.fused),
-        (
-            "with FSDP modules or sharded tables, which need a backward through the whole graph",
-            wiring.hooked,
-        ),
-        ("in DDP, which averages the gradients of one backward per forward", wiring.replicating),
-    ):
+    for reason, holds in {
+        "whose fused tables are updated inside every backward": wiring.fused,
+        "with FSDP modules or sharded tables, which need one backward per forward": wiring.hooked,
+        "in DDP, which averages the gradients of one backward per forward": wiring.replicating,
+    }.items():
         if holds:
             raise ValueError(
                 f"Several OptimSchedulers share a model {reason}. So their losses must be one and "
-                "the same tensor, with the same accum_grad. Run a forward for each loss, or delete "
-                "those that are no longer stepped."
+                "the same tensor, with the same accum_grad and use_amp. Or pass each of them a "
+                "loss of its own name from a forward of its own. Delete those that are no longer "
+                "stepped."
             )
 
 
@@ -89,7 +87,8 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
 
 
 def _of_one_loss(claims: Sequence[Claim]) -> bool:
-    return len({(claim.loss, claim.parts) for claim in claims}) == 1
+    # Unscaled and scaled gradients are apart: at a scale of 1, those of float16 would underflow.
+    return len({(claim.loss, claim.parts, claim.scaler.is_enabled()) for claim in claims}) == 1
 
 
 @contextmanager
@@ -105,7 +104,7 @@ def _restored(parameters: set[nn.Parameter]) -> Iterator[None]:
 
 def _hide(wiring: Wiring, foreign: set[nn.Parameter]) -> None:
     # With find_unused_parameters, DDP wants a gradient wherever a micro-step used the parameter.
-    unused = any(ddp.find_unused_parameters for ddp in wiring.ddp)
+    unused = any(getattr(ddp, "find_unused_parameters", False) for ddp in wiring.replicating)
     for parameter in foreign:
         parameter.grad = torch.zeros_like(parameter) if unused else None
 

@@ -1,7 +1,7 @@
 """Optimizer, gradient accumulation, AMP, clipping, learning rate and sparsity in one step.
 
-:class:`OptimScheduler` keeps the interface of SpeeChain's class of that name. One ``step`` has three
-phases:
+:class:`OptimScheduler` keeps the interface of SpeeChain's class of that name. One ``step`` has
+three phases:
 
 1. Gradients. The first of several OptimSchedulers of a model to be stepped takes the gradients of
    all of them, before any weight changes; each of the others finds its own when its turn comes.
@@ -169,12 +169,12 @@ class OptimScheduler(abc.ABC):
         self.sche_init(**sche_conf)
         # Older schedules take no epoch_num.
         self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
-        self._early: tuple[Tensor, Gradients] | None = None  # of a loss, taken by another one's step
+        # A loss and its gradients, if the step of another OptimScheduler has taken them.
+        self._early: tuple[Tensor, Gradients] | None = None
         self._has_run = False  # a backward
         self._accumulated = 0  # steps of an unfinished real step whose gradients are in .grad
-        self._forward: tuple[int, int] | None = None  # step and epoch for which fused tables are set
+        self._forward: tuple[int, int] | None = None  # step and epoch of the fused tables' rate
         self._join()
-        self.optimizer.zero_grad()  # gradients of an earlier run are not part of the first update
 
     @abc.abstractmethod
     def sche_init(self, *args: Any, **sche_conf: Any) -> None:
@@ -182,9 +182,10 @@ class OptimScheduler(abc.ABC):
 
     @abc.abstractmethod
     def update_lr(self, real_step: int, epoch_num: int) -> float:
-        """Return the learning rate, without ``ft_factor``, of a real step and an epoch, both counted from 1.
+        """Return the learning rate, without ``ft_factor``, of a real step and an epoch, from 1 on.
 
-        A pure function of its arguments: called at every step that contributes to an update, sometimes repeatedly.
+        A pure function of its arguments: called at every step that contributes to an update, with
+        fused tables twice.
         """
 
     def extra_repr_fn(self) -> str:
@@ -224,8 +225,8 @@ class OptimScheduler(abc.ABC):
         epoch_num: int,
         logger: Any = None,
     ) -> None:
-        """Run the backward and, at the end of a real step, the update. Collective under DDP and with
-        sharded gradients.
+        """Run the backward and, at the end of a real step, the update. Collective under DDP and
+        with sharded gradients.
 
         Several OptimSchedulers of a model can be stepped one after the other with the losses of one
         forward. Delete one that is no longer stepped, or its gradients are still computed.
@@ -237,15 +238,15 @@ class OptimScheduler(abc.ABC):
             optim_name: for the clock.
             step_num: counts from 1, over epochs.
             epoch_num: counts from 1.
-            logger: its ``info`` reports an update that is skipped, on all ranks, because the norm is
-                not finite.
+            logger: its ``info`` reports an update that is skipped, on all ranks, because the norm
+                is not finite.
 
         Raises:
             AssertionError: there is no loss named "loss".
             KeyError: there is none named ``optim_loss``.
             ValueError: a number, the loss or the learning rate is invalid, the forward of fused
-                tables was not in :meth:`forward_context`, or the model's OptimSchedulers can't share
-                this forward. In all three cases nothing has changed.
+                tables was not in :meth:`forward_context`, or the model's OptimSchedulers can't
+                share this forward. In all three cases nothing has changed.
 
         If the backward or the update itself fails (out of memory, say), the gradients of its real
         step are dropped.
@@ -266,8 +267,8 @@ class OptimScheduler(abc.ABC):
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and of the scaler (or None), and those of the sparsifier and its scheduler
-        where there are any. It can be loaded with ``torch.load(weights_only=True)``.
+        """Return the states of the optimizer and the scaler (or None), and of the sparsifier and
+        its scheduler where there are any. ``torch.load(weights_only=True)`` can load it.
 
         Step numbers are the caller's, and the state of fused optimizers is the model's.
         """
@@ -282,8 +283,8 @@ class OptimScheduler(abc.ABC):
         return {"optimizer": self.optimizer.state_dict(), "scaler": scaler, **states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Collective if there is a sparsifier. A state of a run with AMP
-        can be loaded into one without, and vice versa; the scale keeps its initial value then.
+        """Restore :meth:`state_dict`. Collective if there is a sparsifier. A state of a run with
+        AMP can be loaded into one without, and vice versa; the scale keeps its initial value then.
 
         Raises:
             ValueError: a part is missing or does not fit, or ranks load different steps. With a
@@ -330,8 +331,9 @@ class OptimScheduler(abc.ABC):
         for name, part in self._sparsity.items():
             if not isinstance(part, kinds[name]):
                 raise ValueError(f"Invalid {name} of type {type(part).__name__}: must be a {kinds[name].__name__}.")
-        scheduled = self.data_scheduler and self.data_scheduler.data_sparsifier
-        if scheduled not in (None, self.data_sparsifier):
+        if self.data_scheduler is None:
+            return
+        if self.data_scheduler.data_sparsifier is not self.data_sparsifier:
             raise ValueError("Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.")
 
     def _check_averaging(self) -> None:
@@ -349,8 +351,6 @@ class OptimScheduler(abc.ABC):
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
-        for peer in self._overlapping():
-            peer._drop_gradients()  # they are in parameters that this one starts to update
         for peer in self._sharing():
             for name, part in self._sparsity.items():
                 if peer is not self and part is getattr(peer, name):
@@ -361,6 +361,9 @@ class OptimScheduler(abc.ABC):
                     f"has {peer.config.amp_dtype}, and they share its forward."
                 )
         self._peers[id(self)] = self
+        # Gradients of an earlier run are not part of the first update.
+        for peer in [self, *self._overlapping()]:
+            peer._drop_gradients()
 
     def _sharing(self) -> list[OptimScheduler]:
         """Return this one and the model's others that share its forward, newest first.
@@ -484,8 +487,8 @@ class OptimScheduler(abc.ABC):
             return
         if epoch_num is None:
             raise ValueError(
-                "Invalid epoch_num=None: the model has fused tables, which take the learning rate of "
-                "the epoch in forward_context(step_num, epoch_num)."
+                "Invalid epoch_num=None: the model has fused tables, which take the learning rate "
+                "of the epoch in forward_context(step_num, epoch_num)."
             )
         self._owned.set_fused_lr(self._lr(step_num, epoch_num))
         self._forward = step_num, epoch_num
@@ -548,7 +551,7 @@ def _checked_scale(device: str, saved: Any) -> Any:
 
 @contextlib.contextmanager
 def _misfits() -> Iterator[None]:
-    """Turn all exceptions into a ValueError: torch has one for each way in which a state can't fit."""
+    """Turn exceptions into a ValueError: torch has one for each way in which a state can't fit."""
     try:
         yield
     except ValueError:
