@@ -107,7 +107,8 @@ def test_parameters_in_common_share_no_forward(use_amp: bool) -> None:
     """One that shares parameters has no part in another's steps, and torch refuses a second backward."""
     model, alone = Two(), Two()
     first, second = over(model, None, use_amp=use_amp), over(model, "decoder", use_amp=use_amp)
-    losses = model(batch(1))
+    with first.forward_context(1):
+        losses = model(batch(1))
     first.step(losses, None, "a", 1, 1)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         second.step(losses, None, "b", 1, 1)
