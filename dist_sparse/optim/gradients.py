@@ -114,10 +114,11 @@ def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradi
     roots = {claim.scaler.get_scale(): claim.root() for claim in claims}
     # At a larger scale, gradients could overflow whose own scaler has backed off.
     scale = min(roots)
-    for claim in claims:
+    apart = [claim for claim in claims if claim.scaler.get_scale() > scale]
+    for claim in apart:
         _multiply(claim.owned.parameters, scale / claim.scaler.get_scale())
     roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
-    for claim in claims:
+    for claim in apart:
         _multiply(claim.owned.parameters, claim.scaler.get_scale() / scale)
     return [claim.owned.gradients() for claim in claims]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import OptimScheduler
-from tests.optim.optim_loop import Steady, Two, batch, copied, same, train
+from tests.optim.optim_loop import Log, Steady, Two, batch, copied, same, train
 
 LR = 0.1
 
@@ -154,6 +154,21 @@ def test_scales_that_differ_share_one_backward(accum_grad: int) -> None:
         torch.allclose(value, other[name], atol=1e-3) for other in results[1:] for name, value in results[0].items()
     )
     assert not same(results[0], copied(Two()))
+
+
+def test_a_scaler_that_has_backed_off_is_not_overruled() -> None:
+    """Its gradients would overflow at the scale of the other one, again and again."""
+    model, log = Two(), Log()
+    conf = {"use_amp": True, "grad_norm_type": float("inf")}
+    pair = [over(model, "encoder", scale=2.0**20, **conf), over(model, "decoder", scale=1.0, **conf)]
+    before = copied(model)
+    losses = {"loss": model.decoder(model.encoder(batch(1))).sum() * 1e36}
+    for scheduler in pair:
+        scheduler.step(losses, None, "a", 1, 1, log)
+    assert same(copied(model.encoder), {k[8:]: v for k, v in before.items() if k.startswith("encoder.")})
+    assert not torch.equal(model.decoder.weight, before["decoder.weight"])
+    assert [scheduler.scaler.get_scale() for scheduler in pair] == [2.0**19, 1.0]  # type: ignore[union-attr]
+    assert len(log.lines) == 1
 
 
 @pytest.mark.parametrize("accum_grad", [1, 2])
