@@ -1,11 +1,10 @@
-"""The checked arguments of an OptimScheduler: its updates, its parameters, the states that fit."""
+"""The checked arguments of an OptimScheduler: its updates and its parameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from dist_sparse.checks import integer, number
 from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.tensors import is_sharded
 
-__all__ = ["Gradients", "OptimConfig", "Owned", "Wiring", "check_optimizer", "owned_by", "wiring_of"]
+__all__ = ["Gradients", "OptimConfig", "Owned", "Wiring", "owned_by", "wiring_of"]
 
 Gradients = dict[nn.Parameter, Tensor | None]
 """The gradients of all parameters of an optimizer."""
@@ -100,6 +99,10 @@ class OptimConfig:
     def updates(self, step_num: int) -> bool:
         """Return whether an update follows a micro-step: it is the last of its real step."""
         return self.due(step_num) and step_num % self.accum_grad == 0
+
+    def wants(self, losses: Mapping[str, Tensor], step_num: int) -> bool:
+        """Return whether a micro-step differentiates one of these losses."""
+        return self.due(step_num) and self.loss_name in losses
 
     def loss_of(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Return the loss to differentiate, itself; raises as ``OptimScheduler.step()``."""
@@ -215,6 +218,7 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
     if not parameters:
         raise ValueError(f"The modules {where} have no parameters.")
     fused = _fused_collections(root)
+    # Torch marks the parameters whose optimizer runs inside the backward.
     moving = {p for p in parameters if hasattr(p, "_in_backward_optimizers")}
     if alone := moving.difference(*(collection.parameters() for collection in fused)):
         raise ValueError(
@@ -223,6 +227,7 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
             "can't step them: leave that call out, or shard their tables with "
             "DistributedModelParallel first."
         )
+    # Whole tensors are equal on all ranks; pieces are not, so their norm needs all ranks.
     stepped = [p for p in parameters if p not in moving]
     pieces = _shards(root).intersection(stepped).union(filter(is_sharded, stepped))
     return Owned(parameters=stepped, pieces=frozenset(pieces), fused=fused)
@@ -242,36 +247,6 @@ def _check_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
             "whose tables share kernels and a learning rate: name the collections, "
             f"{collections}."
         )
-
-
-def check_optimizer(loaded: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if the state of ``loaded`` is not one of ``present``'s.
-
-    ``load_state_dict()`` of torch compares numbers of groups and parameters only; ``step()`` would
-    fail later. A state does not name its optimizer, so one of a relative (Adam's in Adamax) passes.
-    """
-    if not type(present).__module__.startswith("torch.optim."):
-        return  # the groups and states of other packages have any names and shapes
-    kind = type(present).__name__
-    for old, new in zip(present.param_groups, loaded.param_groups, strict=True):
-        lacking = old.keys() & present.defaults.keys() - new.keys()
-        if missing := [name for name in old if name in lacking]:
-            raise ValueError(f"The state is of another optimizer than {kind}: it lacks {missing}.")
-    parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
-    for at, parameter in enumerate(parameters):
-        for name, part in loaded.state.get(parameter, {}).items():
-            if not _fits(name, part, parameter):
-                raise ValueError(
-                    f"The state is of other parameters: {name} of number {at} has the shape "
-                    f"{tuple(part.shape)}, the parameter {tuple(parameter.shape)}."
-                )
-
-
-def _fits(name: str, part: Any, parameter: Tensor) -> bool:
-    # Adafactor's two variances are a row and a column. Step counts are scalars.
-    if not isinstance(part, Tensor) or name in ("row_var", "col_var"):
-        return True
-    return part.shape in (torch.Size(), parameter.shape)
 
 
 def _needs_whole_graph(module: nn.Module) -> bool:
@@ -310,6 +285,6 @@ def _shards(root: nn.Module) -> set[nn.Parameter]:
         plan = _plan_of(module)
         split = {name for name in plan if plan[name].sharding_type != "data_parallel"}
         for path, parameter in module.named_parameters() if split else ():
-            if path.split(".")[-2] in split:
+            if path.split(".")[-2] in split:  # "embedding_bags.TABLE.weight"
                 found.add(parameter)
     return found

@@ -73,6 +73,7 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
         For each claim the gradients of its parameters, added to those that they have in ``.grad``.
         Outside of the first claim, whose ``.grad`` is the caller's to set, these do not change.
     """
+    # Each group needs one backward.
     groups = [claims] if _of_one_loss(claims) else [[claim] for claim in claims]
     inner = set(wiring.modules[""].parameters())
     unchanged = inner.difference(claims[0].owned.parameters)
@@ -82,7 +83,7 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
         with _restored(unchanged):
             _hide(wiring, foreign)
             taken += _by_one_backward(group, keep_graph=group is not groups[-1])
-        unchanged = inner
+        unchanged = inner  # now the first claim's gradients are taken, too
     return taken
 
 
@@ -141,6 +142,7 @@ def update_weights(
     if not owned.parameters:
         return 0.0, True  # fused tables alone: they were updated in the backward
     try:
+        # The scale is divided out before the norm, which is compared with grad_clip.
         _coalesce_sparse(owned.parameters)
         unscaled = _unscale(scaler, optimizer, owned)
         norm, any_gradient = gradient_norm(owned.parameters, owned.pieces, norm_type)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from dist_sparse.checks import integer, number
 from dist_sparse.enforcer.optimizers import optimizer_class
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.optim.config import Gradients, OptimConfig, check_optimizer, owned_by, wiring_of
+from dist_sparse.optim.config import Gradients, OptimConfig, owned_by, wiring_of
 from dist_sparse.optim.gradients import (
     NO_SCALER,
     Claim,
@@ -37,8 +35,8 @@ from dist_sparse.optim.gradients import (
     take_gradients,
     update_weights,
 )
+from dist_sparse.optim.states import check_state, misfits, prepare_schedule
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["OptimScheduler"]
@@ -72,12 +70,10 @@ class OptimScheduler(abc.ABC):
         use_amp: mixed precision. With float16 a :class:`torch.amp.GradScaler` scales the loss.
         accum_grad: number of steps in a real step; their gradients are averaged.
         ft_factor: factor of all learning rates, for fine-tuning.
-        grad_clip: largest norm of the gradients of this object's parameters, over all ranks; None
-            does not clip.
+        grad_clip: largest norm of this object's gradients, over all ranks; None does not clip.
         grad_norm_type: p of the norm, > 0.
         data_sparsifier, data_scheduler: stepped after every update of the weights, in this order.
-            Attach a :class:`~dist_sparse.MaskEnforcer` to ``.optimizer`` to keep pruned weights at
-            zero.
+            A :class:`~dist_sparse.MaskEnforcer` on ``.optimizer`` keeps pruned weights at zero.
         amp_dtype: ``torch.float16``, or ``torch.bfloat16``, which needs no scaler.
         **sche_conf: arguments of :meth:`sche_init`.
 
@@ -292,11 +288,11 @@ class OptimScheduler(abc.ABC):
                 only on this rank, which has not changed.
         """
         group = group_over(world_ranks() if self._sparsity else None)
-        with group.agreeing("load_state_dict() of an OptimScheduler") as facts, _misfits():
-            facts.update(self._check_state(state_dict))
+        with group.agreeing("load_state_dict() of an OptimScheduler") as facts, misfits():
+            facts.update(check_state(state_dict, self.optimizer, self.scaler, self._sparsity))
         # The other two check on all ranks, the sparsifier as a part of its load, so the schedule is
         # only prepared before it. From there on nothing can fail.
-        commit = self._prepare_schedule(state_dict)
+        commit = prepare_schedule(self.data_scheduler, state_dict)
         if self.data_sparsifier is not None:
             self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
         commit()
@@ -403,7 +399,7 @@ class OptimScheduler(abc.ABC):
     def _run_backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> Gradients:
         """Take the gradients of all OptimSchedulers that update from these losses; return this
         one's. Each of the others finds its own when it is stepped with the same loss."""
-        due = [peer for peer in self._sharing() if peer._contributes(losses, step_num)]
+        due = [peer for peer in self._sharing() if peer.config.wants(losses, step_num)]
         claims = [peer._claim(losses) for peer in due]
         check_claims(self._wiring, claims)
         self._check_fused(due, step_num, epoch_num)
@@ -417,9 +413,6 @@ class OptimScheduler(abc.ABC):
         for peer, claim, gradients in zip(due, claims, taken, strict=True):
             peer._early = claim.loss, gradients
         return taken[0]
-
-    def _contributes(self, losses: Mapping[str, Tensor], step_num: int) -> bool:
-        return self.config.due(step_num) and self.config.loss_name in losses
 
     def _claim(self, losses: Mapping[str, Tensor]) -> Claim:
         return Claim(
@@ -505,56 +498,3 @@ class OptimScheduler(abc.ABC):
             if self._has_run or not getattr(module, "static_graph", False):
                 stack.enter_context(module.no_sync())
         return stack
-
-    def _prepare_schedule(self, saved: Mapping[str, Any]) -> Callable[[], object]:
-        """Return the function that loads the data scheduler's state. Collective if it checks."""
-        if self.data_scheduler is None:
-            return lambda: None
-        state = saved["data_scheduler"]
-        if isinstance(self.data_scheduler, ReadyDataScheduler):
-            return self.data_scheduler.prepare_load(state)[1]
-        return partial(self.data_scheduler.load_state_dict, state)
-
-    def _check_state(self, saved: Any) -> dict[str, Any]:
-        """Load a state into copies of the parts, which share tensors but no other state. Return the
-        facts that must be equal on all ranks; raise any of torch's errors if it does not fit."""
-        if not isinstance(saved, Mapping):
-            kind = type(saved).__name__
-            raise ValueError(f"Invalid state of type {kind}: must be a result of state_dict().")
-        parts = self._sparsity
-        if missing := [name for name in ("optimizer", *parts) if name not in saved]:
-            raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
-        foreign = saved.keys() & {"data_sparsifier", "data_scheduler"} - parts.keys()
-        if foreign:
-            raise ValueError(
-                f"The state has {sorted(foreign, reverse=True)}, which this OptimScheduler was constructed without."
-            )
-        optimizer = copy.copy(self.optimizer)
-        optimizer.load_state_dict(saved["optimizer"])
-        check_optimizer(optimizer, self.optimizer)
-        facts = {"learning rates": [group["lr"] for group in optimizer.param_groups]}
-        if self.scaler is not None and saved.get("scaler"):  # None or {}: of a run without AMP
-            facts["scale of the scaler"] = _checked_scale(self._device, saved["scaler"])
-        if not isinstance(self.data_scheduler, ReadyDataScheduler | None):
-            copy.copy(self.data_scheduler).load_state_dict(saved["data_scheduler"])
-        return facts
-
-
-def _checked_scale(device: str, saved: Any) -> Any:
-    scaler = torch.amp.GradScaler(device)
-    scaler.load_state_dict(saved)
-    scale = scaler.get_scale()
-    if not 0 < scale < math.inf:
-        raise ValueError(f"Invalid {scale=} of the scaler: must be a finite number > 0.")
-    return scale
-
-
-@contextlib.contextmanager
-def _misfits() -> Iterator[None]:
-    """Turn exceptions into a ValueError: torch has one for each way in which a state can't fit."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as fault:
-        raise ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.") from fault
