@@ -1,4 +1,4 @@
-"""OptimScheduler: optimizer, accumulation, AMP, clipping, learning rates and sparsity in one step."""
+"""OptimScheduler: optimizer, accumulation, AMP, clipping, learning rate, sparsity in one step."""
 
 from dist_sparse.optim.config import OptimConfig
 from dist_sparse.optim.scheduler import OptimScheduler

@@ -1,9 +1,10 @@
-"""Optimizer, gradient accumulation, mixed precision, clipping, learning rate and sparsity in one step.
+"""Optimizer, gradient accumulation, AMP, clipping, learning rate and sparsity in one step.
 
-:class:`OptimScheduler` keeps the interface of SpeeChain's class of that name. One ``step`` has three phases:
+:class:`OptimScheduler` keeps the interface of SpeeChain's class of that name. One ``step`` has
+three phases:
 
-1. Gradients. The first of several OptimSchedulers of a model to be stepped takes the gradients of all of them, before
-   any weight changes; each of the others finds its own when its turn comes.
+1. Gradients. The first of several OptimSchedulers of a model to be stepped takes the gradients of
+   all of them, before any weight changes; each of the others finds its own when its turn comes.
 2. Update, at the end of a real step: unscale, clip, step; or nothing, if the norm is not finite.
 3. Sparsity, after an update: the data sparsifier steps, then its scheduler.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import inspect
 import math
 import warnings
@@ -27,10 +27,16 @@ from torch import Tensor, nn
 from dist_sparse.checks import integer, number
 from dist_sparse.enforcer.optimizers import optimizer_class
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.optim.config import OptimConfig, check_optimizer, owned_by, wiring_of
-from dist_sparse.optim.gradients import Backward, Claim, Gradients, update_weights
+from dist_sparse.optim.config import Gradients, OptimConfig, owned_by, wiring_of
+from dist_sparse.optim.gradients import (
+    NO_SCALER,
+    Claim,
+    check_claims,
+    take_gradients,
+    update_weights,
+)
+from dist_sparse.optim.states import check_state, misfits, prepare_schedule
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["OptimScheduler"]
@@ -38,17 +44,19 @@ __all__ = ["OptimScheduler"]
 Clock = Callable[[list[str]], AbstractContextManager[Any]]
 
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
-"""The OptimSchedulers of each model by id, in the order in which they were constructed, the same on every rank."""
+"""The OptimSchedulers of each model by id, in the order of construction, the same on every rank."""
 
 
 def _argument(name: str) -> Any:
-    return property(lambda self: getattr(self.config, name), doc=f"``config.{name}``, under its name in SpeeChain.")
+    """Return a property that reads an argument from ``config``, under its name in SpeeChain."""
+    return property(lambda self: getattr(self.config, name), doc=f"``config.{name}``.")
 
 
 class OptimScheduler(abc.ABC):
-    """Optimizer, gradient accumulation, AMP, clipping and learning rate of a model, or of some of its modules.
+    """Optimizer, gradient accumulation, AMP, clipping and learning rate of a model or its modules.
 
-    Subclasses define :meth:`sche_init` and :meth:`update_lr`. Construct it on every rank, in the same order.
+    Subclasses define :meth:`sche_init` and :meth:`update_lr`. Construct it on every rank, in the
+    same order.
 
     Args:
         optim_type: a name in ``torch.optim``, a dotted path, or a class.
@@ -56,27 +64,29 @@ class OptimScheduler(abc.ABC):
         model: plain, DDP or DistributedModelParallel.
         distributed: the model averages gradients over ranks (DDP); do so once per real step.
         optim_loss: name of the loss to differentiate; None is ``"loss"``.
-        updated_modules: one or several modules, by path from the user's own module; None is the whole model.
-        step_per_update: update at every so many real steps; the losses of others are not differentiated.
-        use_amp: mixed precision. With float16 the loss is scaled by a :class:`torch.amp.GradScaler`.
+        updated_modules: one or several modules, by path from the user's own module; None is the
+            whole model.
+        step_per_update: update at every so many real steps; others are not differentiated.
+        use_amp: mixed precision. With float16 a :class:`torch.amp.GradScaler` scales the loss.
         accum_grad: number of steps in a real step; their gradients are averaged.
         ft_factor: factor of all learning rates, for fine-tuning.
-        grad_clip: largest norm of the gradients of this object's parameters, over all ranks; None does not clip.
+        grad_clip: largest norm of this object's gradients, over all ranks; None does not clip.
         grad_norm_type: p of the norm, > 0.
-        data_sparsifier, data_scheduler: stepped after every update of the weights, in this order. Attach a
-            :class:`~dist_sparse.MaskEnforcer` to ``.optimizer`` to keep pruned weights at zero.
+        data_sparsifier, data_scheduler: stepped after every update of the weights, in this order.
+            A :class:`~dist_sparse.MaskEnforcer` on ``.optimizer`` keeps pruned weights at zero.
         amp_dtype: ``torch.float16``, or ``torch.bfloat16``, which needs no scaler.
         **sche_conf: arguments of :meth:`sche_init`.
 
     Attributes:
         config: the arguments, as an immutable :class:`~dist_sparse.optim.OptimConfig`.
-        optimizer: the ``torch.optim.Optimizer``. Fused tables, which TorchRec updates inside the backward, are not in
-            it: they take the learning rate only, set at the end of the step before and in :meth:`forward_context`.
+        optimizer: the ``torch.optim.Optimizer``. Fused tables, which TorchRec updates inside the
+            backward, are not in it: they take a learning rate only, in :meth:`forward_context`.
         scaler: the ``GradScaler``, or None.
 
     Raises:
         AssertionError: an interval is not an integer >= 1, or ``optim_loss`` is not a string.
-        ValueError: another argument is invalid, or does not fit fused tables or the model's other OptimSchedulers.
+        ValueError: another argument is invalid, or does not fit fused tables or the model's other
+            OptimSchedulers.
 
     Example::
 
@@ -98,9 +108,15 @@ class OptimScheduler(abc.ABC):
         Steady(optimizer=SGD, optim_loss=None, updated_modules=None)
     """
 
-    distributed, optim_loss, updated_modules = map(_argument, ("distributed", "optim_loss", "updated_modules"))
-    step_per_update, use_amp, accum_grad = map(_argument, ("step_per_update", "use_amp", "accum_grad"))
-    ft_factor, grad_clip, grad_norm_type = map(_argument, ("ft_factor", "grad_clip", "grad_norm_type"))
+    distributed = _argument("distributed")
+    optim_loss = _argument("optim_loss")
+    updated_modules = _argument("updated_modules")
+    step_per_update = _argument("step_per_update")
+    use_amp = _argument("use_amp")
+    accum_grad = _argument("accum_grad")
+    ft_factor = _argument("ft_factor")
+    grad_clip = _argument("grad_clip")
+    grad_norm_type = _argument("grad_norm_type")
 
     def __init__(
         self,
@@ -134,24 +150,10 @@ class OptimScheduler(abc.ABC):
             grad_norm_type=grad_norm_type,
             amp_dtype=amp_dtype,
         )
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
-        if optim_conf is not None and not isinstance(optim_conf, Mapping):
-            raise ValueError(f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name.")
         self.model, self.data_sparsifier, self.data_scheduler = model, data_sparsifier, data_scheduler
-        for name, kind in (("data_sparsifier", BaseDataSparsifier), ("data_scheduler", BaseDataScheduler)):
-            part = getattr(self, name)
-            if part is not None and not isinstance(part, kind):
-                raise ValueError(f"Invalid {name} of type {type(part).__name__}: must be a {kind.__name__}.")
-        if data_scheduler is not None and data_scheduler.data_sparsifier is not data_sparsifier:
-            raise ValueError("Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.")
+        self._check_parts(model, optim_conf)
         self._wiring = wiring_of(model)
-        averages = bool(self._wiring.replicating) or (world_ranks() is None and self.config.accum_grad == 1)
-        if distributed and not averages:
-            raise ValueError(
-                f"Invalid distributed=True: {type(model).__name__} does not average gradients over ranks; wrap the "
-                "model in DistributedDataParallel or DistributedModelParallel first."
-            )
+        self._check_averaging()
         self._owned = owned_by(self._wiring, self.config.updated_modules)
         if self._wiring.fused:
             self.config.check_fused(owns_them=bool(self._owned.fused))
@@ -163,13 +165,12 @@ class OptimScheduler(abc.ABC):
         self.sche_init(**sche_conf)
         # Older schedules take no epoch_num.
         self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
-        self._early: tuple[Tensor, Gradients] | None = None  # taken by another one's step: of which loss, which
-        self._last_step: int | None = None
+        # A loss and its gradients, if the step of another OptimScheduler has taken them.
+        self._early: tuple[Tensor, Gradients] | None = None
+        self._has_run = False  # a backward
         self._accumulated = 0  # steps of an unfinished real step whose gradients are in .grad
-        self._fused_lr: float | None = None
+        self._forward: tuple[int, int] | None = None  # step and epoch of the fused tables' rate
         self._join()
-        self.optimizer.zero_grad()  # what is left of an earlier run is not part of the first update
-        self._set_fused_lr_ahead(step_num=1, epoch_num=1)
 
     @abc.abstractmethod
     def sche_init(self, *args: Any, **sche_conf: Any) -> None:
@@ -177,9 +178,10 @@ class OptimScheduler(abc.ABC):
 
     @abc.abstractmethod
     def update_lr(self, real_step: int, epoch_num: int) -> float:
-        """Return the learning rate, without ``ft_factor``, of a real step and an epoch, both counted from 1.
+        """Return the learning rate, without ``ft_factor``, of a real step and an epoch, from 1 on.
 
-        A pure function of its arguments: called at every step that contributes to an update, sometimes repeatedly.
+        A pure function of its arguments: called at every step that contributes to an update, with
+        fused tables twice.
         """
 
     def extra_repr_fn(self) -> str:
@@ -190,23 +192,24 @@ class OptimScheduler(abc.ABC):
     def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
         """Context of a step's forward and losses, for all OptimSchedulers of the model.
 
-        It enables autocast if one of them has ``use_amp``. Under DDP it disables the averaging of gradients, unless an
-        update follows this step: DDP decides so in the forward, and ``no_sync`` around the backward has no effect.
+        It sets the learning rate of fused tables, and enables autocast if an OptimScheduler has
+        ``use_amp``. Under DDP it disables the averaging of gradients, unless an update follows this
+        step: DDP decides so in the forward, and ``no_sync`` around the backward has no effect.
 
         Args:
             step_num: of the step, from 1.
-            epoch_num: needed with fused tables, else they have the learning rate of the last epoch in the first step of
-                the next one.
+            epoch_num: of the step, from 1; may be left out without fused tables.
         """
         step_num = integer("step_num", step_num, least=1)
-        active = [self, *self._others()]
         if epoch_num is not None:
             epoch_num = integer("epoch_num", epoch_num, least=1)
-            for peer in active:
-                if peer._owned.fused and peer.config.due(step_num):
-                    peer._set_fused_lr(peer._lr(step_num, epoch_num))
-        amp = next((peer.config.amp_dtype for peer in active if peer.config.use_amp), None)
-        with self._unsynchronized(step_num), torch.autocast(self._device, amp) if amp else nullcontext():
+        sharing = self._sharing()
+        for peer in sharing:
+            peer._set_fused_lr(step_num, epoch_num)
+        dtype = next(filter(None, (peer.config.autocast for peer in sharing)), None)
+        # An autocast of the user's stays on if no OptimScheduler has mixed precision.
+        autocast = torch.autocast(self._device, dtype) if dtype else nullcontext()
+        with self._unsynchronized(step_num), autocast:
             yield
 
     def step(
@@ -218,44 +221,41 @@ class OptimScheduler(abc.ABC):
         epoch_num: int,
         logger: Any = None,
     ) -> None:
-        """Run the backward and, at the end of a real step, the update. Collective under DDP and with sharded gradients.
+        """Run the backward and, at the end of a real step, the update. Collective under DDP and
+        with sharded gradients.
 
-        Several OptimSchedulers of a model can be stepped one after the other with the losses of one forward. Delete one
-        that is no longer stepped, or its gradients are still computed.
+        Several OptimSchedulers of a model can be stepped one after the other with the losses of one
+        forward. Delete one that is no longer stepped, or its gradients are still computed.
 
         Args:
             losses: of this step's forward, by name. They are not changed.
-            time_func: returns a context that times its body, from ``["loss_backward_time", optim_name]`` and
-                ``["optim_time", optim_name]``; None for no clock.
+            time_func: returns a context that times its body, from ``["loss_backward_time",
+                optim_name]`` and ``["optim_time", optim_name]``; None for no clock.
             optim_name: for the clock.
             step_num: counts from 1, over epochs.
             epoch_num: counts from 1.
-            logger: its ``info`` reports an update that is skipped, on all ranks, because the norm is not finite.
+            logger: its ``info`` reports an update that is skipped, on all ranks, because the norm
+                is not finite.
 
         Raises:
-            AssertionError: there is no loss named "loss". KeyError: there is none named ``optim_loss``.
-            ValueError: a number, the loss or the learning rate is invalid, or the model's OptimSchedulers can't share
-                this forward. In all three cases nothing has changed.
+            AssertionError: there is no loss named "loss".
+            KeyError: there is none named ``optim_loss``.
+            ValueError: a number, the loss or the learning rate is invalid, the forward of fused
+                tables was not in :meth:`forward_context`, or the model's OptimSchedulers can't
+                share this forward. In all three cases nothing has changed.
 
-        If the backward or the update itself fails (out of memory, say), the gradients of its real step are dropped.
+        If the backward or the update itself fails (out of memory, say), the gradients of its real
+        step are dropped.
         """
-        step_num, epoch_num = integer("step_num", step_num, least=1), integer("epoch_num", epoch_num, least=1)
-        clock = time_func or (lambda names: nullcontext())
-        config = self.config
+        step_num = integer("step_num", step_num, least=1)
+        epoch_num = integer("epoch_num", epoch_num, least=1)
+        clock = time_func or nullcontext
         with clock(["loss_backward_time", optim_name]):
-            if config.due(step_num):
-                self._take_gradients(losses, step_num, epoch_num)
-                self._accumulated = 0 if config.updates(step_num) else self._accumulated + 1
+            if self.config.due(step_num):
+                self._accumulate(losses, step_num, epoch_num)
         with clock(["optim_time", optim_name]):
-            if config.updates(step_num):
-                rule: dict[str, Any] = {"grad_clip": config.grad_clip, "norm_type": config.grad_norm_type}
-                norm, updated = update_weights(self.optimizer, self.scaler, self._owned, **rule)
-                if not math.isfinite(norm) and logger is not None:
-                    real_step = config.real_step(step_num)
-                    logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
-                for part in self._sparsity.values() if updated else ():
-                    part.step()
-        self._set_fused_lr_ahead(step_num + 1, epoch_num)
+            if self.config.updates(step_num):
+                self._update(step_num, logger)
 
     def get_lr(self) -> float:
         """Return the learning rate of the last step, of the first parameter group."""
@@ -263,8 +263,8 @@ class OptimScheduler(abc.ABC):
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and of the scaler (or None), and those of the sparsifier and its scheduler
-        where there are any. It can be loaded with ``torch.load(weights_only=True)``.
+        """Return the states of the optimizer and the scaler (or None), and of the sparsifier and
+        its scheduler where there are any. ``torch.load(weights_only=True)`` can load it.
 
         Step numbers are the caller's, and the state of fused optimizers is the model's.
         """
@@ -274,44 +274,31 @@ class OptimScheduler(abc.ABC):
                 f"{self.config.accum_grad} steps are not in it. Save where step_num is a multiple of accum_grad.",
                 stacklevel=2,
             )
-        scaler = None if self.scaler is None else self.scaler.state_dict()
-        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "scaler": scaler}
-        if self._owned.fused:
-            state["fused_lr"] = self._fused_lr
-        return {**state, **{name: part.state_dict() for name, part in self._sparsity.items()}}
+        states = {name: part.state_dict() for name, part in self._sparsity.items()}
+        scaler = self.scaler and self.scaler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scaler": scaler, **states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Collective if there is a sparsifier. A state of a run with AMP can be loaded into
-        one without, and the other way round; the scale keeps its initial value then.
+        """Restore :meth:`state_dict`. Collective if there is a sparsifier. A state of a run with
+        AMP can be loaded into one without, and vice versa; the scale keeps its initial value then.
 
         Raises:
-            ValueError: a part is missing or does not fit, or ranks load different steps. With a sparsifier it is raised
-                on every rank, and nothing has changed on any; without one, only on this rank, which has not changed.
+            ValueError: a part is missing or does not fit, or ranks load different steps. With a
+                sparsifier it is raised on every rank, and nothing has changed on any; without one,
+                only on this rank, which has not changed.
         """
         group = group_over(world_ranks() if self._sparsity else None)
-        with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
-            try:
-                facts.update(self._check_state(state_dict))
-            except ValueError:
-                raise
-            except Exception as fault:  # torch has another one for each way in which a state does not fit
-                raise ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.") from fault
-        # The other two check on all ranks, the sparsifier as a part of its load. From there on nothing can fail.
-        schedule, commit = self.data_scheduler, None
-        if isinstance(schedule, ReadyDataScheduler):
-            _, commit = schedule.prepare_load(state_dict["data_scheduler"])
+        with group.agreeing("load_state_dict() of an OptimScheduler") as facts, misfits():
+            facts.update(check_state(state_dict, self.optimizer, self.scaler, self._sparsity))
+        # The other two check on all ranks, the sparsifier as a part of its load, so the schedule is
+        # only prepared before it. From there on nothing can fail.
+        commit = prepare_schedule(self.data_scheduler, state_dict)
         if self.data_sparsifier is not None:
             self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
-        if commit is not None:
-            commit()
-        elif schedule is not None:
-            schedule.load_state_dict(state_dict["data_scheduler"])
+        commit()
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
-        if (lr := state_dict.get("fused_lr")) is not None:
-            self._set_fused_lr(lr)
-        self._last_step = None if self._last_step is None else 0  # step numbers may start again where they were then
         self._drop_gradients()
 
     def __getstate__(self) -> NoReturn:
@@ -325,77 +312,152 @@ class OptimScheduler(abc.ABC):
         parts = f"optim_loss={config.optim_loss}, updated_modules={config.updated_modules}{extra and f', {extra}'}"
         return f"{type(self).__name__}(optimizer={type(self.optimizer).__name__}, {parts})"
 
-    def _join(self) -> None:
-        """Become one of the model's OptimSchedulers. One for the same parameters and loss, such as that of a notebook
-        cell which runs again, is replaced: steps of others no longer compute gradients for it."""
-        self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
-        mine = {*self._owned.parameters, *self._owned.fused}
-        same_loss = [peer for peer in self._others() if peer.config.loss_name == self.config.loss_name]
-        replaced = [peer for peer in same_loss if mine.issuperset([*peer._owned.parameters, *peer._owned.fused])]
-        for peer in self._others():
-            if peer in replaced:
-                continue
-            for name, part in self._sparsity.items():
-                if part is getattr(peer, name):
-                    raise ValueError(f"Invalid {name}: another OptimScheduler of the model steps it at each update.")
-            if self.config.use_amp and peer.config.use_amp and self.config.amp_dtype != peer.config.amp_dtype:
-                raise ValueError(
-                    f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the model has "
-                    f"{peer.config.amp_dtype}, and they share its forward."
-                )
-        for peer in replaced:
-            del self._peers[id(peer)]
-        self._peers[id(self)] = self
-
-    def _others(self) -> list[OptimScheduler]:
-        """The other OptimSchedulers of the model, but for those that were replaced."""
-        return [peer for peer in self._peers.values() if peer is not self]
-
     @property
     def _sparsity(self) -> dict[str, Any]:
         parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _claim(self, losses: Mapping[str, Tensor], step_num: int) -> Claim:
-        loss, config = self.config.loss_of(losses), self.config
-        return Claim(self._owned, loss, config.accum_grad, self.scaler, reduced=config.updates(step_num))
+    def _check_parts(self, model: object, optim_conf: object) -> None:
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise ValueError(f"Invalid model of type {kind}: must be a torch.nn.Module.")
+        if not isinstance(optim_conf, Mapping | None):
+            raise ValueError(f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name.")
+        kinds = {"data_sparsifier": BaseDataSparsifier, "data_scheduler": BaseDataScheduler}
+        for name, part in self._sparsity.items():
+            if not isinstance(part, kinds[name]):
+                raise ValueError(f"Invalid {name} of type {type(part).__name__}: must be a {kinds[name].__name__}.")
+        if self.data_scheduler is None:
+            return
+        if self.data_scheduler.data_sparsifier is not self.data_sparsifier:
+            raise ValueError("Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.")
 
-    def _take_gradients(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        """Set the gradients of this step, added to those of the micro-steps before, and the learning rate."""
-        claim, lr = self._claim(losses, step_num), self._lr(step_num, epoch_num)
-        early = self._early
-        mine = early[1] if early and early[0] is claim.loss else self._run_backward(claim, losses, step_num)
-        for parameter, grad in zip(self._owned.parameters, mine, strict=True):
+    def _check_averaging(self) -> None:
+        """Raise a ValueError if ``distributed`` gradients would in fact not be averaged."""
+        if not self.config.distributed or self._wiring.replicating:
+            return
+        # A single process without micro-steps has nothing to average and nothing to delay.
+        if world_ranks() is not None or self.config.accum_grad > 1:
+            raise ValueError(
+                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients "
+                "over ranks; wrap the model in DistributedDataParallel or DistributedModelParallel "
+                "first."
+            )
+
+    def _join(self) -> None:
+        """Become one of the model's OptimSchedulers."""
+        self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
+        for peer in self._sharing():
+            for name, part in self._sparsity.items():
+                if peer is not self and part is getattr(peer, name):
+                    raise ValueError(f"Invalid {name}: another OptimScheduler of the model steps it at each update.")
+            if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
+                raise ValueError(
+                    f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the model "
+                    f"has {peer.config.amp_dtype}, and they share its forward."
+                )
+        self._peers[id(self)] = self
+        # Gradients of an earlier run are not part of the first update.
+        for peer in [self, *self._overlapping()]:
+            peer._drop_gradients()
+
+    def _sharing(self) -> list[OptimScheduler]:
+        """Return this one and the model's others that share its forward, newest first.
+
+        No two of them update the same parameter. So one that has been constructed anew, as in a
+        notebook cell that runs again, takes the place of the older one, whoever still holds it.
+        """
+        sharing = [self]
+        for peer in reversed(list(self._peers.values())):
+            if not any(peer._owned.overlaps(known._owned) for known in sharing):
+                sharing.append(peer)
+        return sharing
+
+    def _overlapping(self) -> list[OptimScheduler]:
+        """Return the model's other OptimSchedulers that update some of the same parameters."""
+        others = [peer for peer in self._peers.values() if peer is not self]
+        return [peer for peer in others if peer._owned.overlaps(self._owned)]
+
+    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        """Set the gradients, added to those of the micro-steps before, and the learning rate."""
+        loss, lr = self.config.loss_of(losses), self._lr(step_num, epoch_num)
+        if any(peer._accumulated for peer in self._overlapping()):
+            raise ValueError(
+                "Another OptimScheduler has accumulated gradients in parameters that this one "
+                "updates too. Finish its real step first, or delete the one that is no longer "
+                "stepped."
+            )
+        if self._early is None or self._early[0] is not loss:
+            self._early = loss, self._run_backward(losses, step_num, epoch_num)
+        for parameter, grad in self._early[1].items():
             parameter.grad = grad
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._early, self._last_step = None, step_num
+        self._early, self._has_run = None, True
+        self._accumulated += 1
 
-    def _run_backward(self, claim: Claim, losses: Mapping[str, Tensor], step_num: int) -> Gradients:
-        """Take the gradients of this and of all other OptimSchedulers that are still to be stepped at ``step_num``."""
-        others = [
-            peer
-            for peer in self._others()
-            if peer.config.due(step_num) and peer.config.loss_name in losses and peer._last_step != step_num
-        ]
-        claims = [claim, *(peer._claim(losses, step_num) for peer in others)]
-        backward = Backward(self._wiring, claims)
-        if any(peer._owned.fused and peer not in others for peer in self._others()):
-            raise ValueError(
-                "Fused tables are updated inside every backward, but the OptimScheduler that owns them is not due at "
-                f"{step_num=} or does not use this loss. Give all of them the same losses and step_per_update, and "
-                "delete those that are no longer stepped."
-            )
+    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> Gradients:
+        """Take the gradients of all OptimSchedulers that update from these losses; return this
+        one's. Each of the others finds its own when it is stepped with the same loss."""
+        due = [peer for peer in self._sharing() if peer.config.wants(losses, step_num)]
+        claims = [peer._claim(losses) for peer in due]
+        check_claims(self._wiring, claims)
+        self._check_fused(due, step_num, epoch_num)
         try:
             with self._unsynchronized(step_num):
-                mine, *theirs = backward.run()
+                taken = take_gradients(self._wiring, claims)
         except BaseException:  # out of memory, say: some layers have their gradients, others not
-            for peer in (self, *others):
+            for peer in due:
                 peer._drop_gradients()
             raise
-        for peer, its, gradients in zip(others, claims[1:], theirs, strict=True):
-            peer._early = its.loss, gradients
-        return mine
+        for peer, claim, gradients in zip(due, claims, taken, strict=True):
+            peer._early = claim.loss, gradients
+        return taken[0]
+
+    def _claim(self, losses: Mapping[str, Tensor]) -> Claim:
+        return Claim(
+            owned=self._owned,
+            loss=self.config.loss_of(losses),
+            parts=self.config.accum_grad,
+            scaler=self.scaler or NO_SCALER,
+        )
+
+    def _check_fused(self, due: list[OptimScheduler], step_num: int, epoch_num: int) -> None:
+        """Raise a ValueError if a backward would update fused tables when they are not due, or with
+        the learning rate of another step."""
+        for peer in self._sharing():
+            if not peer._owned.fused:
+                continue
+            if peer not in due:
+                raise ValueError(
+                    "Fused tables are updated inside every backward, but the OptimScheduler that "
+                    f"owns them is not due at {step_num=} or does not use this loss. Give all of "
+                    "them the same losses and step_per_update, and delete those that are no longer "
+                    "stepped."
+                )
+            if peer._forward != (step_num, epoch_num):
+                raise ValueError(
+                    "Fused tables read their learning rate in the forward, but the forward of "
+                    f"{step_num=}, {epoch_num=} was not in forward_context(). Run the model inside "
+                    "`with scheduler.forward_context(step_num, epoch_num):` at every step."
+                )
+
+    def _update(self, step_num: int, logger: Any) -> None:
+        """Update the weights, then the masks."""
+        self._accumulated = 0
+        norm, updated = update_weights(
+            self.optimizer,
+            self.scaler or NO_SCALER,
+            self._owned,
+            grad_clip=self.config.grad_clip or math.inf,
+            norm_type=self.config.grad_norm_type,
+        )
+        if not math.isfinite(norm) and logger is not None:
+            real_step = self.config.real_step(step_num)
+            logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
+        if updated:
+            for part in self._sparsity.values():
+                part.step()
 
     def _drop_gradients(self) -> None:
         """Drop the gradients of an unfinished real step."""
@@ -403,7 +465,8 @@ class OptimScheduler(abc.ABC):
         self._early, self._accumulated = None, 0
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
-        """The learning rate of a step, a finite number >= 0: any other would turn weights into NaN."""
+        """Return the learning rate of a step. It must be a finite number >= 0: any other would turn
+        weights into NaN."""
         arguments = {"real_step": self.config.real_step(step_num), "epoch_num": epoch_num}
         if self._lr_by_step:
             del arguments["epoch_num"]
@@ -411,46 +474,27 @@ class OptimScheduler(abc.ABC):
         lr = number("learning rate", found.item() if isinstance(found, Tensor) else found, least=0)
         return float(number("learning rate times ft_factor", lr * self.config.ft_factor))
 
-    def _set_fused_lr_ahead(self, step_num: int, epoch_num: int) -> None:
-        """Set the learning rate of fused tables for the next forward, whose kernels read it."""
-        if self._owned.fused and self.config.due(step_num):
-            with contextlib.suppress(Exception):  # the step may never come; if it does, it raises this itself
-                self._set_fused_lr(self._lr(step_num, epoch_num))
-
-    def _set_fused_lr(self, lr: float) -> None:
-        self._fused_lr = lr  # a rank without a table has no optimizer that knows it
-        self._owned.set_fused_lr(lr)
+    def _set_fused_lr(self, step_num: int, epoch_num: int | None) -> None:
+        """Set the learning rate of fused tables, which their kernels read in the forward."""
+        if not self._owned.fused or not self.config.due(step_num):
+            return
+        if epoch_num is None:
+            raise ValueError(
+                "Invalid epoch_num=None: the model has fused tables, which take the learning rate "
+                "of the epoch in forward_context(step_num, epoch_num)."
+            )
+        self._owned.set_fused_lr(self._lr(step_num, epoch_num))
+        self._forward = step_num, epoch_num
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
-        """``no_sync()`` of all that averages gradients, unless an update of an OptimScheduler follows this step."""
+        """Return ``no_sync()`` of all modules that average gradients, unless an update of an
+        OptimScheduler follows this step."""
         stack = ExitStack()
-        if self.config.distributed and not any(peer.config.updates(step_num) for peer in (self, *self._others())):
-            for module in self._wiring.replicating:
-                # DDP with a static graph learns it in the first backward, which must average.
-                if self._last_step is not None or not getattr(module, "static_graph", False):
-                    stack.enter_context(module.no_sync())
+        updated = any(peer.config.updates(step_num) for peer in self._sharing())
+        if updated or not self.config.distributed:
+            return stack
+        for module in self._wiring.replicating:
+            # DDP with a static graph learns it in the first backward, which must average.
+            if self._has_run or not getattr(module, "static_graph", False):
+                stack.enter_context(module.no_sync())
         return stack
-
-    def _check_state(self, saved: Any) -> dict[str, Any]:
-        """Load a state into copies of the parts, which have the same tensors but no common state. Return what must be
-        equal on all ranks; raise whatever torch raises if it does not fit."""
-        parts = self._sparsity
-        if not isinstance(saved, Mapping):
-            raise ValueError(f"Invalid state of type {type(saved).__name__}: must be a result of state_dict().")
-        if missing := [name for name in ("optimizer", *parts) if name not in saved]:
-            raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
-        if unknown := [name for name in ("data_sparsifier", "data_scheduler") if name in saved and name not in parts]:
-            raise ValueError(f"The state has {unknown}, which this OptimScheduler was constructed without.")
-        optimizer = copy.copy(self.optimizer)
-        optimizer.load_state_dict(saved["optimizer"])
-        check_optimizer(optimizer, self.optimizer)
-        facts: dict[str, Any] = {"learning rates": [group["lr"] for group in optimizer.param_groups]}
-        if self.scaler is not None and saved.get("scaler"):  # None or {}: of a run without AMP
-            scaler = torch.amp.GradScaler(self._device)
-            scaler.load_state_dict(saved["scaler"])
-            if not 0 < (scale := scaler.get_scale()) < math.inf:
-                raise ValueError(f"Invalid {scale=} of the scaler: must be a finite number > 0.")
-            facts["scale of the scaler"] = scale
-        if self.data_scheduler is not None and not isinstance(self.data_scheduler, ReadyDataScheduler):
-            copy.copy(self.data_scheduler).load_state_dict(saved["data_scheduler"])
-        return facts

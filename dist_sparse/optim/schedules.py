@@ -11,9 +11,10 @@ __all__ = ["ExponentDecayLr", "Noamlr"]
 class Noamlr(OptimScheduler):
     """Linear warm-up, then decay with the inverse square root of the real step.
 
-    ``lr(t) = top * min(t ** -0.5, t * warmup_steps ** -1.5)``, where ``top`` is ``d_model ** -0.5``, or without
-    ``d_model`` ``optim_conf["lr"] * warmup_steps ** 0.5``, so that the peak at ``t = warmup_steps`` is the optimizer's
-    own learning rate. Source: Vaswani et al., Attention Is All You Need, 2017, equation 3.
+    ``lr(t) = top * min(t ** -0.5, t * warmup_steps ** -1.5)``, where ``top`` is ``d_model ** -0.5``,
+    or without ``d_model`` ``optim_conf["lr"] * warmup_steps ** 0.5``, so that the peak at
+    ``t = warmup_steps`` is the optimizer's own learning rate. Source: Vaswani et al., Attention Is
+    All You Need, 2017, equation 3.
 
     Args:
         d_model: width of the transformer; None takes the peak from the optimizer.
@@ -23,7 +24,8 @@ class Noamlr(OptimScheduler):
 
         >>> from torch import nn
         >>> from dist_sparse import Noamlr
-        >>> scheduler = Noamlr("Adam", {"lr": 0.01}, nn.Linear(2, 1), use_amp=False, warmup_steps=100)
+        >>> model = nn.Linear(2, 1)
+        >>> scheduler = Noamlr("Adam", {"lr": 0.01}, model, use_amp=False, warmup_steps=100)
         >>> [round(scheduler.update_lr(real_step, 1), 4) for real_step in (1, 50, 100, 400)]
         [0.0001, 0.005, 0.01, 0.005]
     """
@@ -36,8 +38,10 @@ class Noamlr(OptimScheduler):
         """
         self.warmup_steps = number("warmup_steps", warmup_steps, least=1)
         self.d_model = None if d_model is None else number("d_model", d_model, least=1)
-        peak_free = self.get_lr() * self.warmup_steps**0.5 if self.d_model is None else self.d_model**-0.5
-        self.init_lr = float(peak_free)
+        if self.d_model is None:
+            self.init_lr = float(self.get_lr() * self.warmup_steps**0.5)
+        else:
+            self.init_lr = float(self.d_model**-0.5)
 
     def update_lr(self, real_step: int, epoch_num: int) -> float:
         """Return the learning rate of a real step, counted from 1."""
@@ -58,7 +62,8 @@ class ExponentDecayLr(OptimScheduler):
 
         >>> from torch import nn
         >>> from dist_sparse import ExponentDecayLr
-        >>> scheduler = ExponentDecayLr("SGD", {"lr": 0.8}, nn.Linear(2, 1), use_amp=False, decay_factor=0.5)
+        >>> model = nn.Linear(2, 1)
+        >>> scheduler = ExponentDecayLr("SGD", {"lr": 0.8}, model, use_amp=False, decay_factor=0.5)
         >>> [scheduler.update_lr(real_step=1, epoch_num=epoch) for epoch in (1, 2, 3)]
         [0.8, 0.4, 0.2]
     """

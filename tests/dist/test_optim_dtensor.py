@@ -75,8 +75,8 @@ def check_not_finite(use_amp: bool) -> None:
 
 def check_refused(_: None) -> None:
     model = sharded()
-    for which, more in [("two losses", {}), ("one loss", {"use_amp": True})]:
-        pair = made(model, plans(which, **more))
+    for which in ("two losses", "other accumulation"):
+        pair = made(model, plans(which))
         refuses("FSDP modules", partial(pair[0].step, model(batch(1)), None, "a", 1, 1))
         pair.clear()
 
@@ -148,7 +148,6 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
         f"fsdp: {which} {conf}": (check_fsdp, plans(which, **conf))
         for which in ("whole", "part", "one loss")
         for conf in ({"grad_clip": 0.05}, {"accum_grad": 3, "grad_clip": 0.05}, {"use_amp": True, "grad_clip": 0.05})
-        if (which, "use_amp" in conf) != ("one loss", True)
     },
     **{f"not finite, AMP {amp}": (check_not_finite, amp) for amp in (True, False)},
     "refused": (check_refused, None),

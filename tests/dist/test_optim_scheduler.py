@@ -43,9 +43,7 @@ def plans(which: str, **conf: Any) -> list[dict[str, Any]]:
         "one loss": [one, two],
         "two losses": [one, {**two, "optim_loss": "other"}],
         "other accumulation": [{**one, "accum_grad": 2}, {**two, "accum_grad": 3}],
-        "other accumulation and loss": [{**one, "accum_grad": 3}, {**two, "optim_loss": "other"}],
-        "all of it": [{**one, "accum_grad": 2, "step_per_update": 3}, {**two, "accum_grad": 3, "optim_loss": "other"}],
-        "in common": [conf, {**two, "optim_loss": "other"}],
+        "one now and then": [one, {**two, "step_per_update": 3}],
     }[which]
 
 
@@ -113,24 +111,26 @@ def equal_cases() -> dict[str, Any]:
     views, static = {"gradient_as_bucket_view": True}, {"static_graph": True}
     unused = {"find_unused_parameters": True}
     cases: dict[str, Any] = {}
-    for which in ("whole", "part", "one loss", "two losses", "in common"):
+    for which in ("whole", "part", "one loss", "one now and then"):
         for name, conf in {"": {}, "clip": {"grad_clip": 0.05}, "accum": {"accum_grad": 3}}.items():
-            if (which, name) != ("in common", "accum"):
-                cases[f"{which} {name}"] = (plans(which, **conf), {}, True)
-    for which in ("other accumulation", "other accumulation and loss", "all of it"):
-        cases[which] = (plans(which, grad_clip=0.05), {}, True)
-        cases[f"{which}, views"] = (plans(which, grad_clip=0.05), views, True)
-        cases[f"{which}, no context"] = (plans(which, grad_clip=0.05), {}, False)
+            cases[f"{which} {name}"] = (plans(which, **conf), {}, True)
+    cases["one now and then, views"] = (plans("one now and then", grad_clip=0.05), views, True)
+    cases["one now and then, no context"] = (plans("one now and then", grad_clip=0.05), {}, False)
     for name, options in {"views": views, "static": static, "unused": unused}.items():
         for which in ("whole", "part", "one loss"):
             cases[f"{which}, {name}"] = (plans(which, accum_grad=2, grad_clip=0.05), options, True)
     cases["part, views and static"] = (plans("part", accum_grad=3), {**views, **static}, True)
-    cases["two losses, unused"] = (plans("two losses", accum_grad=2), unused, True)
     cases["every second"] = (plans("whole", step_per_update=2, accum_grad=2), {}, True)
     cases["no context"] = (plans("whole", accum_grad=3), {}, False)
     cases["amp"] = (plans("whole", accum_grad=3, grad_clip=0.05, use_amp=True), {}, False)
     cases["amp, one loss"] = (plans("one loss", accum_grad=3, grad_clip=0.05, use_amp=True), {}, False)
-    cases["not said to be distributed"] = (plans("two losses", distributed=False, grad_clip=0.05), {}, True)
+    scales = [
+        {**plan, "scale": scale}
+        for plan, scale in zip(plans("one loss", accum_grad=3, use_amp=True), (128.0, 8.0), strict=True)
+    ]
+    cases["amp, two scales"] = (scales, {}, False)
+    cases["amp, two scales, static"] = (scales[::-1], static, False)
+    cases["not said to be distributed"] = (plans("one loss", distributed=False, grad_clip=0.05), {}, True)
     return cases
 
 
@@ -153,7 +153,7 @@ SENT: dict[str, Any] = {
     "each third, static": (plans("whole", accum_grad=3), {"static_graph": True}, True, 3, 0),
     "each second of those due": (plans("whole", accum_grad=2, step_per_update=3), {}, True, 1, 0),
     "both": (plans("one loss", accum_grad=3), {}, True, 2, 0),
-    "two losses": (plans("two losses", accum_grad=3), {}, True, 0, 4),
+    "both, two scalers": (plans("one loss", accum_grad=3, use_amp=True), {}, False, 6, 0),
 }
 
 
@@ -167,9 +167,11 @@ def check_wrapped(_: None) -> None:
         assert not model.require_backward_grad_sync
     with other.forward_context(2):
         assert model.require_backward_grad_sync
-    third = made(model, plans("part"))[0]
-    with one.forward_context(1):
-        assert model.require_backward_grad_sync, "the third one updates at every step"
+    third = made(model, plans("one now and then"))[1]
+    with one.forward_context(1), other.forward_context(1):
+        assert not model.require_backward_grad_sync
+    with one.forward_context(3):
+        assert model.require_backward_grad_sync, "the third one, which has the place of the other, updates after step 3"
     del third
 
 
@@ -223,14 +225,14 @@ def check_unused_and_foreign(used: tuple[tuple[bool, bool], ...]) -> None:
     assert model.aside.weight.grad is None and model.table.weight.grad is None
 
 
-def check_unused(case: tuple[str, str]) -> None:
+def check_unused(_: None) -> None:
     """What is unused on one rank has the other one's half gradient; what is unused on both is not updated."""
     model, alone = Forked(), Forked()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": 0.05}
     pair = [
-        Steady("Adam", {"lr": 0.1}, wrapped, updated_modules=["left", "right"], optim_loss=case[0], **conf),
-        Steady("Adam", {"lr": 0.1}, wrapped, updated_modules="over", optim_loss=case[1], **conf),
+        Steady("Adam", {"lr": 0.1}, wrapped, updated_modules=["left", "right"], **conf),
+        Steady("Adam", {"lr": 0.1}, wrapped, updated_modules="over", **conf),
     ]
     optimizers = [
         torch.optim.Adam([*alone.left.parameters(), *alone.right.parameters()], 0.1),
@@ -241,9 +243,9 @@ def check_unused(case: tuple[str, str]) -> None:
         for scheduler in pair:
             scheduler.step(losses, None, "a", step_num, 1)
         theirs = [alone(batch(WORLD * step_num + rank), branches[rank]) for rank in range(WORLD)]
-        for name, optimizer in zip(case, optimizers, strict=True):
+        for optimizer in optimizers:
             mine = optimizer.param_groups[0]["params"]
-            sum(losses[name] / WORLD for losses in theirs).backward(inputs=mine, retain_graph=True)
+            sum(losses["loss"] / WORLD for losses in theirs).backward(inputs=mine, retain_graph=True)
         for optimizer in optimizers:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
             optimizer.step()
@@ -277,37 +279,26 @@ def refuses(said: str, act: Callable[[], Any]) -> None:
         raise AssertionError("nothing was raised")
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.over = nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1)
-
-    def forward(self, used: bool) -> dict[str, Tensor]:
-        x = self.table(torch.tensor([1, 2])) if used else torch.ones(2, 3)
-        return {"loss": self.over(x).mean(), "other": self.over(x).square().mean()}
-
-
 def check_refused(_: None) -> None:
-    """Raised on every rank, though the reason is on one alone: no rank waits for one that has failed."""
-    model = DistributedDataParallel(Words(), find_unused_parameters=True)
-    conf: dict[str, Any] = {"distributed": True, "use_amp": False}
-    pair = [
-        Steady("SGD", {"lr": 0.1}, model, updated_modules="table", **conf),
-        Steady("SGD", {"lr": 0.1}, model, updated_modules="over", optim_loss="other", **conf),
-    ]
-    losses, before = model(dist.get_rank() == 0), copied(model.module)
-    refuses("must not be sparse", partial(pair[0].step, losses, None, "a", 1, 1))
-    assert same(before, copied(model.module)) and model.module.over.weight.grad is None
-    refuses("does not average gradients", lambda: Steady("SGD", {"lr": 0.1}, Words(), **conf))
-    static = DistributedDataParallel(Two(), static_graph=True)
-    for which, more in [("two losses", {}), ("one loss", {"use_amp": True})]:
-        losses = static(batch(1))
-        pair = made(static, plans(which, **more))
-        refuses(
-            "must be one and the same tensor", lambda pair=pair, losses=losses: pair[0].step(losses, None, "a", 1, 1)
-        )
-        del pair
+    """DDP averages one backward per forward. Nothing changes, and each can have a forward of its own."""
+    refuses("does not average gradients", lambda: Steady("SGD", {"lr": 0.1}, Two(), distributed=True))
+    model = DistributedDataParallel(Two())
+    before = copied(model.module)
+    for which in ("two losses", "other accumulation"):
+        losses, pair = model(batch(dist.get_rank())), made(model, plans(which))
+        for scheduler in pair:
+            refuses("must be one and the same tensor", partial(scheduler.step, losses, None, "a", 1, 1))
+    assert same(before, copied(model.module)) and model.module.decoder.weight.grad is None
+    pair = made(model, plans("two losses"))
+    for scheduler, name in zip(pair, ("loss", "other"), strict=True):
+        losses = model(batch(dist.get_rank()))
+        scheduler.step({name: losses[name]}, None, "a", 1, 1)
+    after = copied(model.module)
+    assert not any(torch.equal(value, before[name]) for name, value in after.items())
+    for value in after.values():
+        other = [torch.empty_like(value) for _ in range(WORLD)]
+        dist.all_gather(other, value)
+        assert torch.equal(*other)
 
 
 def check_foreign(views: bool) -> None:
@@ -324,20 +315,18 @@ def check_foreign(views: bool) -> None:
     assert torch.equal(model.module.decoder.weight.grad, kept)
 
 
-def check_ignored(which: str) -> None:
+def check_ignored(_: None) -> None:
     """What DDP leaves to its rank keeps the gradient of that rank; the rest is averaged."""
     model, alone = Two(), Two()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["decoder.weight"])
     wrapped = DistributedDataParallel(model)
-    pair = made(wrapped, plans(which))
+    pair = made(wrapped, plans("one loss"))
     losses = wrapped(batch(dist.get_rank()))
     for scheduler in pair:
         scheduler.step(losses, None, "a", 1, 1)
     of_rank = [alone(batch(rank)) for rank in range(WORLD)]
-    names, late = [name for name, _ in alone.named_parameters()], "other" if which == "two losses" else "loss"
-    for name, parameter in zip(names, alone.parameters(), strict=True):
-        loss = late if name.startswith("decoder") else "loss"
-        grads = [torch.autograd.grad(losses[loss], parameter, retain_graph=True)[0] for losses in of_rank]
+    for name, parameter in alone.named_parameters():
+        grads = [torch.autograd.grad(losses["loss"], parameter, retain_graph=True)[0] for losses in of_rank]
         grad = grads[dist.get_rank()] if name == "decoder.weight" else sum(grads) / WORLD
         assert torch.allclose(model.get_parameter(name), parameter - 0.2 * grad, atol=1e-6), name
 
@@ -349,16 +338,15 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     **{f"equal: {name}": (check_equal, case) for name, case in equal_cases().items()},
     **{f"sent: {name}": (check_sent, case) for name, case in SENT.items()},
     "wrapped": (check_wrapped, None),
-    **{f"unused: {a}, {b}": (check_unused, (a, b)) for a, b in [("loss", "loss"), ("loss", "other")]},
+    "unused": (check_unused, None),
     **{
         f"not finite: {which}, {'amp' if amp else 'no amp'}": (check_not_finite, (which, amp))
-        for which in ("whole", "one loss", "two losses")
+        for which in ("whole", "one loss")
         for amp in (True, False)
     },
     "foreign": (check_foreign, False),
     "foreign, views": (check_foreign, True),
-    "ignored: one loss": (check_ignored, "one loss"),
-    "ignored: two losses": (check_ignored, "two losses"),
+    "ignored": (check_ignored, None),
     "refused": (check_refused, None),
 }
 

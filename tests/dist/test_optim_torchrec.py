@@ -201,17 +201,13 @@ def noam_rate(real_step: int, epoch: int) -> float:
     return 2 * LR * 3**0.5 * min(real_step**-0.5, real_step * 3**-1.5)
 
 
-def check_fused(case: tuple[str, bool]) -> None:
+def check_fused(name: str) -> None:
     """The learning rate of each step is that with which its backward moves the tables."""
-    name, context = case
     cell = cells(WORLD)[name]
     model = build(cell, torch.optim.SGD, {"lr": 7.0})
     start = held(model)
-    scheduler = noam(model, grad_clip=None)
-    trained(model, cell, [scheduler], context)
+    trained(model, cell, [noam(model, grad_clip=None)])
     check_close(held(model), reference(cell, [{"modules": BOTH}], noam_rate), start)
-    saved = scheduler.state_dict()["fused_lr"]  # of the next step, on ranks without a table too
-    assert saved == pytest.approx(noam_rate(STEPS + 1, 3))
 
 
 def check_fused_epochs(_: None) -> None:
@@ -233,21 +229,24 @@ class Listed(Steady):
 
 
 def check_fused_resumed(_: None) -> None:
-    """The tables' next learning rate is part of the state; nothing is made of a step that never comes."""
+    """A resumed run has each step's learning rate; nothing is made of a step that never comes."""
     cell = cells(WORLD)["row_wise"]
     conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": None}
     model, twin = (build(cell, torch.optim.SGD, {"lr": 7.0}) for _ in range(2))
     start = held(model)
     halves = [Listed("SGD", {"lr": LR}, each, **conf) for each in (model, twin)]
     for step_num in (1, 2, 3):
-        halves[0].step(losses_of(model, cell, WORLD * step_num + dist.get_rank()), None, "a", step_num, 1)
+        with halves[0].forward_context(step_num, 1):
+            losses = losses_of(model, cell, WORLD * step_num + dist.get_rank())
+        halves[0].step(losses, None, "a", step_num, 1)
     twin.load_state_dict(model.state_dict())
     halves[1].load_state_dict(halves[0].state_dict())
-    trained(twin, cell, halves[1:], context=False, first=4)
+    trained(twin, cell, halves[1:], first=4)
     rate = partial(Listed.update_lr, halves[1])
     check_close(held(twin), reference(cell, [{"modules": BOTH}], rate), start)
     try:
-        halves[1].step(losses_of(twin, cell, 1), None, "a", STEPS + 1, 3)
+        with halves[1].forward_context(STEPS + 1, 3):
+            losses_of(twin, cell, 1)
     except IndexError:
         return
     raise AssertionError("a step without a learning rate")
@@ -259,7 +258,7 @@ def check_fused_pair(turned: bool) -> None:
     model = build(cell, torch.optim.SGD, {"lr": 7.0})
     start = held(model)
     pair = [noam(model, updated_modules="sparse", grad_clip=None), noam(model, updated_modules="over", grad_clip=0.1)]
-    trained(model, cell, pair[::-1] if turned else pair, context=turned)
+    trained(model, cell, pair[::-1] if turned else pair)
     parts: list[dict[str, Any]] = [{"modules": ["sparse"]}, {"modules": ["over"], "clip": 0.1}]
     check_close(held(model), reference(cell, parts, noam_rate), start)
     assert pair[0].optimizer.param_groups[0]["params"] == []
@@ -280,13 +279,17 @@ def check_fused_refused(_: None) -> None:
         refuses(said, partial(make, **conf))
     tables = make(use_amp=False, grad_clip=None, updated_modules="sparse", step_per_update=2)
     over = make(use_amp=False, updated_modules="over")
-    losses = losses_of(model, cell, 1)
+    with over.forward_context(1, 1):
+        losses = losses_of(model, cell, 1)
     refuses("is not due at step_num=1", partial(over.step, losses, None, "a", 1, 1))
     tables = make(use_amp=False, grad_clip=None, updated_modules="sparse", optim_loss="other")
     refuses("must be one and the same tensor", partial(over.step, losses, None, "a", 1, 1))
     after = held(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     tables = make(use_amp=False, grad_clip=None, updated_modules="sparse")
+    refuses("was not in forward_context()", partial(over.step, losses, None, "a", 1, 1))
+    with over.forward_context(1, 1):
+        losses = losses_of(model, cell, 1)
     for scheduler in (over, tables):
         scheduler.step(losses, None, "a", 1, 1)
     assert not any(torch.equal(held(model)[name], value) for name, value in before.items())
@@ -321,7 +324,7 @@ def check_sparsity(case: tuple[str, bool, str | None]) -> None:
     for parameter in (p for each in (model, twin) for key, p in each.named_parameters() if key.startswith("over.")):
         parameter.requires_grad_(False)  # tables alone move, and that is enough of an update
     scheduler, enforcer = sparse(model, **conf)
-    trained(model, cell, [scheduler], context=False)
+    trained(model, cell, [scheduler])
     enforcer.settle()
     for key in ("user", "item", "word"):
         assert float((held(model)[key] == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
@@ -335,7 +338,8 @@ def check_sparsity(case: tuple[str, bool, str | None]) -> None:
     assert other.get_lr() == lr and other.data_scheduler.last_epoch == 0  # type: ignore[union-attr]
     other.load_state_dict(state)
     for each, its in ((model, scheduler), (twin, other)):
-        losses = losses_of(each, cell, 50 + dist.get_rank())
+        with its.forward_context(STEPS + 1, 3):
+            losses = losses_of(each, cell, 50 + dist.get_rank())
         its.step(losses, None, "a", STEPS + 1, 3)
     one, two = held(model), held(twin)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
@@ -363,8 +367,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     "dense losses": (check_dense_losses, "row_wise"),
     "dense, NaN": (check_dense_not_finite, "row_wise"),
     "dense, NaN, one rank": (check_dense_not_finite, "table_wise_one_rank"),
-    **{f"fused: {name}": (check_fused, (name, True)) for name in ("row_wise", "two_shards")},
-    **{f"fused: {name}, no context": (check_fused, (name, False)) for name in ("mixed", "table_wise_one_rank")},
+    **{f"fused: {name}": (check_fused, name) for name in ("row_wise", "two_shards", "mixed", "table_wise_one_rank")},
     "fused, epochs": (check_fused_epochs, None),
     "fused, resumed": (check_fused_resumed, None),
     "fused, pair": (check_fused_pair, False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -113,8 +114,10 @@ def test_a_backward_never_updates_tables_of_another_optimizer_in_passing(
 ) -> None:
     mine, other = made(model, "over"), made(model, "tables", **theirs)
     before = weights(model)
+    with mine.forward_context(1, 1):
+        losses = model(ids_of(1))
     with pytest.raises(ValueError, match=said):
-        mine.step(model(ids_of(1)), None, "a", 1, 1)
+        mine.step(losses, None, "a", 1, 1)
     assert same(before, weights(model)) == [True, True]
     del other
     steps(model, [mine], 1, 1)
@@ -126,3 +129,23 @@ def test_a_new_owner_of_the_tables_replaces_the_old_one(model: DistributedModelP
     steps(model, [new], 1, 2)
     assert [group["lr"] for group in model.fused_optimizer.param_groups] == [0.25]
     assert old.get_lr() == 0.5
+
+
+@pytest.mark.parametrize("numbers", [None, (1, 1), (2, 2)])
+def test_a_forward_outside_of_its_context_is_refused(
+    model: DistributedModelParallel, numbers: tuple[int, int] | None
+) -> None:
+    """Or in that of another step or epoch: the tables would take a wrong learning rate."""
+    schedulers = [made(model, "over"), made(model, "tables")]
+    steps(model, schedulers, 1, 1)
+    before = weights(model)
+    with schedulers[0].forward_context(*numbers) if numbers else nullcontext():
+        losses = model(ids_of(2))
+    for scheduler in schedulers:
+        with pytest.raises(ValueError, match=r"was not in forward_context\(\). Run the model inside"):
+            scheduler.step(losses, None, "a", 2, 1)
+    assert same(before, weights(model)) == [True, True]
+    with pytest.raises(ValueError, match="Invalid epoch_num=None"), schedulers[0].forward_context(2):
+        pass
+    steps(model, schedulers, 2, 2)
+    assert same(before, weights(model)) == [False, False]

@@ -82,17 +82,6 @@ def test_a_replaced_scheduler_can_still_be_stepped() -> None:
     assert same(train(model, [old], 5, first=3), copied(model))
 
 
-def test_parameters_in_common_and_an_interruption() -> None:
-    """Two that share a module; one skips a step, and both continue."""
-    model = Two()
-    pair = [made(model, updated_modules=["encoder", "decoder"]), made(model, updated_modules="decoder")]
-    pair[0].step(model(batch(1)), None, "a", 1, 1)
-    losses = model(batch(2))
-    pair[1].step(losses, None, "b", 2, 1)
-    pair[0].step(losses, None, "a", 2, 1)
-    train(model, pair, 5, first=3)
-
-
 @pytest.mark.parametrize("modules", [[None], [["encoder", "decoder"]], ["encoder", "decoder"]])
 @pytest.mark.parametrize("different", [False, True])
 def test_leaves_beside_the_model_have_gradients_as_of_a_plain_backward(modules: list[Any], different: bool) -> None:

@@ -1,0 +1,121 @@
+"""Checks that the state of an OptimScheduler fits, before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.ready import ReadyDataScheduler
+
+__all__ = ["check_state", "misfits", "prepare_schedule"]
+
+
+def check_state(
+    saved: Any,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    sparsity: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Load a state into copies of the parts, which share tensors but no other state. Local.
+
+    Args:
+        saved: of ``OptimScheduler.state_dict()``.
+        optimizer, scaler: of the OptimScheduler.
+        sparsity: its data sparsifier and its scheduler, by name, where there are any.
+
+    Returns:
+        The facts that must be equal on all ranks.
+
+    Raises:
+        ValueError: a part is missing or does not fit. Or any other error of torch's, for the same
+            reason.
+    """
+    if not isinstance(saved, Mapping):
+        kind = type(saved).__name__
+        raise ValueError(f"Invalid state of type {kind}: must be a result of state_dict().")
+    if missing := [name for name in ("optimizer", *sparsity) if name not in saved]:
+        raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
+    unknown = saved.keys() & {"data_sparsifier", "data_scheduler"} - sparsity.keys()
+    if unknown:
+        raise ValueError(
+            f"The state has {sorted(unknown, reverse=True)}, which this OptimScheduler was constructed without."
+        )
+    # A load replaces the groups and the state of the copy; those of the original are not touched.
+    loaded = copy.copy(optimizer)
+    loaded.load_state_dict(saved["optimizer"])
+    _check_optimizer(loaded, optimizer)
+    facts = {"learning rates": [group["lr"] for group in loaded.param_groups]}
+    if scaler is not None and saved.get("scaler"):  # None or {}: of a run without AMP
+        facts["scale of the scaler"] = _checked_scale(saved["scaler"])
+    schedule = sparsity.get("data_scheduler")
+    if not isinstance(schedule, ReadyDataScheduler | None):
+        copy.copy(schedule).load_state_dict(saved["data_scheduler"])
+    return facts
+
+
+def prepare_schedule(schedule: BaseDataScheduler | None, saved: Mapping[str, Any]) -> Callable[[], object]:
+    """Return the function that loads the data scheduler's state. Collective if it checks."""
+    if schedule is None:
+        return lambda: None
+    if isinstance(schedule, ReadyDataScheduler):
+        return schedule.prepare_load(saved["data_scheduler"])[1]
+    return partial(schedule.load_state_dict, saved["data_scheduler"])
+
+
+@contextmanager
+def misfits() -> Iterator[None]:
+    """Turn exceptions into a ValueError: torch has one for each way in which a state can't fit."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as fault:
+        raise ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.") from fault
+
+
+def _check_optimizer(loaded: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if the state of ``loaded`` is not one of ``present``'s.
+
+    ``load_state_dict()`` of torch compares numbers of groups and parameters only; ``step()`` would
+    fail later. A state does not name its optimizer, so one of a relative (Adam's in Adamax) passes.
+    """
+    if not type(present).__module__.startswith("torch.optim."):
+        return  # the groups and states of other packages have any names and shapes
+    kind = type(present).__name__
+    for old, new in zip(present.param_groups, loaded.param_groups, strict=True):
+        lacking = old.keys() & present.defaults.keys() - new.keys()
+        if missing := [name for name in old if name in lacking]:
+            raise ValueError(f"The state is of another optimizer than {kind}: it lacks {missing}.")
+    parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
+    for at, parameter in enumerate(parameters):
+        for name, part in loaded.state.get(parameter, {}).items():
+            if not _fits(name, part, parameter):
+                raise ValueError(
+                    f"The state is of other parameters: {name} of number {at} has the shape "
+                    f"{tuple(part.shape)}, the parameter {tuple(parameter.shape)}."
+                )
+
+
+def _fits(name: str, part: Any, parameter: Tensor) -> bool:
+    # Adafactor's two variances are a row and a column. Step counts are scalars.
+    if not isinstance(part, Tensor) or name in ("row_var", "col_var"):
+        return True
+    return part.shape in (torch.Size(), parameter.shape)
+
+
+def _checked_scale(saved: Any) -> Any:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(saved)
+    scale = scaler.get_scale()
+    if not 0 < scale < math.inf:
+        raise ValueError(f"Invalid {scale=} of the scaler: must be a finite number > 0.")
+    return scale
