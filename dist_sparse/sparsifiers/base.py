@@ -55,7 +55,6 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
         step_count: calls of ``step()`` so far, also of those that did nothing.
-        repair: how a mask update treats replicas that have drifted: ``"raise"``, or ``"broadcast"`` the first rank's.
         dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
         rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.
@@ -82,7 +81,6 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self.defaults: dict[str, Any] = defaults
         self.data_groups: dict[str, dict[str, Any]] = {}
         self.enable_mask_update = True
-        self.repair = "raise"
         self.dense_store, self.packed_store = DenseStore(), PackedStore()
         self.step_count = 0
         self.enforcer: Enforcer | None = None

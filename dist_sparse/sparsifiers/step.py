@@ -1,7 +1,7 @@
 """One mask update: locate, score, agree, select, apply.
 
-Nothing of a sharded table is written before all ranks have agreed that the update can succeed, but for replicas that
-``repair = "broadcast"`` restores. The masks of plain data are put back if the update fails, whatever the reason.
+Nothing of a sharded table is written before all ranks have agreed that the update can succeed. The masks of plain data
+are put back if the update fails, whatever the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dist_sparse.masking.block_masks import MadeMasks, NewMask
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.dense_store import DenseStore
-from dist_sparse.sparsifiers.digest import place_of, shared_weights
+from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.shards import Rect, ShardedData, check_writable
@@ -85,7 +85,6 @@ class MaskMaker(Protocol):
     dense_store: DenseStore
     packed_store: PackedStore
     data_groups: dict[str, dict[str, Any]]
-    repair: str
     enforcer: Enforcer | None
     rotation: Rotation | None
     recorder: Recorder | None
@@ -131,9 +130,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
 
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, made = make_masks(
-                sparsifier, sparsifier.data_groups, "step()", update_plain, sparsifier.repair, recorder
-            )
+            located, made = make_masks(sparsifier, sparsifier.data_groups, "step()", update_plain, recorder)
             _apply(packed, located, made, sparsifier.data_groups, recorder)
     except BaseException:
         for mask, before in undo:
@@ -148,7 +145,6 @@ def make_masks(
     configs: Configs,
     action: str,
     first: Callable[[], None],
-    repair: str = "raise",
     recorder: Recorder | None = None,
 ) -> tuple[Located, dict[str, MadeMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet. Collective.
@@ -158,7 +154,6 @@ def make_masks(
         configs: name -> configuration, the same on every rank.
         action: the public call, for messages.
         first: local work before scoring; an error in it is raised on every rank.
-        repair: what to do about replicas that have drifted apart: ``"raise"`` or ``"broadcast"``.
         recorder: whose waiting counts travel along.
     """
     packed = sparsifier.packed_store
@@ -171,7 +166,7 @@ def make_masks(
         for data in located.values():
             check_writable(data)
         scored = sparsifier.score_tables(located, configs)
-        _note_replicas(noted, located, repair)
+        _note_replicas(noted, located)
         for facts, names in noted:
             sparsifier.note(facts, [located[name] for name in names])
 
@@ -194,12 +189,7 @@ def make_masks(
             if recorder is not None and _WAITING in facts.differing:
                 recorder.forget(ranks)  # on all of these ranks alike, so that the next mask update can agree
         raise
-    # 3. Collective: restore drifted replicas, bring masks to their shards, select.
-    if repair == "broadcast":
-        drifted = {name for facts, names in noted for name in _tables_at(facts.drifted, names, located)}
-        _restore(packed, located, drifted)
-        with packed.agreeing(action):  # of all groups: other ranks do not know what has drifted in this one
-            scored = sparsifier.score_tables(located, configs) if drifted else scored
+    # 3. Collective: bring masks to their shards, select.
     packed.reshard(located)
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
@@ -266,7 +256,6 @@ def _note_facts(
     """Note what must be equal on all ranks."""
     moved = set(sparsifier.packed_store.moved(located))
     for facts, names in noted:
-        facts["sparsifier.repair"] = sparsifier.repair
         facts["whether steps are recorded"] = recorder is not None
         facts["whether an enforcer is attached"] = sparsifier.enforcer is not None
         if recorder is not None:
@@ -281,46 +270,22 @@ def _note_facts(
                 facts[f"the sharding of table {name!r}"] = data.tiling
 
 
-def _note_replicas(noted: list[tuple[Facts, list[str]]], located: Located, repair: str) -> None:
+def _note_replicas(noted: list[tuple[Facts, list[str]]], located: Located) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
     for facts, names in noted:
         for data in (located[name] for name in names):
             if data.replicated and not data.copied:
-                rank = group_over(data.ranks).rank
-                facts.replicas |= shared_weights(data, rank)
-        facts.on_drift = lambda drifted, names=names: _check_repair(drifted, names, located, repair)
+                facts.replicas |= shared_weights(data, group_over(data.ranks).rank)
+        facts.on_drift = _refuse_drift
 
 
-def _tables_at(drifted: Mapping[str, list[int]], names: list[str], located: Located) -> set[str]:
-    """The tables whose weights have drifted at the given places."""
-    if not drifted:
-        return set()
-    tables = {place_of(name, rect): name for name in names for rect in located[name].rects}
-    return {tables[place] for place in drifted if place in tables}
-
-
-def _check_repair(drifted: Mapping[str, list[int]], names: list[str], located: Located, repair: str) -> None:
-    """Refuse replicas that have drifted, unless they are to be restored and can be. The same on every rank."""
+def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
     places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
-    if repair != "broadcast":
-        raise ValueError(
-            f"Replicas have drifted from their first holder's: {places}. Nothing was changed; "
-            "sparsifier.repair = 'broadcast' restores them."
-        )
-    weights = {place_of(name, rect) for name in names for rect in located[name].rects}
-    if not weights.issuperset(drifted):
-        raise ValueError(f"Replicas have drifted: {places}. Only weights can be repaired: load the optimizer's state.")
-    tilings = [located[name].tiling for name in _tables_at(drifted, names, located)]
-    if any(held != tiling[0] for tiling in tilings for held in tiling):
-        raise ValueError(f"Replicas have drifted: {places}. Only tables held whole by every rank can be repaired.")
-
-
-def _restore(packed: PackedStore, located: Located, drifted: set[str]) -> None:
-    """Overwrite all replicas by those of their group's first rank. Collective over the groups of what has drifted."""
-    for ranks, names in packed.groups.items():
-        for name in names:
-            for shard in located[name].shards if name in drifted else ():
-                group_over(ranks).broadcast_(shard.tensor)
+    raise ValueError(
+        f"Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the same "
+        "checkpoint on all ranks, or broadcast weights and optimizer state from the first, and find what updates them "
+        "differently."
+    )
 
 
 def _of_first_copies(made: Mapping[str, MadeMasks], located: Located, group: Group) -> dict[str, MadeMasks]:

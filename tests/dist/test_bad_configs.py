@@ -23,7 +23,6 @@ from tests.dist.refusals import (
     is_bad,
     on_each_bad_rank,
     raised_by,
-    replica,
     weights,
 )
 from tests.oracle import oracle_mask
@@ -85,20 +84,6 @@ def test_other_norm(bad: int) -> None:
         scene.sparsifier.norm = "L1"
 
     scene.refused("sparsifier.measure", "L1", "L2", "rank 1", fix=fix)
-
-
-@on_each_bad_rank
-def test_other_repair(bad: int) -> None:
-    """With drifted replicas, a rank that raises would leave a rank that repairs waiting."""
-    scene = Scene(extra={"twin": replica()})
-    if is_bad(bad):
-        scene.sparsifier.repair = "broadcast"
-        scene.tensors["twin"].to_local().add_(1.0)
-
-    def fix() -> None:
-        scene.sparsifier.repair = "raise"
-
-    scene.refused("sparsifier.repair is", "broadcast", "rank 1", fix=fix)
 
 
 @on_each_bad_rank

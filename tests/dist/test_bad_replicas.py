@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse import DataNormSparsifier, ScoreSparsifier
+from dist_sparse import DataNormSparsifier
 from tests.dist.cells import build, cells
 from tests.dist.cells import gathered as gathered_model
-from tests.dist.pieces import by_rows, gathered, local_tensors, sharded, snapshot, write
+from tests.dist.pieces import by_rows, local_tensors, sharded, snapshot, write
 from tests.dist.plugin import on_ranks
 from tests.dist.refusals import COLS, ROWS, Scene, is_bad, on_each_bad_rank, raised_by, replica, weights
 from tests.oracle import oracle_mask
@@ -34,7 +34,7 @@ def test_drifted(bad: int) -> None:
     if is_bad(bad):
         kept = local[5].nonzero()[0]
         local[5, kept] = torch.nextafter(local[5, kept], torch.tensor(9.0))
-    message = scene.refused(r"drifted", r"twin rows \[0, 9\).*on ranks \[1\]", "repair", fix=lambda: None)
+    message = scene.refused(r"drifted", r"twin rows \[0, 9\).*on ranks \[1\]", "broadcast weights", fix=lambda: None)
     assert "a rows" not in message and "b rows" not in message
 
 
@@ -66,7 +66,7 @@ def test_drifted_table(bad: int) -> None:
         assert torch.equal(sparsifier.get_data(name), weight) and torch.equal(sparsifier.get_mask(name), mask)
     good = [None, None]
     dist.all_gather_object(good, before["item"][0])
-    sparsifier.repair = "broadcast"
+    table.copy_(good[0])  # as the message says
     sparsifier.step()
     full = gathered_model(model)["item"]
     want = oracle_mask(good[0], 0.5)
@@ -90,11 +90,6 @@ def test_drifted_dense(bad: int) -> None:
     message = raised_by(sparsifier.step)
     assert re.search(r"0/bias rows .*on ranks \[1\]", message) and "1/weight rows" in message, message
     assert "0/weight rows" not in message
-    good = [None, None]
-    dist.all_gather_object(good, net.module[1].weight.detach().clone())
-    sparsifier.repair = "broadcast"
-    sparsifier.step()
-    assert torch.equal(net.module[1].weight, good[0] * sparsifier.get_mask("1/weight"))
 
 
 @on_each_bad_rank
@@ -104,36 +99,6 @@ def test_not_finite_replica(bad: int) -> None:
     if is_bad(bad):
         scene.tensors["twin"].to_local()[2, 2] = torch.nan
     scene.refused(f"rank {bad}: ValueError: Table 'twin'", "finite", fix=lambda: None)
-
-
-class Tired(ScoreSparsifier):
-    """Score by magnitude; with ``left`` set, so many calls, and then raise."""
-
-    left: int | None = None
-
-    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise OSError("no more scores")
-        return data.abs()
-
-
-@on_each_bad_rank
-def test_an_error_after_the_repair(bad: int) -> None:
-    """Repaired weights are scored again; what fails then, on one rank, is raised on both."""
-    sparsifier, twin = Tired(), replica()
-    sparsifier.add_data("twin", twin)
-    sparsifier.step()
-    before = sparsifier.get_mask("twin")
-    twin.to_local()[3, 3] += dist.get_rank()
-    sparsifier.repair, sparsifier.left = "broadcast", 1 if is_bad(bad) else None
-    message = raised_by(sparsifier.step)
-    assert f"rank {bad}: OSError: no more scores" in message, message
-    assert torch.equal(sparsifier.get_mask("twin"), before)
-    sparsifier.left = None
-    sparsifier.step()
-    assert torch.equal(sparsifier.get_mask("twin"), oracle_mask(gathered(twin), 0.5))
 
 
 # -- groups of ranks that overlap --------------------------------------------------------------------------------------
@@ -159,10 +124,6 @@ def test_all_ranks_of_overlapping_groups_raise(bad: int, table: str) -> None:
     assert snapshot(sparsifier, tensors) == before
     for name, tensor in tensors.items():
         write(tensor, weights(ord(name[0])))
-    if "drifted" in table:  # which two of the four ranks know of, and repair
-        sparsifier.repair = "broadcast"
-        for _, local in local_tensors(tensors["pair"]) if "pair" in tensors and dist.get_rank() == 1 else ():
-            local[0, 1] = 7.0
     sparsifier.step()
     for name in tensors:
         assert torch.equal(sparsifier.full_mask(name), oracle_mask(weights(ord(name[0])), 0.5)), name
