@@ -147,7 +147,7 @@ def fused_params(module: Any) -> dict[str, dict[str, Any]]:
         config.name: dict(config.fused_params or {})
         for group in groups
         for config in group.embedding_tables
-        if config.compute_kernel.value in _FUSED
+        if "fused" in config.compute_kernel.value
     }
 
 
