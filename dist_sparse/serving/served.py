@@ -58,8 +58,9 @@ class _Lookup(nn.Module):
         self.features = len(features)
         self.include_last_offset = False
         self.unknown = unknown
-        each = torch.ones(len(features), dtype=torch.int64)
-        self.register_buffer("first_rows", self.index(torch.zeros_like(each), each), persistent=False)
+        each = torch.ones(len(features) if unknown == "id0" else 0, dtype=torch.int64)
+        first = self.index(torch.zeros_like(each), each) if unknown == "id0" else each
+        self.register_buffer("first_rows", first, persistent=False)  # of each feature the row of id 0
         self._counted = [UnknownLookups({name: table.entry.rows for name, table in tables.items()}, features)]
 
     @torch.jit.unused
@@ -175,12 +176,19 @@ def _index(table: StoredTable) -> RowIndex | None:
     return None if words is None else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
 
 
-def _decoded(table: StoredTable) -> StoredTable:
-    """The table with rows, if it has bitmask and values."""
+def _decoded(name: str, table: StoredTable) -> StoredTable:
+    """The table with rows, if it has bitmask and values.
+
+    Raises:
+        ValueError: there are other values than its bitmasks have.
+    """
     if not table.mask_width:
         return table
     entry, tensors = table.entry, table.tensors
     first = starts(tensors["mask"], entry.width, entry.dim, entry.dtype)
+    values = int(first[-1]) // (2 if entry.dtype == "int4" else 1)
+    if values != len(tensors["values"]):
+        raise ValueError(f"Table {name!r}: its bitmasks have {values} values, and there are others.")
     scale_bias = tensors.get("scale_bias")
     dtype, shape = replace(entry, values=None).layout()["rows"]
     rows = torch.empty(shape, dtype=dtype)
@@ -417,7 +425,7 @@ def _served(artifact: Artifact, collection: Collection, layout: str, native: boo
         entries = {name: replace(entry, pooling="none") for name, entry in entries.items()}
     tables = {name: StoredTable(entry, artifact.tensors(name)) for name, entry in entries.items()}
     if layout == "rows":
-        tables = {name: _decoded(table) for name, table in tables.items()}
+        tables = {name: _decoded(name, table) for name, table in tables.items()}
     features = [feature.table for feature in collection.features] or list(collection.tables)
     if native and any(table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()):
         native = False  # FBGEMM has no such rows

@@ -121,6 +121,21 @@ def test_packed_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
     assert torch.equal(packed(ids, lengths), want)
 
 
+def test_bitmasks_that_do_not_fit_the_values_are_refused(tmp_path: Path) -> None:
+    """Of an artifact whose CRC32s are right."""
+    source = Source("t", table(50, 8, 1.0, block=4), ["a"], "sum", 4)
+    stored = source.stored
+
+    def with_all_bits() -> Any:
+        entry, tensors = stored()
+        return entry, {**tensors, "mask": torch.full_like(tensors["mask"], 3)}
+
+    source.stored = with_all_bits  # type: ignore[method-assign]
+    path = write(tmp_path / "served", ("", "bag", [source]))
+    with pytest.raises(ValueError, match="Table 't': its bitmasks have 304 values, and there are others"):
+        load_served(path)
+
+
 def test_packed_rows_stay_packed(tmp_path: Path) -> None:
     of = [Source("t", table(2000, 32, 1.0, block=4, elements=0.2), ["a"], width=4)]
     path = write(tmp_path / "served", ("", "bag", of))
