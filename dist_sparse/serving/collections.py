@@ -43,8 +43,8 @@ class CompactIds(nn.Module):
     ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it ahead, with the input distribution.
 
     An id out of range is dropped too, from tables that keep all rows as well: it reads and trains no row. First it is
-    what it was for the collection before: FBGEMM's ``bounds_check_mode`` of its table raises a RuntimeError (FATAL), logs
-    (WARNING) or says nothing (IGNORE); tables without a fused optimizer raise.
+    what it was for the collection before: FBGEMM's ``bounds_check_mode`` of its table raises a RuntimeError
+    (FATAL), logs (WARNING) or says nothing (IGNORE); tables without a fused optimizer raise.
 
     Args:
         tables: configurations of the whole tables.
@@ -125,8 +125,8 @@ class CompactIds(nn.Module):
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
         """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it is
-        :data:`~dist_sparse.serving.row_index.REMOVED`, or :data:`~dist_sparse.serving.row_index.UNKNOWN` of an id out of
-        range."""
+        :data:`~dist_sparse.serving.row_index.REMOVED`, or of an id out of range
+        :data:`~dist_sparse.serving.row_index.UNKNOWN`."""
         ids = ordered.values()
         if ids.device.type == "cpu":
             parts = torch.split(ids, ordered.length_per_key())
@@ -154,7 +154,7 @@ class CompactIds(nn.Module):
     def _current_maps(self) -> list[Tensor | None]:
         """For each feature the row of every id of its table, as :meth:`rows` returns it; None for large tables."""
         words, maps = self.index.words, self._maps
-        # A state that is loaded writes other bits into the same tensor, and moving the module puts another in its place.
+        # Loading a state writes other bits into the same tensor; moving the module replaces the tensor.
         if maps is None or maps.words is not words or maps.version != words._version:
             tables = self._mapped()
             of_features = [tables[number] for number in self._of_features]

@@ -307,8 +307,8 @@ class Served(nn.Module):
     def _refuse_raising(self) -> None:
         if self.lookup.unknown == "raise":
             raise ValueError(
-                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names the id. Load the "
-                "artifact with unknown='zero' or unknown='id0'."
+                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names the id. "
+                "Load the artifact with unknown='zero' or unknown='id0'."
             )
 
     def extra_repr(self) -> str:

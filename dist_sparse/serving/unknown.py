@@ -1,6 +1,6 @@
 """Lookups of ids that are out of the range of their table: found, counted, and described.
 
-Such an id never means row 0. What else becomes of it (an error, a line in the log, nothing) is the caller's to decide.
+The caller decides what becomes of such an id: an error, a line in the log, or nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class UnknownLookups:
             lengths: how many ids each feature has; they add up to n.
         """
         found: dict[str, list[Tensor]] = {}
-        parts = zip(torch.split(ids, list(lengths)), torch.split(unknown, list(lengths)), strict=True)
-        for table, (some, flags) in zip(self._features, parts, strict=True):
+        sizes = list(lengths)
+        parts = zip(self._features, torch.split(ids, sizes), torch.split(unknown, sizes), strict=True)
+        for table, some, flags in parts:
             if bool(flags.any()):
                 found.setdefault(table, []).append(some[flags])
         for table, some_ids in found.items():

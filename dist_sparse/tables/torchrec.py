@@ -142,7 +142,9 @@ def fused_params(module: Any) -> dict[str, dict[str, Any]]:
         shardings = module._embedding_shardings
     else:
         shardings = module._sharding_type_to_sharding.values()
-    groups = [group for sharding in shardings for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank]
+    groups = [
+        group for sharding in shardings for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank
+    ]
     return {
         config.name: dict(config.fused_params or {})
         for group in groups
