@@ -7,9 +7,10 @@ rows, before the input distribution: they cost no message and no lookup. Results
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,17 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dist_sparse.serving.row_index import RowIndex, RowIndexes
+from dist_sparse.serving.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.serving.unknown import Unknown, UnknownLookups
+from dist_sparse.tables.torchrec import bounds_checks
 
 __all__ = ["CompactEmbeddingBagCollection", "CompactEmbeddingCollection", "CompactIds"]
+
+_log = logging.getLogger(__name__)
+
+_MAPPED_ROWS: Final = 1 << 22
+"""Original rows of a collection that have a map of 4 bytes a row on a CPU, 16 MiB, small tables first. The rows of
+larger tables are found from their bitmaps: a quarter of a byte a row, and many times slower."""
 
 
 class CompactIds(nn.Module):
@@ -33,12 +42,17 @@ class CompactIds(nn.Module):
     A module of its own from KeyedJaggedTensor to KeyedJaggedTensor, so that
     ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it ahead, with the input distribution.
 
+    An id out of range is dropped too, from tables that keep all rows as well: it reads and trains no row. First it is
+    what it was for the collection before: FBGEMM's ``bounds_check_mode`` of its table raises a RuntimeError
+    (FATAL), logs (WARNING) or says nothing (IGNORE); tables without a fused optimizer raise.
+
     Args:
         tables: configurations of the whole tables.
         indexes: by table, of those that have removed rows.
 
     Attributes:
         names: of what the collection returns, in the order of the tables; the keys of the result.
+        collection: the compact collection whose ids these are, in a list: as a module it would be its own child.
     """
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig | EmbeddingConfig], indexes: Mapping[str, RowIndex]) -> None:
@@ -47,26 +61,49 @@ class CompactIds(nn.Module):
         if unknown:
             raise ValueError(f"There are indexes of {unknown}, which are none of the tables.")
         self.names = [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+        self.collection: list[Any] = []
         self._features = [feature for table in tables for feature in table.feature_names]
         self._tables = [table.name for table in tables]
         self._rows = [table.num_embeddings for table in tables]
         self._indexed = [table.name in indexes for table in tables]
         self._defaults = {name for name, index in indexes.items() if index.default_row}
-        of_features = [number for number, table in enumerate(tables) for _ in table.feature_names]
-        self.index = RowIndexes([indexes.get(name) for name in self._tables], self._rows, of_features)
+        self._of_features = [number for number, table in enumerate(tables) for _ in table.feature_names]
+        self.index = RowIndexes([indexes.get(name) for name in self._tables], self._rows, self._of_features)
+        self._unknown = UnknownLookups(
+            dict(zip(self._tables, self._rows, strict=True)), [self._tables[number] for number in self._of_features]
+        )
+        self._maps: _Maps | None = None
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """How many lookups of each table this rank has dropped because their ids were out of range."""
+        return dict(self._unknown.counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index, and of the maps that lookups on a CPU have made of it."""
+        maps = [] if self._maps is None else [rows for rows in self._maps.tables if rows is not None]
+        return self.index.nbytes + sum(rows.nbytes for rows in maps)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the rows of what is kept, under the keys :attr:`names`."""
+        """Return the rows of what is kept, under the keys :attr:`names`.
+
+        Raises:
+            RuntimeError: an id is out of range, and its table is one that raises then; names table, id and rows.
+        """
         features = self.ordered(features)
         rows = self.rows(features)
-        kept = rows >= 0
-        counts = nn.functional.pad(kept.cumsum(0), (1, 0))
-        weights = features.weights_or_none()
+        if len(rows) and int(rows.min()) < REMOVED:
+            unknown = self._unknown.add(features.values(), rows == UNKNOWN, features.length_per_key())
+            self._report(unknown)
+        kept, weights = rows >= 0, features.weights_or_none()
+        # The operator of the enforcer's drop: one pass over ids and lengths.
+        rows, lengths = torch.ops.fbgemm.masked_select_jagged_1d(rows, features.lengths(), kept)
         return KeyedJaggedTensor(
             keys=self.names,
-            values=rows[kept].to(features.values().dtype),
-            weights=None if weights is None else weights[kept],
-            lengths=counts[features.offsets()].diff().to(features.lengths().dtype),
+            values=rows.to(features.values().dtype),
+            weights=None if weights is None else weights.masked_select(kept),
+            lengths=lengths,
         )
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -87,11 +124,65 @@ class CompactIds(nn.Module):
         return features.permute([places[feature] for feature in self._features])
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
-        """Return the row of each id among the stored ones, -1 where it has none: int32 ``(n,)``. Ids out of range
-        are read as id 0, as FBGEMM does."""
-        per_feature = ordered.lengths().view(len(self.names), -1).sum(1)
-        found: Tensor = self.index(ordered.values(), per_feature)
+        """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it is
+        :data:`~dist_sparse.serving.row_index.REMOVED`, or of an id out of range
+        :data:`~dist_sparse.serving.row_index.UNKNOWN`."""
+        ids = ordered.values()
+        if ids.device.type == "cpu":
+            parts = torch.split(ids, ordered.length_per_key())
+            tables = self._current_maps()
+            try:  # index_select looks at the range of every id, so that no pass of its own has to
+                return torch.cat([self._found(number, tables[number], part) for number, part in enumerate(parts)])
+            except IndexError:
+                pass
+        found: Tensor = self.index(ids, ordered.lengths().view(len(self.names), -1).sum(1))
         return found
+
+    def _found(self, feature: int, rows: Tensor | None, ids: Tensor) -> Tensor:
+        """The rows of a feature's ids: int32 ``(n,)``.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        if rows is not None:
+            return rows.index_select(0, ids)
+        lengths = torch.zeros(len(self.names), dtype=torch.int64)
+        lengths[feature] = len(ids)
+        found: Tensor = self.index(ids, lengths)
+        return found
+
+    def _current_maps(self) -> list[Tensor | None]:
+        """For each feature the row of every id of its table, as :meth:`rows` returns it; None for large tables."""
+        words, maps = self.index.words, self._maps
+        # Loading a state writes other bits into the same tensor; moving the module replaces the tensor.
+        if maps is None or maps.words is not words or maps.version != words._version:
+            tables = self._mapped()
+            of_features = [tables[number] for number in self._of_features]
+            maps = self._maps = _Maps(words, words._version, tables, of_features)
+        return maps.of_features
+
+    def _mapped(self) -> list[Tensor | None]:
+        """The row of every id of each table, None for tables beyond the size that all of them may have together."""
+        indexes, left = self.table_indexes(), _MAPPED_ROWS
+        found: list[Tensor | None] = [None] * len(self._rows)
+        for number in sorted(range(len(self._rows)), key=self._rows.__getitem__):
+            left -= self._rows[number]
+            if left < 0:
+                break
+            ids = torch.arange(self._rows[number], dtype=torch.int32)
+            index = indexes.get(self._tables[number])
+            found[number] = ids if index is None else index(ids).int()
+        return found
+
+    def _report(self, unknown: Sequence[Unknown]) -> None:
+        """Do for ids out of range what the collection did before it was compact."""
+        modes = bounds_checks(self.collection[0].inner) if self.collection else {}
+        for each in unknown:
+            if modes.get(each.table, "FATAL") == "FATAL":
+                raise RuntimeError(f"Out of bounds access: {each}.")
+        logged = [str(each) for each in unknown if modes[each.table] == "WARNING"]
+        if logged:
+            _log.warning("Out of bounds access: %s. These ids read and train no row.", "; ".join(logged))
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the index of each table that has removed rows."""
@@ -102,6 +193,15 @@ class CompactIds(nn.Module):
                 found[name] = RowIndex(self.index.words[start:stop].clone(), rows, name in self._defaults)
                 start = stop
         return found
+
+
+class _Maps(NamedTuple):
+    """Maps from ids to rows, and the bitmap that they were made of."""
+
+    words: Tensor
+    version: int
+    tables: list[Tensor | None]
+    of_features: list[Tensor | None]
 
 
 def _stored(table: Any, indexes: Mapping[str, RowIndex], names: list[str], rows: Mapping[str, int]) -> Any:
@@ -115,8 +215,9 @@ def _stored(table: Any, indexes: Mapping[str, RowIndex], names: list[str], rows:
 class CompactEmbeddingBagCollection(nn.Module):
     """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows for the others.
 
-    Sums and weighted sums are bit-equal. Means divide by all ids of a bag, removed ones too; they are computed as a sum
-    times 1 / ids, so they may differ in the last bit from those of a sharding that divides.
+    Sums and weighted sums are bit-equal. Means divide by all ids of a bag, those without a row too; they are computed
+    as a sum times 1 / ids, so they may differ in the last bit from those of a sharding that divides. Ids out of range
+    add nothing to a bag (see :class:`CompactIds`).
 
     Args:
         tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
@@ -158,9 +259,9 @@ class CompactEmbeddingBagCollection(nn.Module):
         self._weighted = is_weighted
         self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
         self._translation = [self.ids]  # pipelines put another module in its place
-        # Nothing is dropped from the bags of a table with a default row.
-        dropped = {name for name, index in indexes.items() if not index.default_row}
-        averaged = [table.pooling is PoolingType.MEAN and table.name in dropped for table in tables]
+        self.ids.collection.append(self)
+        # From any bag ids out of range may be dropped, so that the number of ids left is no divisor.
+        averaged = [table.pooling is PoolingType.MEAN for table in tables]
         if is_weighted and any(averaged):
             names = [table.name for table, mean in zip(tables, averaged, strict=True) if mean]
             raise ValueError(
@@ -208,18 +309,20 @@ class _Means(nn.Module):
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the means of the averaged keys, and the others as they are."""
         [ids] = self._ids
-        lengths = ids.ordered(features).lengths().view(len(ids.names), -1)
-        values, keys, widths = pooled.values(), pooled.keys(), pooled.length_per_key()
-        scale = torch.ones(len(keys), lengths.shape[1], dtype=values.dtype, device=values.device)
-        for place, key in enumerate(keys):
-            if key in self._averaged:
-                scale[place] = 1.0 / lengths[ids.names.index(key)].clamp(min=1).to(torch.float32)
-        columns = torch.tensor(widths, device=values.device)
-        return KeyedTensor(keys=keys, length_per_key=widths, values=values * scale.T.repeat_interleave(columns, dim=1))
+        keys, widths = pooled.keys(), pooled.length_per_key()
+        places = {name: place for place, name in enumerate(ids.names)}
+        order = torch.tensor([places[key] for key in keys], device=pooled.values().device)
+        lengths = ids.ordered(features).lengths().view(len(keys), -1).index_select(0, order)
+        mean = torch.tensor([key in self._averaged for key in keys], device=order.device).unsqueeze(1)
+        scale = torch.where(mean, 1.0 / lengths.clamp(min=1).to(torch.float32), 1.0).to(pooled.values().dtype)
+        columns = torch.tensor(widths, device=order.device)
+        values = pooled.values() * scale.T.repeat_interleave(columns, dim=1)
+        return KeyedTensor(keys=keys, length_per_key=widths, values=values)
 
 
 class CompactEmbeddingCollection(nn.Module):
-    """An EmbeddingCollection that stores kept rows only and returns zero vectors for the others.
+    """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a row: removed ones,
+    and ids out of range (see :class:`CompactIds`).
 
     Args:
         tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
@@ -261,10 +364,8 @@ class CompactEmbeddingCollection(nn.Module):
             _stored(table, indexes, names, stored_rows or {})
             for table, names in zip(tables, names_by_table, strict=True)
         ]
-        padded = {
-            name for table, names in zip(tables, names_by_table, strict=True) if table.name in indexes for name in names
-        }
-        self.zeros = _Zeros(self.ids, padded)
+        self.ids.collection.append(self)
+        self.zeros = _Zeros(self.ids)
         self.inner: nn.Module = EmbeddingCollection(stored, device)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -288,12 +389,11 @@ class CompactEmbeddingCollection(nn.Module):
 
 
 class _Zeros(nn.Module):
-    """Put zero vectors back in the places of removed ids."""
+    """Put zero vectors back in the places of ids without a row."""
 
-    def __init__(self, ids: CompactIds, padded: set[str]) -> None:
+    def __init__(self, ids: CompactIds) -> None:
         super().__init__()
         self._ids = [ids]  # not as a module: it has its place already
-        self._padded = padded
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""
@@ -308,7 +408,7 @@ class _Zeros(nn.Module):
         start = 0
         for name, count, of_bags in zip(ids.names, features.length_per_key(), lengths, strict=True):
             values: Tensor = found[name].values()
-            if name in self._padded:
+            if len(values) < count:
                 [places] = kept[start : start + count].nonzero(as_tuple=True)
                 values = values.new_zeros(count, values.shape[1]).index_copy(0, places, values)
             out[name] = JaggedTensor(values=values, lengths=of_bags)

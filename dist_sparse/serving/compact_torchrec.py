@@ -28,7 +28,14 @@ from dist_sparse.serving.collections import CompactEmbeddingBagCollection, Compa
 from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.sites import cut
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.tables.torchrec import collection_tables, find_table, fused_kernels, sharded_tables, shards_tables
+from dist_sparse.tables.torchrec import (
+    collection_tables,
+    find_table,
+    fused_kernels,
+    fused_params,
+    sharded_tables,
+    shards_tables,
+)
 
 __all__ = [
     "Fused",
@@ -279,7 +286,7 @@ def reshard(
     plan = dict(model.plan.plan)
     for path, (old, new) in replaced.items():
         inner, tables = _join(path, "inner"), _tables(new.inner)
-        parameters = _fused_params(old)
+        parameters = fused_params(old)
         for name, table in tables.items():
             if name in parameters:  # as apply_optimizer_in_backward leaves them
                 table.weight._optimizer_classes = [None]
@@ -311,23 +318,6 @@ def _tables(module: nn.Module) -> dict[str, Any]:
     """The modules of an unsharded collection's tables."""
     tables: Any = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
     return dict(tables.items())
-
-
-def _fused_params(module: Any) -> dict[str, dict[str, Any]]:
-    """The arguments of FBGEMM's kernels for each table with a fused optimizer, the same on every rank."""
-    shardings = (
-        module._embedding_shardings
-        if isinstance(module, ShardedEmbeddingBagCollection)
-        else module._sharding_type_to_sharding.values()
-    )
-    return {
-        config.name: dict(config.fused_params or {})
-        for sharding in shardings
-        for groups in sharding._grouped_embedding_configs_per_rank
-        for group in groups
-        for config in group.embedding_tables
-        if "fused" in config.compute_kernel.value
-    }
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def take(ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool) -> tup
     if weighted and ids.weights_or_none() is None:
         raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
     if keys != list(features):
-        ids = ids.permute([keys.index(name) for name in features])
+        places = {key: place for place, key in enumerate(keys)}
+        ids = ids.permute([places[name] for name in features])
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 

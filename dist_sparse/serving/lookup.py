@@ -154,4 +154,5 @@ def _store(weights: Tensor, table: StoredTable) -> None:
 
 def mean_columns(entries: Sequence[Table]) -> Tensor:
     """Which columns of the result are means: bool ``(columns of all features,)``."""
-    return torch.cat([torch.full((entry.dim,), entry.pooling == "mean") for entry in entries])
+    means = torch.tensor([entry.pooling == "mean" for entry in entries])
+    return means.repeat_interleave(torch.tensor([entry.dim for entry in entries]))

@@ -50,6 +50,7 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
 _KINDS: Final = ("bag", "sequence", "embedding_bag", "embedding")
 _POOLINGS: Final = ("sum", "mean", "none")
 _MOST_COLUMNS: Final = 1 << 16  # packed rows are decoded to as many as the manifest says
+_MOST_COPIES: Final = 64  # each collection holds its tables: some bytes of a manifest would ask for copies of all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +238,9 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
     collections = tuple(_collection(entry, tables) for entry in entries["collections"])
     if len({each.path for each in collections}) < len(collections):
         raise ValueError("two collections have the same path")
+    copies = Counter(name for each in collections for name in each.tables)
+    if over := sorted(name for name, count in copies.items() if count > _MOST_COPIES):
+        raise ValueError(f"table {over[0]!r} is in {copies[over[0]]} collections, and may be in {_MOST_COPIES}")
     if {table.dtype for table in tables.values()} - {entries["dtype"]}:
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
     return Manifest(
@@ -290,6 +294,8 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     of_torch = made.kind in ("embedding", "embedding_bag")
     if not made.tables or (of_torch and (len(made.tables) > 1 or made.features)) or not (of_torch or made.features):
         raise ValueError(f"collection {made.path!r} of the kind {made.kind!r} has {len(made.tables)} tables")
-    if strange := sorted({*made.tables, *(feature.table for feature in made.features)} - set(tables)):
+    if strange := sorted(set(made.tables) - set(tables)):
         raise ValueError(f"collection {made.path!r} looks up {strange}, which are no tables of the artifact")
+    if strange := sorted({feature.table for feature in made.features} - set(made.tables)):
+        raise ValueError(f"collection {made.path!r} has features of {strange}, which are none of its tables")
     return made

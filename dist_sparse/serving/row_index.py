@@ -2,7 +2,8 @@
 
 A bitmap of one bit a row, and for each word of 32 rows the number of kept rows before it: 0.25 byte per row of the
 original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit first; bits behind the last row are 0.
-Removed ids have no row, or all of them the same one, behind the kept rows: a default row.
+Removed ids have no row, or all of them the same one, behind the kept rows: a default row. Ids out of range never have
+a row: what becomes of them is the caller's to decide.
 A row is found from one word and one count, in int32 arithmetic and pure torch: it runs in eager mode, under
 ``torch.jit.script`` and ``torch.export``, on any device. (No ``from __future__ import annotations`` here: TorchScript
 reads annotations of classes as they are.)
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 
 from dist_sparse.masking.masks import pack, unpack
 
-__all__ = ["RowIndex", "RowIndexes"]
+__all__ = ["REMOVED", "UNKNOWN", "RowIndex", "RowIndexes"]
+
+REMOVED = -1
+"""In the place of a row: its id was removed."""
+
+UNKNOWN = -2
+"""In the place of a row: its id is out of the range of its table."""
 
 _MOST_ROWS = 2**31 - 1
 
@@ -65,8 +72,8 @@ class RowIndex(nn.Module):
         >>> import torch
         >>> from dist_sparse.serving.row_index import RowIndex
         >>> index = RowIndex.of(torch.tensor([False, True, False, True, True]))
-        >>> index(torch.tensor([0, 1, 4, 99]))  # 99 is out of range, so it is read as 0
-        tensor([-1,  0,  2, -1])
+        >>> index(torch.tensor([0, 1, 4, 99]))  # 0 is removed, 99 is out of range
+        tensor([-1,  0,  2, -2])
         >>> index.num_kept, index.nbytes
         (3, 8)
     """
@@ -108,14 +115,16 @@ class RowIndex(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return where the rows of ids are among the stored ones: int64, in the shape of ``ids``. Of removed rows it is
-        the default row, or -1.
+        the default row, or :data:`REMOVED`; of ids out of ``[0, rows)`` :data:`UNKNOWN`.
 
-        Ids (int32 or int64, any shape) out of ``[0, rows)`` are read as id 0, as FBGEMM does. ``ids`` is not changed.
+        ``ids`` (int32 or int64, any shape) is not changed.
         """
         inside = ids.clamp(0, max(self.rows - 1, 0))
-        row = inside.int().mul_(inside == ids).reshape(-1)  # mul_: out of range is 0
+        row = inside.int().reshape(-1)
         found = _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
-        return torch.where(found < 0, self.num_kept, found) if self.default_row else found
+        if self.default_row:
+            found = torch.where(found < 0, self.num_kept, found)
+        return torch.where(inside == ids, found, -2)  # UNKNOWN: TorchScript reads no globals
 
     def kept(self) -> Tensor:
         """Return which rows are kept: bool ``(rows,)``."""
@@ -201,31 +210,34 @@ class RowIndexes(nn.Module):
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return where the rows of ids are among the stored ones of their table: int32 ``(n,)``. Of removed rows it is
-        the table's default row, or -1.
+        the table's default row, or :data:`REMOVED`; of ids out of the range of their table :data:`UNKNOWN`.
 
         Args:
-            ids: int32 or int64 ``(n,)``, feature after feature; not changed. Out of range of their table: read as id 0.
+            ids: int32 or int64 ``(n,)``, feature after feature; not changed.
             lengths: int32 or int64 ``(features,)``, how many ids each feature has; they add up to n.
         """
         if self.only_last >= 0:  # one feature needs nothing of the others
             inside = ids.clamp(0, self.only_last)
-            row = inside.int().mul_(inside == ids)
-            if not self.any_removed:
-                return row
-            found = _rank(self.words, self.counts, row, None, self.constants)
-            return torch.where(found < 0, self.of_features[2].int(), found) if self.any_default else found
-        feature = torch.repeat_interleave(lengths, output_size=ids.size(0))
-        inside = torch.minimum(ids.clamp(min=0), self.of_features[0].index_select(0, feature))
-        row = inside.int().mul_(inside == ids)
-        if not self.any_removed:
-            return row
+            found = inside.int()
+            if self.any_removed:
+                found = _rank(self.words, self.counts, found, None, self.constants)
+            if self.any_default:
+                found = torch.where(found < 0, self.of_features[2].int(), found)
+        else:
+            feature = torch.repeat_interleave(lengths, output_size=ids.size(0))
+            inside = torch.minimum(ids.clamp(min=0), self.of_features[0].index_select(0, feature))
+            found = inside.int()
+            if self.any_removed:
+                found = self._ranks(found, feature)
+            if self.any_default:
+                found = torch.where(found < 0, self.of_features[2].int().index_select(0, feature), found)
+        return torch.where(inside == ids, found, -2)  # UNKNOWN: TorchScript reads no globals
+
+    def _ranks(self, row: Tensor, feature: Tensor) -> Tensor:
+        """Kept rows before each row of the table of a feature, :data:`REMOVED` where it is removed."""
         start = self.of_features[1].int().index_select(0, feature)
         if not self.any_dense:
-            found = _rank(self.words, self.counts, row, start, self.constants)
-        else:
-            dense = start < 0  # read anything of the bitmap
-            found = _rank(self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants)
-            found = torch.where(dense, row, found)
-        if self.any_default:
-            found = torch.where(found < 0, self.of_features[2].int().index_select(0, feature), found)
-        return found
+            return _rank(self.words, self.counts, row, start, self.constants)
+        dense = start < 0  # read anything of the bitmap
+        found = _rank(self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants)
+        return torch.where(dense, row, found)

@@ -7,6 +7,7 @@ takes and returns tensors. (No ``from __future__ import annotations``: see ``row
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,17 +24,27 @@ from dist_sparse.serving.codes import starts, unpack_rows
 from dist_sparse.serving.grid import chunks
 from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
-from dist_sparse.serving.row_index import RowIndex, RowIndexes
+from dist_sparse.serving.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
 from dist_sparse.serving.torch_lookup import TorchLookup
 from dist_sparse.serving.turned_lookup import TurnedLookup
+from dist_sparse.serving.unknown import UnknownLookups
 
 __all__ = ["Served", "ServedModel", "load_served"]
 
 
 class _Lookup(nn.Module):
-    """Found rows, and what reads them; base class of what is scripted and exported."""
+    """Found rows, and what reads them; base class of what is scripted and exported.
 
-    def __init__(self, tables: dict[str, StoredTable], features: list[str], native: bool) -> None:
+    Args:
+        tables: by name.
+        features: for each feature, the name of its table.
+        native: whether lookups use FBGEMM's operator.
+        unknown: what becomes of ids out of range, as of :func:`load_served`. What is scripted or exported counts none.
+    """
+
+    first_rows: Tensor
+
+    def __init__(self, tables: dict[str, StoredTable], features: list[str], native: bool, unknown: str) -> None:
         super().__init__()
         at = {name: position for position, name in enumerate(tables)}
         self.index = RowIndexes(
@@ -46,6 +57,42 @@ class _Lookup(nn.Module):
             self.rows = TurnedLookup(self.rows, tables, features)
         self.features = len(features)
         self.include_last_offset = False
+        self.unknown = unknown
+        each = torch.ones(len(features) if unknown == "id0" else 0, dtype=torch.int64)
+        first = self.index(torch.zeros_like(each), each) if unknown == "id0" else each
+        self.register_buffer("first_rows", first, persistent=False)  # of each feature the row of id 0
+        self._counted = [UnknownLookups({name: table.entry.rows for name, table in tables.items()}, features)]
+
+    @torch.jit.unused
+    def unknown_lookups(self) -> dict[str, int]:
+        """Return how many ids out of range were looked up, by table."""
+        return dict(self._counted[0].counts)
+
+    def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not read."""
+        rows: Tensor = self.index(ids, counts)
+        if not is_scripting() and not torch.compiler.is_compiling():
+            self._note(ids, rows, counts)  # a graph neither counts nor raises
+        if self.unknown == "id0":
+            if self.features == 1:
+                return torch.where(rows < -1, self.first_rows, rows)
+            feature = torch.repeat_interleave(counts, output_size=ids.size(0))
+            return torch.where(rows < -1, self.first_rows.index_select(0, feature), rows)
+        return rows.clamp(min=-1)
+
+    @torch.jit.unused
+    def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
+        """Count the ids out of range.
+
+        Raises:
+            ValueError: they are to raise.
+        """
+        if len(rows) == 0 or int(rows.min()) >= REMOVED:
+            return
+        lengths = [len(ids)] if self.features == 1 else counts.tolist()
+        found = self._counted[0].add(ids, rows == UNKNOWN, lengths)
+        if self.unknown == "raise":
+            raise ValueError("Out of range: " + "; ".join(map(str, found)) + ".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_Lookup":
         """Move to another device, and keep dtypes: rounded scales would not give zeros for zeros."""
@@ -74,7 +121,7 @@ class CollectionLookup(_Lookup):
         offsets = _checked(offsets, values.size(0))
         # Of one feature no counts are read.
         counts = lengths if self.features == 1 else lengths.view(self.features, -1).sum(1)
-        found: Tensor = self.rows(self.index(values, counts), offsets, counts, weights)
+        found: Tensor = self.rows(self._found(values, counts), offsets, counts, weights)
         return found
 
 
@@ -82,9 +129,9 @@ class EmbeddingBagLookup(_Lookup):
     """Lookups of one table: ids and offsets as in ``torch.nn.EmbeddingBag``."""
 
     def __init__(
-        self, tables: dict[str, StoredTable], features: list[str], native: bool, include_last_offset: bool
+        self, tables: dict[str, StoredTable], features: list[str], native: bool, unknown: str, include_last_offset: bool
     ) -> None:
-        super().__init__(tables, features, native)
+        super().__init__(tables, features, native, unknown)
         self.include_last_offset = include_last_offset
 
     def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -99,7 +146,7 @@ class EmbeddingBagLookup(_Lookup):
         if not self.include_last_offset:
             ends = torch.cat([ends, torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)])
         ends = _checked(ends, ids.size(0))
-        found: Tensor = self.rows(self.index(ids, ends), ends, ends, weights)  # of one feature no counts are read
+        found: Tensor = self.rows(self._found(ids, ends), ends, ends, weights)  # of one feature no counts are read
         return found
 
 
@@ -110,7 +157,7 @@ class EmbeddingLookup(_Lookup):
         """Return the row of each id, float32 ``(*ids.shape, columns)``; ``ids`` are int32 or int64, of any shape."""
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
-        found: Tensor = self.rows(self.index(flat, count), F.pad(count, (1, 0)), count, None)
+        found: Tensor = self.rows(self._found(flat, count), F.pad(count, (1, 0)), count, None)
         return found.view(ids.size() + found.size()[1:])
 
 
@@ -129,12 +176,19 @@ def _index(table: StoredTable) -> RowIndex | None:
     return None if words is None else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
 
 
-def _decoded(table: StoredTable) -> StoredTable:
-    """The table with rows, if it has bitmask and values."""
+def _decoded(name: str, table: StoredTable) -> StoredTable:
+    """The table with rows, if it has bitmask and values.
+
+    Raises:
+        ValueError: there are other values than its bitmasks have.
+    """
     if not table.mask_width:
         return table
     entry, tensors = table.entry, table.tensors
     first = starts(tensors["mask"], entry.width, entry.dim, entry.dtype)
+    values = int(first[-1]) // (2 if entry.dtype == "int4" else 1)
+    if values != len(tensors["values"]):
+        raise ValueError(f"Table {name!r}: its bitmasks have {values} values, and there are others.")
     scale_bias = tensors.get("scale_bias")
     dtype, shape = replace(entry, values=None).layout()["rows"]
     rows = torch.empty(shape, dtype=dtype)
@@ -172,7 +226,7 @@ class Served(nn.Module):
         self.dims = dims
 
     def forward(self, ids: Any, lengths: Tensor | None = None, weights: Tensor | None = None) -> Any:
-        """Look ids up. Ids are not changed; those out of range are read as id 0, as FBGEMM does.
+        """Look ids up. Ids are not changed; those out of range are what ``load_served(unknown=...)`` says.
 
         Args:
             ids: a KeyedJaggedTensor (of a collection), or a tensor, int32 or int64: its values in the order of
@@ -187,7 +241,8 @@ class Served(nn.Module):
 
         Raises:
             ValueError: lengths or offsets do not fit the ids; a KeyedJaggedTensor for a module of torch, a feature or
-                weights are missing, or batches differ in size by feature.
+                weights are missing, or batches differ in size by feature; with ``unknown="raise"`` an id is out of
+                range (names table, id and rows).
         """
         if not isinstance(ids, Tensor):
             if self.kind in ("embedding", "embedding_bag"):
@@ -209,12 +264,21 @@ class Served(nn.Module):
             raise ValueError(f"Collection {self.path!r} is weighted: it takes weights beside values and lengths.")
         return self.lookup(ids, lengths, weights)
 
+    @property
+    def unknown(self) -> dict[str, int]:
+        """How many ids out of range were looked up since the artifact was loaded, by table."""
+        return self.lookup.unknown_lookups()
+
     def to_torchscript(self, file: str | os.PathLike[str]) -> None:
         """Save :attr:`lookup` as TorchScript, for ``torch.jit.load`` in Python or C++.
 
         It takes tensors, like :meth:`forward` called with tensors. Where it uses FBGEMM's operator, a C++ program must
         load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that needs libtorch alone.
+
+        Raises:
+            ValueError: the artifact was loaded with ``unknown="raise"``.
         """
+        self._refuse_raising()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated", category=DeprecationWarning)
             torch.jit.save(torch.jit.script(self.lookup), str(file))
@@ -223,7 +287,11 @@ class Served(nn.Module):
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
 
         The number of ids and of bags may be any when it is called, 0 and 1 included.
+
+        Raises:
+            ValueError: the artifact was loaded with ``unknown="raise"``.
         """
+        self._refuse_raising()
         many = {0: torch.export.Dim.DYNAMIC}
         ids, weights = torch.zeros(2 * len(self.dims), dtype=torch.int64), torch.ones(2 * len(self.dims))
         if self.kind == "embedding":
@@ -235,6 +303,13 @@ class Served(nn.Module):
         # Sizes of 0 and 1 are not special to a lookup; this is torch's switch for saying so.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             torch.export.save(torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args)), str(file))
+
+    def _refuse_raising(self) -> None:
+        if self.lookup.unknown == "raise":
+            raise ValueError(
+                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names the id. "
+                "Load the artifact with unknown='zero' or unknown='id0'."
+            )
 
     def extra_repr(self) -> str:
         """Return the arguments shown by ``repr``."""
@@ -266,6 +341,14 @@ class ServedModel(nn.Module):
         """Return the paths."""
         return list(self._paths)
 
+    @property
+    def unknown(self) -> dict[str, int]:
+        """How many ids out of range were looked up since the artifact was loaded, by table."""
+        found: Counter[str] = Counter()
+        for path in self:
+            found.update(self[path].unknown)
+        return dict(found)
+
     def forward(self, *args: Any) -> Any:
         """Raise: say which collection is meant.
 
@@ -276,7 +359,11 @@ class ServedModel(nn.Module):
 
 
 def load_served(
-    path: str | os.PathLike[str], *, layout: Literal["rows", "packed"] = "rows", fbgemm: bool | None = None
+    path: str | os.PathLike[str],
+    *,
+    layout: Literal["rows", "packed"] = "rows",
+    fbgemm: bool | None = None,
+    unknown: Literal["zero", "raise", "id0"] = "zero",
 ) -> Served | ServedModel:
     """Load an artifact that :func:`dist_sparse.export` wrote.
 
@@ -285,6 +372,10 @@ def load_served(
         layout: of tables stored as bitmask and values: "rows" decodes them now, "packed" at each lookup, in pure
             torch, which saves memory and is many times slower.
         fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it they are pure torch.
+        unknown: what becomes of an id that is out of the range of its table, such as one that is newer than the model.
+            "zero": what becomes of a removed id: a zero vector, nothing added to a sum, and a mean counts it (it is
+            never the default row). "raise": a ValueError that names table, id and rows. "id0": it is read as id 0, as
+            FBGEMM does. The ``unknown`` of what is returned counts them by table, whatever becomes of them.
 
     Returns:
         For a model with one collection, a module that takes the same input as the collection; with several, a mapping
@@ -315,6 +406,7 @@ def load_served(
                 [6., 8.]])
     """
     choice("layout", layout, ("rows", "packed"))
+    choice("unknown", unknown, ("zero", "raise", "id0"))
     if fbgemm and layout == "packed":
         raise ValueError("Invalid fbgemm=True with layout='packed': FBGEMM has no lookup in packed rows.")
     native = fbgemm is not False and layout == "rows" and lookup.fbgemm() is not None
@@ -323,24 +415,24 @@ def load_served(
     artifact = open_artifact(path)
     if layout == "packed" and all(table.values is None for table in artifact.manifest.tables.values()):
         raise ValueError(f"Invalid layout='packed': no table of {path} is stored as bitmask and values.")
-    served = {each.path: _served(artifact, each, layout, native) for each in artifact.manifest.collections}
+    served = {each.path: _served(artifact, each, layout, native, unknown) for each in artifact.manifest.collections}
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
 
-def _served(artifact: Artifact, collection: Collection, layout: str, native: bool) -> Served:
+def _served(artifact: Artifact, collection: Collection, layout: str, native: bool, unknown: str) -> Served:
     entries = {name: artifact.manifest.tables[name] for name in collection.tables}
     if collection.kind in ("sequence", "embedding"):  # a table may be pooled in another collection
         entries = {name: replace(entry, pooling="none") for name, entry in entries.items()}
     tables = {name: StoredTable(entry, artifact.tensors(name)) for name, entry in entries.items()}
     if layout == "rows":
-        tables = {name: _decoded(table) for name, table in tables.items()}
+        tables = {name: _decoded(name, table) for name, table in tables.items()}
     features = [feature.table for feature in collection.features] or list(collection.tables)
     if native and any(table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()):
         native = False  # FBGEMM has no such rows
     if collection.kind == "embedding":
-        found: _Lookup = EmbeddingLookup(tables, features, native)
+        found: _Lookup = EmbeddingLookup(tables, features, native, unknown)
     elif collection.kind == "embedding_bag":
-        found = EmbeddingBagLookup(tables, features, native, collection.include_last_offset)
+        found = EmbeddingBagLookup(tables, features, native, unknown, collection.include_last_offset)
     else:
-        found = CollectionLookup(tables, features, native)
+        found = CollectionLookup(tables, features, native, unknown)
     return Served(collection, found, [entries[name].turned or entries[name].dim for name in features])

@@ -8,6 +8,7 @@ nothing communicates; the views come from the kernels. Both are read at each cal
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.types import LazyAwaitable, ShardingEnv2D
+from torchrec.distributed.types import BoundsCheckMode, LazyAwaitable, ShardingEnv2D
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -41,10 +42,12 @@ from dist_sparse.tables.versions import check_versions
 __all__ = [
     "Table",
     "averages",
+    "bounds_checks",
     "check_versions",
     "collection_tables",
     "find_table",
     "fused_kernels",
+    "fused_params",
     "outputs_of",
     "refusal",
     "sharded_tables",
@@ -129,6 +132,38 @@ def fused_kernels(module: Any) -> Iterator[Any]:
         for kernel in _kernels_of(lookup):
             if any(config.compute_kernel.value in _FUSED for config in kernel._config.embedding_tables):
                 yield kernel
+
+
+def fused_params(module: Any) -> dict[str, dict[str, Any]]:
+    """Return the arguments of FBGEMM's kernels for each table of a sharded collection with a fused optimizer, the same
+    on every rank."""
+    if isinstance(module, ShardedEmbeddingBagCollection):
+        shardings = module._embedding_shardings
+    else:
+        shardings = module._sharding_type_to_sharding.values()
+    groups = [
+        group for sharding in shardings for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank
+    ]
+    return {
+        config.name: dict(config.fused_params or {})
+        for group in groups
+        for config in group.embedding_tables
+        if "fused" in config.compute_kernel.value
+    }
+
+
+def bounds_checks(module: nn.Module) -> dict[str, str]:
+    """Return FBGEMM's ``bounds_check_mode`` by table of a collection: ``"FATAL"``, ``"WARNING"``, ``"IGNORE"`` or
+    ``"NONE"``. A table that no fused kernel holds has no mode, and is left out: its lookups raise."""
+    if not shards_tables(module):
+        return {}
+    modes = {
+        name: params.get("bounds_check_mode", BoundsCheckMode.WARNING) for name, params in fused_params(module).items()
+    }
+    # FBGEMM lets this variable overrule the argument.
+    if overruling := os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE"):
+        modes = dict.fromkeys(modes, BoundsCheckMode(int(overruling)))
+    return {name: mode.name.removeprefix("V2_") for name, mode in modes.items()}
 
 
 def outputs_of(module: Any) -> dict[str, str] | None:

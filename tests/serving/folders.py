@@ -115,13 +115,15 @@ def write(
 
 
 def bags(weight: Tensor, ids: Tensor, lengths: Tensor, pooling: Pooling, weights: Tensor | None = None) -> Tensor:
-    """Pooled rows, one id after the other in float32, a bag's mean over all of its ids."""
+    """Pooled rows, one id after the other in float32, a bag's mean over all of its ids; those out of range add
+    nothing."""
     found, start = [], 0
     for length in lengths.tolist():
         bag = torch.zeros(weight.shape[1])
         for at in range(start, start + length):
-            row = int(ids[at]) if 0 <= int(ids[at]) < len(weight) else 0
-            bag = bag + weight[row] * (1.0 if weights is None else weights[at])
+            row = int(ids[at])
+            if 0 <= row < len(weight):
+                bag = bag + weight[row] * (1.0 if weights is None else weights[at])
         found.append(bag / max(length, 1) if pooling == "mean" else bag)
         start += length
     return torch.stack(found) if found else weight.new_zeros(0, weight.shape[1])

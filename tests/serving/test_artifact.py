@@ -192,6 +192,28 @@ def test_a_crafted_manifest_is_refused(copied: Path, change: Callable[[dict[str,
         open_artifact(copied)
 
 
+def test_a_feature_of_another_collection_s_table_is_refused(copied: Path) -> None:
+    """Of one that the artifact has, and the collection does not list."""
+
+    def leave_out(manifest: dict[str, Any]) -> None:
+        collection = manifest["collections"][0]
+        collection["tables"] = [name for name in collection["tables"] if name != collection["features"][0]["table"]]
+
+    rewritten(copied, leave_out)
+    with pytest.raises(ValueError, match=r"manifest\.json is refused: collection .* has features of \[.*\], which are"):
+        open_artifact(copied)
+
+
+def test_a_table_in_many_collections_is_refused(copied: Path) -> None:
+    """Each would hold a copy of it: memory that is not in the file."""
+    copies = [{"path": f"copy {number}"} for number in range(64)]
+    rewritten(copied, lambda m: m["collections"].extend([{**m["collections"][0], **each} for each in copies[:63]]))
+    open_artifact(copied)
+    rewritten(copied, lambda m: m["collections"].append({**m["collections"][0], **copies[63]}))
+    with pytest.raises(ValueError, match=r"manifest\.json is refused: table .* is in 65 collections, and may be in 64"):
+        open_artifact(copied)
+
+
 @pytest.mark.parametrize("words", [[0, 2], [0, 3], [1, 1], [-1, -1]], ids=["beyond", "both", "two", "all"])
 def test_a_bitmap_that_keeps_other_rows_is_refused(tmp_path: Path, words: list[int]) -> None:
     wrong = {**TENSORS, 'pac"ké.kept': torch.tensor(words, dtype=torch.int32)}

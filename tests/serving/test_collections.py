@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchrec import (
     PoolingType,
 )
 
+from dist_sparse.serving import collections
 from dist_sparse.serving.collections import CompactEmbeddingBagCollection, CompactEmbeddingCollection
 from dist_sparse.serving.row_index import RowIndex
 
@@ -70,7 +72,7 @@ def test_bags(pooling: PoolingType, weighted: bool) -> None:
     tables = [replace(table, pooling=pooling) for table in TABLES]
     indexes = {name: RowIndex.of(flags) for name, flags in kept().items()}
     if weighted and pooling is PoolingType.MEAN:
-        with pytest.raises(ValueError, match=r"\['a', 'b', 'd'\] are pooled by weighted means"):
+        with pytest.raises(ValueError, match=r"\['a', 'b', 'c', 'd'\] are pooled by weighted means"):
             CompactEmbeddingBagCollection(tables, indexes, is_weighted=True)
         return
     whole = EmbeddingBagCollection([replace(table) for table in tables], is_weighted=weighted)
@@ -116,8 +118,8 @@ def test_sequences() -> None:
         torch.testing.assert_close(grads[0], grads[1][kept()["a"]], rtol=1e-6, atol=1e-6)
 
 
-def test_ids() -> None:
-    """What reaches the collection of kept rows: no removed id; ids out of range are read as id 0."""
+def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the collection of kept rows: no removed id, and no id out of range."""
     compact = CompactEmbeddingBagCollection(TABLES, {name: RowIndex.of(flags) for name, flags in kept().items()})
     given = features(6)
     rows = compact.ids(given)
@@ -127,11 +129,43 @@ def test_ids() -> None:
         flags = kept().get(table, torch.ones(90, dtype=torch.bool))
         assert torch.equal(rows[key].values(), (flags.cumsum(0) - 1)[ids[flags[ids]]])
         assert torch.equal(rows[key].weights(), given[source].weights()[flags[ids]])
+    monkeypatch.setattr(collections, "bounds_checks", lambda _: dict.fromkeys("abcd", "IGNORE"))
     for dtype in (torch.int32, torch.int64):
         bad = torch.tensor([-1, 33, 2**31 - 1, 0], dtype=dtype)
         ids = KeyedJaggedTensor(list(ROWS), bad.repeat(6), lengths=torch.full((6,), 4, dtype=dtype))
-        first = int(kept()["d"][0])
-        assert compact.ids(ids)["j"].values().tolist() == [0] * 4 * first and compact.ids(ids).values().dtype == dtype
+        rows = compact.ids(ids)
+        assert rows["j"].values().tolist() == [0] * int(kept()["d"][0]) and rows.values().dtype == dtype
+    assert compact.ids.unknown == {"a": 8, "b": 12, "c": 4, "d": 6}
+
+
+@pytest.mark.parametrize("mapped", [0, 40, 10**6], ids=["bitmaps", "both", "maps"])
+def test_maps_equal_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> None:
+    """Bit for bit what the index of all tables finds, whichever tables are small; int32 and int64."""
+    monkeypatch.setattr(collections, "_MAPPED_ROWS", mapped)
+    indexes = {name: RowIndex.of(flags, default_row=name == "a") for name, flags in kept().items()}
+    ids = CompactEmbeddingBagCollection(TABLES, indexes).ids
+    before = ids.nbytes
+    for given in (features(6), features(40, seed=2, most=9)):
+        ordered = ids.ordered(given)
+        expected = ids.index(ordered.values(), torch.tensor(ordered.length_per_key()))
+        assert torch.equal(ids.rows(ordered), expected) and ids.rows(ordered).dtype == expected.dtype == torch.int32
+    assert ids.nbytes - before == 4 * {0: 0, 40: 20, 10**6: 193}[mapped]
+
+
+def test_maps_follow_the_index() -> None:
+    """A state that is loaded, and a module that is copied or moved, have maps of their own bits."""
+    flags = kept()
+    first = CompactEmbeddingBagCollection(TABLES, {name: RowIndex.of(each) for name, each in flags.items()})
+    other = CompactEmbeddingBagCollection(TABLES, {name: RowIndex.of(each.flip(0)) for name, each in flags.items()})
+    given = features(6)
+    want = first(given).values()
+    other(given)
+    copied = copy.deepcopy(other)
+    for made in (other, copied):
+        made.load_state_dict(first.state_dict())
+        assert torch.equal(made(given).values(), want)
+    copied.ids.index.words = torch.zeros_like(copied.ids.index.words)
+    assert not copied(given)["j"].any()
 
 
 def test_refused_features() -> None:

@@ -14,12 +14,13 @@ from dist_sparse.serving.row_index import RowIndex, RowIndexes
 
 
 def slow(kept: Tensor, ids: Sequence[int]) -> list[int]:
-    """Where the row of each id is, counted one by one."""
+    """Where the row of each id is, counted one by one: -1 where it was removed, -2 out of range."""
     places, count = [], 0
     for row in kept.tolist():
         places.append(count if row else -1)
         count += row
-    return [places[at] if 0 <= at < len(places) else places[0] for at in ids] if places else [-1] * len(ids)
+    places = places or [-1]  # of a table without rows, id 0 has none
+    return [places[at] if 0 <= at < len(places) else -2 for at in ids]
 
 
 def random_kept(rows: int, share: float) -> Tensor:
@@ -73,7 +74,7 @@ def test_composed() -> None:
         inner = RowIndex.of(random_kept(outer.num_kept, share))
         both = outer.compose(inner)
         once = outer(ids)
-        assert torch.equal(both(ids), torch.where(once < 0, -1, inner(once.clamp(min=0)) if outer.num_kept else -1))
+        assert torch.equal(both(ids), torch.where(once < 0, once, inner(once.clamp(min=0))))
         assert (both.rows, both.num_kept) == (300, inner.num_kept)
     with pytest.raises(ValueError, match="inner index of 300 rows: must be of the"):
         outer.compose(outer)
@@ -116,7 +117,7 @@ def test_several_tables_at_once(dtype: torch.dtype) -> None:
 
 def test_several_dense_tables() -> None:
     index = RowIndexes([None, None], [5, 9], [1, 0])
-    assert index(torch.tensor([8, 9, 4, 5, -1]), torch.tensor([2, 3])).tolist() == [8, 0, 4, 0, 0]
+    assert index(torch.tensor([8, 9, 4, 5, -1]), torch.tensor([2, 3])).tolist() == [8, -2, 4, -2, -2]
 
 
 def test_scripted_saved_and_exported() -> None:

@@ -121,6 +121,21 @@ def test_packed_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
     assert torch.equal(packed(ids, lengths), want)
 
 
+def test_bitmasks_that_do_not_fit_the_values_are_refused(tmp_path: Path) -> None:
+    """Of an artifact whose CRC32s are right."""
+    source = Source("t", table(50, 8, 1.0, block=4), ["a"], "sum", 4)
+    stored = source.stored
+
+    def with_all_bits() -> Any:
+        entry, tensors = stored()
+        return entry, {**tensors, "mask": torch.full_like(tensors["mask"], 3)}
+
+    source.stored = with_all_bits  # type: ignore[method-assign]
+    path = write(tmp_path / "served", ("", "bag", [source]))
+    with pytest.raises(ValueError, match="Table 't': its bitmasks have 304 values, and there are others"):
+        load_served(path)
+
+
 def test_packed_rows_stay_packed(tmp_path: Path) -> None:
     of = [Source("t", table(2000, 32, 1.0, block=4, elements=0.2), ["a"], width=4)]
     path = write(tmp_path / "served", ("", "bag", of))
@@ -239,6 +254,65 @@ def test_modules_of_torch(tmp_path: Path, fbgemm: bool) -> None:
         served(KeyedJaggedTensor(["a"], torch.zeros(1).int(), lengths=torch.ones(1).int()))
 
 
+UNKNOWN = torch.tensor([-1, 60, 5, -7, 2**31 - 1, 0])
+"""Ids, all but two of them out of the range of 60 rows."""
+
+
+@FBGEMM
+@pytest.mark.parametrize("ids", [UNKNOWN, UNKNOWN.int()], ids=["int64", "int32"])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_unknown_ids_of_bags(tmp_path: Path, fbgemm: bool, ids: Tensor, pooling: Any) -> None:
+    """As removed ids, or id 0, or an error; counted by table; collections and modules of torch, weighted or not."""
+    weight = table(60, 4, 0.5)
+    weight[0], weight[5] = 1.0, 2.0
+    of = [Source("t", weight, ["a", "b"], pooling), Source("dense", table(60, 4, 1.0), ["c"], pooling)]
+    path = write(tmp_path / "served", ("", "bag", of), weighted=True)
+    many, lengths, weights = ids.repeat(3), torch.tensor([6, 0] * 3), torch.rand(18)
+    removed = torch.where((many < 0) | (many > 59), int((weight[:, 0] == 0).nonzero()[0]), many)
+    served = one(path, fbgemm=fbgemm)
+    got, want = served(many, lengths, weights), pooled(of, many, lengths, weights)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[:, :8], served(removed, lengths, weights)[:, :8])
+    assert served.unknown == {"t": 8, "dense": 4}
+    as_zero = one(path, fbgemm=fbgemm, unknown="id0")
+    clamped = torch.where((many < 0) | (many > 59), 0, many)
+    assert torch.equal(as_zero(many, lengths, weights), served(clamped, lengths, weights))
+    assert as_zero.unknown == {"t": 8, "dense": 4}
+    strict = one(path, fbgemm=fbgemm, unknown="raise")
+    assert torch.equal(strict(clamped, lengths, weights), served(clamped, lengths, weights))
+    with pytest.raises(ValueError, match=r"id -1 of table 't', which has 60 rows \(8 such lookups.*; id -1 of .*dense"):
+        strict(many, lengths, weights)
+    assert strict.unknown == {"t": 8, "dense": 4}
+    modules = write(tmp_path / "bag", ("", "embedding_bag", [Source("t", weight, pooling=pooling)]))
+    for unknown, other in (("zero", removed), ("id0", clamped)):
+        bag = one(modules, fbgemm=fbgemm, unknown=unknown)
+        assert torch.equal(bag(many.view(6, 3)), bag(other.view(6, 3)))
+        assert bag.unknown == {"t": 12}
+
+
+@FBGEMM
+@pytest.mark.parametrize("ids", [UNKNOWN, UNKNOWN.int()], ids=["int64", "int32"])
+def test_unknown_ids_of_sequences(tmp_path: Path, fbgemm: bool, ids: Tensor) -> None:
+    weight = table(60, 4, 0.5)
+    weight[0], weight[5] = 1.0, 2.0
+    of = [Source("t", weight, ["a"], "none")]
+    path = write(tmp_path / "served", ("words", "sequence", of), ("ids", "embedding", of))
+    zero, as_zero = load_served(path, fbgemm=fbgemm), load_served(path, fbgemm=fbgemm, unknown="id0")
+    strict = load_served(path, fbgemm=fbgemm, unknown="raise")
+    assert isinstance(zero, ServedModel) and isinstance(as_zero, ServedModel) and isinstance(strict, ServedModel)
+    for name, args in (("words", (ids, torch.tensor([6]))), ("ids", (ids,))):
+        assert zero[name](*args).tolist() == [[0.0] * 4, [0.0] * 4, [2.0] * 4, [0.0] * 4, [0.0] * 4, [1.0] * 4]
+        assert as_zero[name](*args)[:, 0].tolist() == [1.0, 1.0, 2.0, 1.0, 1.0, 1.0]
+        with pytest.raises(ValueError, match="id -1 of table 't', which has 60 rows"):
+            strict[name](*args)
+    assert zero["ids"](ids.view(2, 3)).shape == (2, 3, 4)
+    assert zero.unknown == {"t": 12} and zero["words"].unknown == {"t": 4}
+    with pytest.raises(ValueError, match="unknown='nan'"):
+        load_served(path, unknown="nan")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid unknown='raise' of a lookup that is saved"):
+        strict["words"].to_pt2(tmp_path / "served.pt2")
+
+
 @pytest.mark.parametrize("block", ["row", (1, 4)])
 def test_what_was_exported(tmp_path: Path, block: Any) -> None:
     """From a sparsified model to a served one: equal, bit for bit, before and after."""
@@ -267,6 +341,7 @@ def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tenso
     sequence = [Source("t", table(90, 4, 0.5), ["a", "b", "c", "d"], "none")]
     one_table = [Source("t", table(90, 4, 0.5), pooling="mean")]
     return {
+        "id0": (bag, {"unknown": "id0"}, (ids, lengths, weights)),
         "fbgemm": (bag, {"fbgemm": True}, (ids, lengths, weights)),
         "torch": (bag, {"fbgemm": False}, (ids, lengths, weights)),
         "packed": (packed, {"layout": "packed"}, (ids, lengths)),
@@ -276,7 +351,7 @@ def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tenso
     }
 
 
-@pytest.mark.parametrize("name", ["fbgemm", "torch", "packed", "sequence", "bag of torch", "table of torch"])
+@pytest.mark.parametrize("name", ["id0", "fbgemm", "torch", "packed", "sequence", "bag of torch", "table of torch"])
 def test_torchscript_and_pt2_are_equal(tmp_path: Path, name: str) -> None:
     """Another batch than the one that was traced, a batch of one, empty bags, and wrong lengths."""
     path, options, args = artifacts(tmp_path)[name]
