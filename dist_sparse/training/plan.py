@@ -167,7 +167,8 @@ def left_dense(
     names = [data.name for data in located]
     rotated = names if rotate is None else [name for group in rotation_groups(rotate, names) for name in group]
     guarded = protected(located, plan.protect)
-    tables = same_storage([m.weight.data for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))])
+    embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    tables = same_storage([weight.data for module in embeddings for weight in module.parameters(recurse=False)])
     frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
     reasons = {}
     for data in located:
