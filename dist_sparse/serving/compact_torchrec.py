@@ -25,6 +25,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dist_sparse.serving.collections import CompactEmbeddingBagCollection, CompactEmbeddingCollection
+from dist_sparse.serving.consumed import consume
 from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.sites import cut
 from dist_sparse.tables.shards import ShardedData
@@ -33,7 +34,8 @@ from dist_sparse.tables.torchrec import collection_tables, find_table, fused_ker
 __all__ = [
     "Fused",
     "compacted",
-    "consume",
+    "consume_collection",
+    "consume_model",
     "fused_tables",
     "is_bags",
     "is_compact",
@@ -49,6 +51,7 @@ __all__ = [
     "table_names",
     "table_rows",
     "unwrapped",
+    "wrap_layers",
 ]
 
 Collection = CompactEmbeddingBagCollection | CompactEmbeddingCollection
@@ -269,7 +272,8 @@ def reshard(
     model: Any, root: nn.Module, replaced: Mapping[str, tuple[nn.Module, Collection]], planner: Planner | None
 ) -> DistributedModelParallel:
     """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact collections with rows on
-    the meta device are sharded. Collective. Their rows are not filled yet.
+    the meta device are sharded. Their rows are not filled yet, and dense layers are not under DDP. Does not
+    communicate, unless ``planner`` does.
 
     Args:
         root: the user's module.
@@ -302,9 +306,15 @@ def reshard(
             device=model.device,
             plan=ShardingPlan(plan),
             sharders=model.sharders,
-            init_data_parallel=model._ddp_wrapped,
+            init_data_parallel=False,
             data_parallel_wrapper=model._data_parallel_wrapper,
         )
+
+
+def wrap_layers(made: DistributedModelParallel, model: DistributedModelParallel) -> None:
+    """Put the dense layers of a new DistributedModelParallel under DDP if those of ``model`` are. Collective."""
+    if model._ddp_wrapped:
+        made.init_data_parallel()
 
 
 def _tables(module: nn.Module) -> dict[str, Any]:
@@ -391,21 +401,23 @@ def located(module: nn.Module, table: str) -> ShardedData:
     return find_table(module, "", table, table)
 
 
-def consume(module: Any) -> None:
+def consume_collection(module: Any) -> None:
     """Release everything that a sharded collection holds. Using it, or its optimizer, raises from now on."""
     optimizers = [optimizer for _, optimizer in module.fused_optimizer._optims]
     for used in (module, *optimizers):
-        used.__dict__.clear()
-        object.__setattr__(used, "__class__", type("Consumed", (type(used),), {"__getattribute__": _consumed}))
+        consume(used, "This table collection")
 
 
-def _consumed(used: Any, name: str) -> Any:
-    if name.startswith("__"):  # such as __class__, for isinstance
-        return object.__getattribute__(used, name)
-    raise RuntimeError(
-        "This table collection was compacted, and its memory released: use the model that compact() returned, and its "
-        "fused_optimizer."
-    )
+def consume_model(model: DistributedModelParallel) -> None:
+    """Release everything that a DistributedModelParallel holds, but for the user's module: using it raises from now on.
+
+    A forward whose backward has not come waits in the hooks of its DDP, which end with it: they would take the next
+    backward of the compact model for theirs.
+    """
+    layers = get_module(model)
+    if isinstance(layers, DistributedDataParallel):
+        consume(layers, "This model")
+    consume(model, "This model")
 
 
 def _join(path: str, name: str) -> str:

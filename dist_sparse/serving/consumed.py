@@ -85,4 +85,3 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
         "grad": property(refuse),  # TorchRec's view has a property of its own, which torch does not dispatch
     }
     parameter.__class__ = type("Consumed", (kind,), members)
-

@@ -45,9 +45,9 @@ class _CompactTable(nn.Module):
         if reader.partition(".")[0] == "torch":
             return self.stored_weight
         raise RuntimeError(
-            f"The rows of this {type(self).__name__} are row numbers, not ids: {self.index.stored} of "
-            f"{self.index.rows} rows are stored. Read full_weight(), which has a row for each id, or stored_weight, the "
-            "parameter, in place of weight."
+            f"weight of a {type(self).__name__} has row numbers, not ids: it stores {self.index.stored} of "
+            f"{self.index.rows} rows. Read full_weight(), which has a row for each id, in place of weight; or "
+            "stored_weight, the parameter."
         )
 
     @property
@@ -80,7 +80,7 @@ class _CompactTable(nn.Module):
         return zeros.index_copy(0, ids, weight.index_select(0, rows[ids]))
 
 
-class CompactEmbedding(_CompactTable, nn.Embedding):
+class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
     """An ``nn.Embedding`` of the kept rows of another one; removed ids give zero vectors, or the default row.
 
     Args:
@@ -141,7 +141,7 @@ class CompactEmbedding(_CompactTable, nn.Embedding):
         return out.view(*input.shape, self.embedding_dim)
 
 
-class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):
+class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
     """An ``nn.EmbeddingBag`` (sum or mean) of the kept rows of another one; removed ids add nothing to a bag, or the
     default row.
 
