@@ -155,17 +155,20 @@ def _put_in_place(
 
     An exception on any rank is raised on all, and the model is as it was.
     """
-    torchrec = torchrec_part()
-    root: nn.Module = torchrec.unwrapped(model) if _is_dmp(model) else model
+    torchrec, in_dmp = torchrec_part(), _is_dmp(model)
+    root: nn.Module = torchrec.unwrapped(model) if in_dmp else model
     stepped: list[Stepped] = []
     try:
         with together.agreeing("compact(), putting its tables in place"):
             result = replace_modules(root, {site.replaced: made[site] for site in kept})
-            if _is_dmp(model):
+            if in_dmp:
                 places = {site.place: (site.module, made[site]) for site in kept if _is_sharded(site)}
-                result = torchrec.reshard(model, result, places, plan)
+                sharding = torchrec.plan_of(model, result, places, plan)
+        if in_dmp:
+            with together.agreeing("compact(), sharding its tables"):
+                result = torchrec.reshard(model, result, sharding)
         with together.agreeing("compact(), moving rows"):
-            if _is_dmp(model):
+            if in_dmp:
                 torchrec.wrap_layers(result, model)
             for site, flags in kept.items():
                 move = _moved if _is_sharded(site) else _stepped

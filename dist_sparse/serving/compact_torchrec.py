@@ -44,6 +44,7 @@ __all__ = [
     "located",
     "lookups",
     "parameters_of",
+    "plan_of",
     "refusal",
     "reshard",
     "set_hyperparameters",
@@ -268,19 +269,17 @@ def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
     return replace(sharding, ranks=ranks, sharding_spec=kept)
 
 
-def reshard(
+def plan_of(
     model: Any, root: nn.Module, replaced: Mapping[str, tuple[nn.Module, Collection]], planner: Planner | None
-) -> DistributedModelParallel:
-    """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact collections with rows on
-    the meta device are sharded. Their rows are not filled yet, and dense layers are not under DDP. Does not
-    communicate, unless ``planner`` does.
+) -> dict[str, Any]:
+    """Return the plan of a model in which compact collections take the places of others, by path.
 
     Args:
         root: the user's module.
         replaced: by path, a sharded collection, no longer in the model, and the compact one in its place.
         planner: returns a plan for ``root``; None derives it from the old one.
     """
-    plan = dict(model.plan.plan)
+    plan: dict[str, Any] = dict(model.plan.plan)
     for path, (old, new) in replaced.items():
         inner, tables = _join(path, "inner"), _tables(new.inner)
         parameters = _fused_params(old)
@@ -296,15 +295,22 @@ def reshard(
                 for name, sharding in old.module_sharding_plan.items()  # type: ignore[union-attr, operator]
             }
         )
-    if planner is not None:
-        plan = {**plan, **planner(root).plan}
+    return plan if planner is None else {**plan, **planner(root).plan}
+
+
+def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> DistributedModelParallel:
+    """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact collections with rows on
+    the meta device are sharded. Their rows are not filled yet, and dense layers are not under DDP.
+
+    Collective where a collection has data-parallel tables, which TorchRec puts under DDP at once.
+    """
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(cuda):  # sharding initializes weights, which are overwritten
         return DistributedModelParallel(
             root,
             env=model._env,
             device=model.device,
-            plan=ShardingPlan(plan),
+            plan=ShardingPlan(dict(plan)),
             sharders=model.sharders,
             init_data_parallel=False,
             data_parallel_wrapper=model._data_parallel_wrapper,
