@@ -100,17 +100,19 @@ def test_one_rank_is_out_of_memory(place: str) -> None:
 
 
 @on_ranks(2)
-def test_a_forward_before_whose_backward_never_came() -> None:
-    """Its hooks wait in the old DDP: they must not take the next backward for theirs."""
-    looked, other = two_runs("data_parallel")
-    pending = looked.model(batch(looked.cell))
+@pytest.mark.parametrize("held", [False, True])
+def test_a_forward_before_whose_backward_never_came(held: bool) -> None:
+    """Its hooks wait in the old DDP, which scripts hold: they must not take the next backward for theirs."""
+    looked, other = two_runs()
+    pending = [looked.model(batch(looked.cell))]
+    old = looked.model
+    if not held:
+        pending.clear()
     for run in (looked, other):
-        old = run.model
         run.compact()
-        del old
     for mine, expected in zip(looked.train(3), other.train(3), strict=True):
         assert torch.equal(mine, expected)
-    del pending
+    assert type(old).__name__ == "Consumed" and len(pending) == held
 
 
 @on_ranks(2)
