@@ -64,7 +64,11 @@ def compact(
 
     ``model`` and ``sparse`` are consumed. A DistributedModelParallel is built again around the same module: use the
     one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its sparsifier
-    registers nothing any more. Make pipelines and optimizers that combine ``fused_optimizer`` with others again.
+    registers nothing any more. The memory of old tables is released, and computing with their parameters raises: make
+    again what holds them, such as pipelines, optimizers that combine ``fused_optimizer`` with others, and lists.
+
+    Reading ``weight`` of a table that lost rows raises too, because its rows are no ids any more: use
+    :meth:`~dist_sparse.serving.tables.CompactEmbedding.full_weight`.
 
     Args:
         model: the sparsified model: a DistributedModelParallel or a plain module. For a DDP module, pass the inner
@@ -81,7 +85,8 @@ def compact(
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a kind that can't be
-            compacted. Nothing was changed.
+            compacted. Or arguments differ between ranks, or any rank failed, out of memory for example. It is raised
+            on every rank, and the model is as it was.
 
     Example::
 

@@ -48,7 +48,9 @@ def consume(used: Any, name: str) -> None:
 def consume_parameter(parameter: nn.Parameter, name: str) -> None:
     """Release the memory of a table. Computing with it, and reading its gradient or shape, raises from now on.
 
-    It can still be compared by ``is``, be a key of a dictionary, and be printed.
+    It can still be compared by ``is``, be a key of a dictionary, and be printed. TorchRec's parameter of a fused table
+    is a view, and FBGEMM's batch of tables is released with the last of them: a backward that has not come may write
+    to it.
 
     Args:
         parameter: a leaf, or TorchRec's view of a fused table.
