@@ -37,6 +37,7 @@ __all__ = [
     "Facts",
     "Group",
     "Parcels",
+    "Refused",
     "Replica",
     "Rider",
     "Traffic",
@@ -69,7 +70,17 @@ class Replica(NamedTuple):
     holders: int
 
 
-class Disagreement(ValueError):
+class Refused(ValueError):
+    """An error of any rank, raised on every rank of a group.
+
+    Attributes:
+        raised_by: the global ranks that raise it.
+    """
+
+    raised_by: frozenset[int] = frozenset()
+
+
+class Disagreement(Refused):
     """Ranks were about to do different things. Raised on every rank.
 
     Attributes:
@@ -320,7 +331,9 @@ class Group:
             if int(told[:, 3].sum()) == 0:
                 return {}
             return _drifted(self.ranks, self.all_gather_json({name: [r.hash, r.first] for name, r in replicas.items()}))
-        raise self._refusal(action, facts, error) from error
+        refused = self._refusal(action, facts, error)
+        refused.raised_by = frozenset(self.ranks)
+        raise refused from error
 
     @contextmanager
     def agreeing(self, action: str) -> Iterator[Facts]:
@@ -328,7 +341,7 @@ class Group:
         with agreeing(action, [self]) as (facts,):
             yield facts
 
-    def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> ValueError:
+    def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> Refused:
         """What every rank raises. Collective over the group: first digests alone, for facts may be long (tilings of
         all ranks), then the values of the first few that differ."""
         said = None if error is None else cut(f"{type(error).__name__}: {error}")
@@ -336,7 +349,7 @@ class Group:
             {"action": action, "error": said, "facts": {key: digest(value) for key, value in facts.items()}}
         )
         if any(report["error"] for report in reports):
-            return ValueError(explain_errors(self.ranks, reports))
+            return Refused(explain_errors(self.ranks, reports))
         if any(report["action"] != action for report in reports):
             return Disagreement(explain_actions(self.ranks, reports))
         digests = [report["facts"] for report in reports]
@@ -370,9 +383,13 @@ class Group:
 def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
     """Run local work, then check that all ranks are about to do the same. Collective over all ``groups``.
 
-    The body must neither communicate nor change anything. Once it is left, an exception in it is raised on all ranks of
-    ``groups``, and so is a difference between the facts that it has noted. ``KeyboardInterrupt`` and ``SystemExit``
-    leave at once, without an exchange.
+    The body must not change anything, or the caller must undo it. Once it is left, an exception in it is raised on all
+    ranks of ``groups``, and so is a difference between the facts that it has noted. ``KeyboardInterrupt`` and
+    ``SystemExit`` leave at once, without an exchange.
+
+    The body must not communicate either, unless an agreement over the same group comes before each of its collectives,
+    with no local work in between: a rank whose body has failed then meets the others in their next agreement, and their
+    :class:`Refused` leaves at once.
 
     Args:
         action: what is about to happen, for messages.
@@ -395,6 +412,10 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
     error: Exception | None = None
     try:
         yield noted
+    except Refused as refused:
+        if all(refused.raised_by >= set(group.ranks) for group in groups):
+            raise  # on all ranks already; they would wait for one another in vain
+        error = refused
     except Exception as fault:
         error = fault
     for group, facts in zip(groups, noted, strict=True):

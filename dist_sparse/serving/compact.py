@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import choice
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.outputs import is_turned, move_bases
+from dist_sparse.serving.consumed import consume_parameter
 from dist_sparse.serving.kept_rows import kept_rows
 from dist_sparse.serving.sites import (
     Site,
@@ -62,7 +64,11 @@ def compact(
 
     ``model`` and ``sparse`` are consumed. A DistributedModelParallel is built again around the same module: use the
     one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its sparsifier
-    registers nothing any more. Make pipelines and optimizers that combine ``fused_optimizer`` with others again.
+    registers nothing any more. The memory of old tables is released, and computing with their parameters raises: make
+    again what holds them, such as pipelines, optimizers that combine ``fused_optimizer`` with others, and lists.
+
+    Reading ``weight`` of a table that lost rows raises too, because its rows are no ids any more: use
+    :meth:`~dist_sparse.serving.tables.CompactEmbedding.full_weight`.
 
     Args:
         model: the sparsified model: a DistributedModelParallel or a plain module. For a DDP module, pass the inner
@@ -79,7 +85,8 @@ def compact(
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a kind that can't be
-            compacted. Nothing was changed.
+            compacted. Or arguments differ between ranks, or any rank failed, out of memory for example. It is raised
+            on every rank, and the model is as it was.
 
     Example::
 
@@ -91,14 +98,14 @@ def compact(
         >>> sparse.step()
         >>> before = model(torch.arange(100).view(20, 5))
         >>> model = compact(model, sparse)
-        >>> model[0].weight.shape, bool((model(torch.arange(100).view(20, 5)) == before).all())
+        >>> model[0].stored_weight.shape, bool((model(torch.arange(100).view(20, 5)) == before).all())
         (torch.Size([20, 8]), True)
     """
     together = group_over(world_ranks())
     with together.agreeing("compact()") as facts:
         default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
-        facts["removed"] = removed
         sparsifier, optimizers = _parts(sparse, optimizer)
+        facts.update(removed=removed, **_arguments(model, sparsifier, optimizers, plan))
     stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
     flags = kept_rows(sparsifier)
     with together.agreeing("compact()"):
@@ -112,34 +119,77 @@ def compact(
             _check_default(site, default_row)
         names = {sparsifier.packed_store.find(name).fqn: name for name in widths}
         narrow = {site: _narrowed(site, {fqn: widths[name] for fqn, name in names.items()}) for site in kept}
+    with together.agreeing("compact(), building its tables"):
+        made = {site: _compacted(site, kept[site], model, narrow[site], default_row) for site in kept}
+    result, stepped = _put_in_place(model, kept, made, steppers, plan, together)
     torchrec = torchrec_part()
-    in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
-    root: nn.Module = torchrec.unwrapped(model) if in_dmp else model
-    sharded = [site for site in kept if torchrec is not None and torchrec.is_sharded(site.module)]
-    made = {site: _compacted(site, kept[site], model, narrow[site], default_row) for site in kept}
-    result = replace_modules(root, {site.replaced: made[site] for site in kept})
-    try:
-        if in_dmp:
-            result = torchrec.reshard(model, result, {site.place: (site.module, made[site]) for site in sharded}, plan)
-        stepped = [
-            each
-            for site in kept
-            for each in (_moved if site in sharded else _stepped)(site, made[site], kept[site], steppers)
-        ]
-    except BaseException:
-        replace_modules(root, {made[site]: site.replaced for site in kept})
-        raise
+    inner = torchrec.unwrapped(result) if _is_dmp(model) else result
     for site in kept:
-        inner = torchrec.unwrapped(result) if in_dmp else result
         by_name = {names[site.tables[table]]: width for table, width in narrow[site].items()}
         move_bases(site.module, getattr(made[site], "inner", made[site]), inner, by_name)
     _detach(sparse, sparsifier)
     for each in stepped:
         steppers.replace(each)
-    for site in sharded:
-        torchrec.consume(site.module)
+    for site in kept:
+        _release(site)
+    if _is_dmp(model):
+        torchrec.consume_model(model)
     gc.collect()  # table batches, DDP and their hooks are cycles
     return result
+
+
+def _is_dmp(model: nn.Module) -> bool:
+    torchrec = torchrec_part()
+    return torchrec is not None and bool(torchrec.is_sharded_model(model))
+
+
+def _is_sharded(site: Site) -> bool:
+    torchrec = torchrec_part()
+    return torchrec is not None and bool(torchrec.is_sharded(site.module))
+
+
+def _put_in_place(
+    model: nn.Module,
+    kept: Mapping[Site, Kept],
+    made: Mapping[Site, Any],
+    steppers: Steppers,
+    plan: Callable[[nn.Module], Any] | None,
+    together: Group,
+) -> tuple[nn.Module, list[Stepped]]:
+    """Return the compact model, whose tables hold the kept rows, and what plain optimizers step in it. Collective.
+
+    An exception on any rank is raised on all, and the model is as it was.
+    """
+    torchrec, in_dmp = torchrec_part(), _is_dmp(model)
+    root: nn.Module = torchrec.unwrapped(model) if in_dmp else model
+    stepped: list[Stepped] = []
+    try:
+        with together.agreeing("compact(), putting its tables in place"):
+            result = replace_modules(root, {site.replaced: made[site] for site in kept})
+            if in_dmp:
+                places = {site.place: (site.module, made[site]) for site in kept if _is_sharded(site)}
+                sharding = torchrec.plan_of(model, result, places, plan)
+        if in_dmp:
+            with together.agreeing("compact(), sharding its tables"):
+                result = torchrec.reshard(model, result, sharding)
+        with together.agreeing("compact(), moving rows"):
+            if in_dmp:
+                torchrec.wrap_layers(result, model)
+            for site, flags in kept.items():
+                move = _moved if _is_sharded(site) else _stepped
+                stepped += move(site, made[site], flags, steppers)
+    except BaseException:
+        replace_modules(root, {made[site]: site.replaced for site in kept})
+        raise
+    return result, stepped
+
+
+def _release(site: Site) -> None:
+    """Free the old tables of a module. What still holds them, such as a list for clipping, raises when it is used."""
+    for name, parameter in list(site.module.named_parameters()):
+        consume_parameter(parameter, f"{site.path}.{name}".lstrip("."))
+    if _is_sharded(site):
+        torchrec_part().consume_collection(site.module)
 
 
 Kept = dict[str, Tensor]
@@ -162,6 +212,26 @@ def _parts(sparse: Any, optimizer: Any) -> tuple[BaseDataSparsifier, Sequence[An
         enforcer = sparsifier.enforcer
         return sparsifier, enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
     return sparsifier, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def _arguments(
+    model: nn.Module,
+    sparsifier: BaseDataSparsifier,
+    optimizers: Sequence[Any] | None,
+    plan: Callable[[nn.Module], Any] | None,
+) -> dict[str, Any]:
+    """What must be equal on all ranks of what compact() was called with."""
+    if plan is not None and not callable(plan):
+        raise ValueError(
+            f"Invalid plan of type {type(plan).__name__}: must be a function that returns a ShardingPlan, or None."
+        )
+    steps = [type(leaf).__name__ for optimizer in optimizers or () for leaf in leaves(optimizer)]
+    return {
+        "model": type(model).__name__,
+        "tables": sparsifier.packed_store.names,
+        "optimizer": None if optimizers is None else steps,
+        "plan": plan is not None,
+    }
 
 
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
@@ -231,7 +301,7 @@ def _rows(site: Site) -> dict[str, int]:
 
 def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping[str, int]) -> None:
     """Refuse a module that can't be compacted, or whose optimizers are unknown."""
-    module, name = site.module, ", ".join(site.tables.values())
+    module, name = site.module, _named(site)
     torchrec = torchrec_part()
     in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
     if not in_dmp:
@@ -267,9 +337,15 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping
             )
 
 
+def _named(site: Site) -> str:
+    """The tables of a module, for a message: up to 3 names, of more than that the first and their number."""
+    names = list(site.tables.values())
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
+
+
 def _check_default(site: Site, default_row: bool) -> None:
     """Refuse a default row where there is one, or where ids would have it that are padding."""
-    name, module = ", ".join(site.tables.values()), site.module
+    name, module = _named(site), site.module
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         indexes = [module.index] if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)) else []
         if default_row and getattr(module, "padding_id", module.padding_idx) is not None:
@@ -309,8 +385,7 @@ def _narrowed(site: Site, by_fqn: Mapping[str | None, int]) -> dict[str, int]:
 
 def _parameters(module: Any) -> dict[str, nn.Parameter]:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        weight: Any = module.weight
-        return {"": weight}
+        return {"": module.get_parameter("weight")}
     found: dict[str, nn.Parameter] = torchrec_part().parameters_of(module)
     return found
 

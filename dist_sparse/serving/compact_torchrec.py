@@ -25,6 +25,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dist_sparse.serving.collections import CompactEmbeddingBagCollection, CompactEmbeddingCollection
+from dist_sparse.serving.consumed import consume
 from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.sites import cut
 from dist_sparse.tables.shards import ShardedData
@@ -40,7 +41,8 @@ from dist_sparse.tables.torchrec import (
 __all__ = [
     "Fused",
     "compacted",
-    "consume",
+    "consume_collection",
+    "consume_model",
     "fused_tables",
     "is_bags",
     "is_compact",
@@ -49,6 +51,7 @@ __all__ = [
     "located",
     "lookups",
     "parameters_of",
+    "plan_of",
     "refusal",
     "reshard",
     "set_hyperparameters",
@@ -56,6 +59,7 @@ __all__ = [
     "table_names",
     "table_rows",
     "unwrapped",
+    "wrap_layers",
 ]
 
 Collection = CompactEmbeddingBagCollection | CompactEmbeddingCollection
@@ -272,18 +276,17 @@ def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
     return replace(sharding, ranks=ranks, sharding_spec=kept)
 
 
-def reshard(
+def plan_of(
     model: Any, root: nn.Module, replaced: Mapping[str, tuple[nn.Module, Collection]], planner: Planner | None
-) -> DistributedModelParallel:
-    """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact collections with rows on
-    the meta device are sharded. Collective. Their rows are not filled yet.
+) -> dict[str, Any]:
+    """Return the plan of a model in which compact collections take the places of others, by path.
 
     Args:
         root: the user's module.
         replaced: by path, a sharded collection, no longer in the model, and the compact one in its place.
         planner: returns a plan for ``root``; None derives it from the old one.
     """
-    plan = dict(model.plan.plan)
+    plan: dict[str, Any] = dict(model.plan.plan)
     for path, (old, new) in replaced.items():
         inner, tables = _join(path, "inner"), _tables(new.inner)
         parameters = fused_params(old)
@@ -299,19 +302,32 @@ def reshard(
                 for name, sharding in old.module_sharding_plan.items()  # type: ignore[union-attr, operator]
             }
         )
-    if planner is not None:
-        plan = {**plan, **planner(root).plan}
+    return plan if planner is None else {**plan, **planner(root).plan}
+
+
+def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> DistributedModelParallel:
+    """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact collections with rows on
+    the meta device are sharded. Their rows are not filled yet, and dense layers are not under DDP.
+
+    Collective where a collection has data-parallel tables, which TorchRec puts under DDP at once.
+    """
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(cuda):  # sharding initializes weights, which are overwritten
         return DistributedModelParallel(
             root,
             env=model._env,
             device=model.device,
-            plan=ShardingPlan(plan),
+            plan=ShardingPlan(dict(plan)),
             sharders=model.sharders,
-            init_data_parallel=model._ddp_wrapped,
+            init_data_parallel=False,
             data_parallel_wrapper=model._data_parallel_wrapper,
         )
+
+
+def wrap_layers(made: DistributedModelParallel, model: DistributedModelParallel) -> None:
+    """Put the dense layers of a new DistributedModelParallel under DDP if those of ``model`` are. Collective."""
+    if model._ddp_wrapped:
+        made.init_data_parallel()
 
 
 def _tables(module: nn.Module) -> dict[str, Any]:
@@ -381,21 +397,23 @@ def located(module: nn.Module, table: str) -> ShardedData:
     return find_table(module, "", table, table)
 
 
-def consume(module: Any) -> None:
+def consume_collection(module: Any) -> None:
     """Release everything that a sharded collection holds. Using it, or its optimizer, raises from now on."""
     optimizers = [optimizer for _, optimizer in module.fused_optimizer._optims]
     for used in (module, *optimizers):
-        used.__dict__.clear()
-        object.__setattr__(used, "__class__", type("Consumed", (type(used),), {"__getattribute__": _consumed}))
+        consume(used, "This table collection")
 
 
-def _consumed(used: Any, name: str) -> Any:
-    if name.startswith("__"):  # such as __class__, for isinstance
-        return object.__getattribute__(used, name)
-    raise RuntimeError(
-        "This table collection was compacted, and its memory released: use the model that compact() returned, and its "
-        "fused_optimizer."
-    )
+def consume_model(model: DistributedModelParallel) -> None:
+    """Release everything that a DistributedModelParallel holds, but for the user's module: using it raises from now on.
+
+    A forward whose backward has not come waits in the hooks of its DDP, which end with it: they would take the next
+    backward of the compact model for theirs.
+    """
+    layers = get_module(model)
+    if isinstance(layers, DistributedDataParallel):
+        consume(layers, "This model")
+    consume(model, "This model")
 
 
 def _join(path: str, name: str) -> str:

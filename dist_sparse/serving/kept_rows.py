@@ -137,25 +137,51 @@ def move_rows(
     width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
     for chunk in _chunks(kept, max(1, chunk_bytes // max(1, width * dtype.itemsize))):
         parcels = Parcels(group)
-        for rect, rows, there in _parts(source.owned(group.rank), kept, chunk):
-            local = held[rect][rows.start - rect.row : rows.stop - rect.row]
-            local = local[kept[rows].to(local.device)].view(there.rows, -1)
-            for receiver, rects in enumerate(wanted):
-                for part in filter(None, map(there.intersect, rects)):
-                    columns = slice(None) if rowwise else slice(part.col - there.col, part.col_end - there.col)
-                    piece = local[part.row - there.row : part.row_end - there.row, columns]
-                    parcels.send(receiver, piece.contiguous())
-        arriving: dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]] = {}
-        for sender in range(group.size):
-            for _, _, there in _parts(source.owned(sender), kept, chunk):
-                for want in wanted[group.rank]:
-                    if (common := there.intersect(want)) is not None:
-                        read = parcels.expect(sender, (common.rows, 1 if rowwise else common.cols), dtype)
-                        arriving.setdefault(want, []).append((common, read))
+        with group.agreeing(f"moving rows of {source.name!r}"):  # a rank out of memory ends it on all
+            mine = list(_parts(source.owned(group.rank), kept, chunk))
+            for rect, rows, there in mine:
+                local = held[rect][rows.start - rect.row : rows.stop - rect.row]
+                local = local[kept[rows].to(local.device)].view(there.rows, -1)
+                _send(parcels, there, local, wanted, rowwise)
+            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], rowwise, dtype)
         parcels.exchange(group.device)
         for want, pieces in arriving.items():
             inside, rows_here = _put_together(want, [(common, read()) for common, read in pieces])
             yield inside, rows_here.view(-1) if rowwise else rows_here
+
+
+def _send(parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool) -> None:
+    """Pack for each rank what it wants of ``local``, this rank's kept rows at ``there``."""
+    for receiver, rects in enumerate(wanted):
+        for part in filter(None, map(there.intersect, rects)):
+            columns = slice(None) if rowwise else slice(part.col - there.col, part.col_end - there.col)
+            piece = local[part.row - there.row : part.row_end - there.row, columns]
+            parcels.send(receiver, piece.contiguous())
+
+
+_Arriving = dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]
+"""By rectangle that this rank wants, the pieces of it that arrive: where they are, and how to read them."""
+
+
+def _expected(
+    parcels: Parcels,
+    source: ShardedData,
+    kept: Tensor,
+    chunk: _Chunk,
+    wanted: Sequence[Rect],
+    rowwise: bool,
+    dtype: torch.dtype,
+) -> _Arriving:
+    """What this rank gets of a chunk."""
+    arriving: _Arriving = {}
+    for sender in range(len(source.tiling)):
+        for _, _, there in _parts(source.owned(sender), kept, chunk):
+            for want in wanted:
+                if (common := there.intersect(want)) is not None:
+                    shape = (common.rows, 1 if rowwise else common.cols)
+                    read = parcels.expect(sender, shape, dtype)
+                    arriving.setdefault(want, []).append((common, read))
+    return arriving
 
 
 class _Chunk(NamedTuple):

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.groups import group_over
-from dist_sparse.serving.compact_torchrec import fused_tables, located, parameters_of, set_hyperparameters
+from dist_sparse.serving.compact_torchrec import (
+    Fused,
+    fused_tables,
+    located,
+    parameters_of,
+    set_hyperparameters,
+)
 from dist_sparse.serving.kept_rows import move_rows
 from dist_sparse.serving.sites import cut
 from dist_sparse.serving.steppers import Stepped, Steppers
@@ -43,29 +49,14 @@ def move_collection(old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], 
     Raises:
         ValueError: row-wise optimizer state of a table whose columns are cut otherwise in ``new``.
     """
-    tables = {name: (located(old, name), located(new, name)) for name in kept}
-    fused, into = fused_tables(old), fused_tables(new)
-    plain, plain_into = parameters_of(old), parameters_of(new)
-    mine = {
-        name: {
-            "hyperparameters": shards[0].hyperparameters,
-            "states": {
-                str(i): _Kind(_dtype(state), state.dim() == 1, state.dim()) for i, state in enumerate(shards[0].states)
-            },
-        }
-        for name, shards in fused.items()
-    }
-    for name, parameter in plain.items():
-        if parameter.numel():
-            mine[name] = {
-                "states": {
-                    key: _Kind(_dtype(state), state.shape != parameter.shape, state.dim())
-                    for key, state in steppers.states(parameter).items()
-                }
-            }
-    [(first, _), *_] = tables.values()
+    group = group_over(located(old, next(iter(kept))).ranks)
+    with group.agreeing("moving tables"):
+        tables = {name: (located(old, name), located(new, name)) for name in kept}
+        fused, into = fused_tables(old), fused_tables(new)
+        plain, plain_into = parameters_of(old), parameters_of(new)
+        mine = {**_fused_kinds(fused), **_plain_kinds(plain, steppers)}
     known: dict[str, Any] = {}
-    for told in group_over(first.ranks).all_gather_json(mine):
+    for told in group.all_gather_json(mine):
         known = {**told, **known}
     set_hyperparameters(
         new, {name: entry["hyperparameters"] for name, entry in known.items() if "hyperparameters" in entry}
@@ -90,6 +81,25 @@ def move_collection(old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], 
         if name in plain:
             stepped.append(Stepped(plain[name], plain_into[name], made))
     return stepped
+
+
+def _fused_kinds(fused: Mapping[str, Sequence[Fused]]) -> dict[str, Any]:
+    """The optimizer state of fused tables, and the optimizers' hyperparameters."""
+    kinds: dict[str, Any] = {}
+    for name, shards in fused.items():
+        states = {str(i): _Kind(_dtype(s), s.dim() == 1, s.dim()) for i, s in enumerate(shards[0].states)}
+        kinds[name] = {"hyperparameters": shards[0].hyperparameters, "states": states}
+    return kinds
+
+
+def _plain_kinds(plain: Mapping[str, nn.Parameter], steppers: Steppers) -> dict[str, Any]:
+    """The optimizer state of tables that plain optimizers step."""
+    kinds: dict[str, Any] = {}
+    for name, parameter in plain.items():
+        if parameter.numel():
+            states = steppers.states(parameter).items()
+            kinds[name] = {"states": {key: _Kind(_dtype(s), s.shape != parameter.shape, s.dim()) for key, s in states}}
+    return kinds
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -77,7 +77,7 @@ def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) ->
 
 def compact_embedding(module: nn.Embedding | nn.EmbeddingBag, kept: Tensor, default_row: bool) -> nn.Module:
     """Return the compact module of an embedding, compact already or not."""
-    weight = module.weight
+    weight = module.get_parameter("weight")
     index = RowIndex.of(kept.to(weight.device), default_row)
     if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
         index = module.index.compose(index)

@@ -6,6 +6,8 @@ Results are those of a table with zero rows; an id out of range raises, as it do
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +23,64 @@ def _rows(index: RowIndex, ids: Tensor) -> Tensor:
     return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
 
 
-class CompactEmbedding(nn.Embedding):
+class _CompactTable(nn.Module):
+    """Weights of a compact table: by row number in the parameter, by id in :meth:`full_weight`.
+
+    A model that reads ``table.weight`` means ids: with row numbers, top-k over all items returns wrong items, and a
+    softmax over all items trains on wrong labels. So reading it raises, except in torch's own code.
+    """
+
+    index: RowIndex
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The stored rows, for torch's own code.
+
+        Raises:
+            RuntimeError: any other code reads it.
+        """
+        # torch looks parameters up by name, and does not compute with what it finds: get_parameter(), checkpoints,
+        # load_state_dict(assign=True).
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        if reader.partition(".")[0] == "torch":
+            return self.stored_weight
+        raise RuntimeError(
+            f"weight of a {type(self).__name__} has row numbers, not ids: it stores {self.index.stored} of "
+            f"{self.index.rows} rows. Read full_weight(), which has a row for each id, in place of weight; or "
+            "stored_weight, the parameter."
+        )
+
+    @property
+    def stored_weight(self) -> nn.Parameter:
+        """The parameter, ``(index.stored, embedding_dim)``: kept rows in ascending order of their ids, then the default
+        row if there is one."""
+        found: nn.Parameter = super().__getattr__("weight")  # type: ignore[assignment]
+        return found
+
+    def full_weight(self) -> Tensor:
+        """Return the weights by id: ``(index.rows, embedding_dim)``, of the dtype and on the device of the parameter.
+
+        Removed ids have zeros, or the default row. Gradients reach the stored rows, as dense tensors. It is a new
+        tensor in each call, with the memory of the table before :func:`~dist_sparse.compact`.
+
+        Example::
+
+            >>> import torch
+            >>> from dist_sparse.serving.row_index import RowIndex
+            >>> from dist_sparse.serving.tables import CompactEmbedding
+            >>> table = torch.nn.Embedding.from_pretrained(torch.tensor([[1.0], [2.0], [3.0]]))
+            >>> kept = torch.tensor([True, False, True])
+            >>> CompactEmbedding(table, table.weight[kept], RowIndex.of(kept)).full_weight().tolist()
+            [[1.0], [0.0], [3.0]]
+        """
+        weight = self.stored_weight
+        rows = self.index(torch.arange(self.index.rows, device=weight.device))
+        [ids] = (rows >= 0).nonzero(as_tuple=True)
+        zeros = weight.new_zeros(self.index.rows, weight.shape[1])
+        return zeros.index_copy(0, ids, weight.index_select(0, rows[ids]))
+
+
+class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
     """An ``nn.Embedding`` of the kept rows of another one; removed ids give zero vectors, or the default row.
 
     Args:
@@ -36,7 +95,7 @@ class CompactEmbedding(nn.Embedding):
         >>> from dist_sparse.serving.tables import CompactEmbedding
         >>> table, kept = torch.nn.Embedding(4, 2), torch.tensor([False, True, False, True])
         >>> compact = CompactEmbedding(table, table.weight.data[kept], RowIndex.of(kept))
-        >>> compact.weight.shape, bool((compact(torch.tensor(3)) == table.weight[3]).all())
+        >>> compact.stored_weight.shape, bool((compact(torch.tensor(3)) == table.weight[3]).all())
         (torch.Size([2, 2]), True)
         >>> compact(torch.tensor([[0]])).tolist()
         [[[0.0, 0.0]]]
@@ -56,7 +115,7 @@ class CompactEmbedding(nn.Embedding):
             scale_grad_by_freq=table.scale_grad_by_freq,
             sparse=table.sparse,
             _weight=weight,
-            _freeze=not table.weight.requires_grad,
+            _freeze=not table.get_parameter("weight").requires_grad,
         )
         self.index = index
         self.padding_id = padding_id  # of the original table; padding_idx is the row
@@ -69,12 +128,20 @@ class CompactEmbedding(nn.Embedding):
         """
         rows = _rows(self.index, input).view(-1)
         [places] = (rows >= 0).nonzero(as_tuple=True)
-        found = super().forward(rows[places])
+        found = F.embedding(
+            rows[places],
+            self.stored_weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
         out = found.new_zeros(rows.numel(), self.embedding_dim).index_copy(0, places, found)
         return out.view(*input.shape, self.embedding_dim)
 
 
-class CompactEmbeddingBag(nn.EmbeddingBag):
+class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
     """An ``nn.EmbeddingBag`` (sum or mean) of the kept rows of another one; removed ids add nothing to a bag, or the
     default row.
 
@@ -116,7 +183,7 @@ class CompactEmbeddingBag(nn.EmbeddingBag):
             _weight=weight,
             include_last_offset=table.include_last_offset,
         )
-        self.weight.requires_grad_(table.weight.requires_grad)
+        self.stored_weight.requires_grad_(table.get_parameter("weight").requires_grad)
         self.index = index
         # In ids of the original table, unlike padding_idx, which is a row and stays None.
         self.padding_id = table.padding_id if isinstance(table, CompactEmbeddingBag) else table.padding_idx
@@ -142,7 +209,7 @@ class CompactEmbeddingBag(nn.EmbeddingBag):
         kept = (rows >= 0) & pooled
         sums = F.embedding_bag(
             rows[kept],
-            self.weight,
+            self.stored_weight,
             _counted(kept)[ends],
             max_norm=self.max_norm,
             norm_type=self.norm_type,

@@ -209,7 +209,7 @@ def _reasons(
     """Return a function that says why a table is not pruned, whatever is rotated; None if it is pruned."""
     guarded = protected(located, plan.protect)
     modules = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    tables = same_storage([module.weight.data for module in modules])
+    tables = same_storage([weight.data for module in modules for weight in module.parameters(recurse=False)])
     frozen = same_storage([parameter.data for parameter in model.parameters() if not parameter.requires_grad])
 
     def reason(data: ShardedData) -> str | None:

@@ -73,7 +73,7 @@ def test_trains_as_the_masked_model(mode: str, name: str) -> None:
             assert compact(net, sparse) is net
             assert type(net.bags) is CompactEmbeddingBag and type(net.words) is CompactEmbedding is type(net.twice)
             assert net.words is net.twice
-            assert len(net.bags.weight) == int(kept["bags.weight"].sum()) == 18
+            assert len(net.bags.stored_weight) == int(kept["bags.weight"].sum()) == 18
             assert repr(sparse).endswith(", 0 tables, detached)")
         found.append(net(99).detach())
         assert torch.equal(found[-1], found[-2]) or mode == "mean"
@@ -112,7 +112,7 @@ def test_twice() -> None:
         before = net.bags(everything), net.words(torch.arange(40))
         compact(net, sparse)
         assert torch.equal(net.bags(everything), before[0]) and torch.equal(net.words(torch.arange(40)), before[1])
-    assert (len(net.bags.weight), net.bags.index.rows, net.bags.index.num_kept) == (15, 60, 15)
+    assert (len(net.bags.stored_weight), net.bags.index.rows, net.bags.index.num_kept) == (15, 60, 15)
     assert list(net.state_dict())[:3] == ["bags.weight", "bags.index.words", "bags.index.counts"]
     copied = copy.deepcopy(net)
     copied.load_state_dict(net.state_dict())
@@ -125,7 +125,7 @@ def test_nothing_left_and_ids_out_of_range() -> None:
     sparsifier.add_model(net)
     sparsifier.step()
     compact(net, sparsifier, optimizer=())
-    assert len(net.bags.weight) == 0 and not net.bags(torch.tensor([[1, 2], [3, 59]])).any()
+    assert len(net.bags.stored_weight) == 0 and not net.bags(torch.tensor([[1, 2], [3, 59]])).any()
     assert torch.equal(net.words(torch.tensor([[1], [39]])), torch.zeros(2, 1, 8))
     with pytest.raises((IndexError, RuntimeError)):
         net.words(torch.tensor([40]))
@@ -141,7 +141,7 @@ def test_a_root_that_is_a_table() -> None:
     sparse = sparsify(table, optimizer, level=0.5, end=0)
     sparse.step()
     made = compact(table, sparse)
-    assert type(made) is CompactEmbeddingBag and optimizer.param_groups[0]["params"] == [made.weight]
+    assert type(made) is CompactEmbeddingBag and optimizer.param_groups[0]["params"] == [made.stored_weight]
 
 
 def test_unsharded_collection() -> None:

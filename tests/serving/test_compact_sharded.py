@@ -191,8 +191,8 @@ def test_pooling(world: int, kind: str) -> None:
     for key, values in expected.items():
         torch.testing.assert_close(found[key], values, rtol=1e-6, atol=1e-6)
     assert torch.equal(model.module.plain(torch.arange(30).view(10, 3)), plain)
-    assert model.module.plain.weight.shape == (12, 32)
-    assert any(parameter is model.module.plain.weight for parameter in optimizer.param_groups[0]["params"])
+    assert model.module.plain.stored_weight.shape == (12, 32)
+    assert any(parameter is model.module.plain.stored_weight for parameter in optimizer.param_groups[0]["params"])
 
 
 @on_ranks(2)

@@ -138,7 +138,7 @@ def test_is_served(tmp_path: Path, fbgemm: bool) -> None:
         torch.testing.assert_close(got, model(ids), rtol=1e-6, atol=1e-6 if dtype == "fp32" else 0.05)
         rows = served["one"](torch.arange(ROWS))[removed["one"]]
         assert bool((rows == rows[0]).all()) and bool(rows.any())
-        assert dtype == "int8" or torch.equal(rows[0], model.one.weight[-1])  # type: ignore[union-attr, index]
+        assert dtype == "int8" or torch.equal(rows[0], model.one.stored_weight[-1])  # type: ignore[union-attr, index]
         check_artifact(tmp_path / dtype)
     one = manifest.tables["one"]
     assert (one.kept, one.default_row, one.check["removed"]) == (16, True, 24)

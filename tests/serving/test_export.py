@@ -132,13 +132,13 @@ def test_compact_tables(tmp_path: Path) -> None:
         assert crcs(tmp_path / name) == crcs(tmp_path / "before")
     again = pruned(model, include=["user"], level=0.4)
     kept = whole.any(1)
-    whole[kept] = model["user"].weight.data
+    whole[kept] = model["user"].stored_weight.data
     assert export(model, again, tmp_path / "again").manifest.tables["user"].kept == 300
     model = compact(model, again, optimizer=())
     finer = pruned(model, (1, 4), include=["user"], level=0.7)
     table = export(model, finer, tmp_path / "finer").manifest.tables["user"]
     kept = whole.any(1)
-    whole[kept] = model["user"].weight.data
+    whole[kept] = model["user"].stored_weight.data
     assert torch.equal(dense(tmp_path / "finer")["user"], whole)
     assert table.rows == 1000 and table.kept == int(whole.any(1).sum()) < 300 and table.values is not None
     assert table.bytes.before == 48000

@@ -1,0 +1,89 @@
+"""Objects whose tables compact() has released: every later use raises, and says what to use instead.
+
+A stale use must be loud. A released storage would crash the process, and an empty tensor would compute in silence: its
+L2 norm is 0. So the class of the object is replaced by a subclass that raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["consume", "consume_parameter"]
+
+
+def consume(used: Any, name: str) -> None:
+    """Release everything that an object holds. Using it raises a RuntimeError from now on.
+
+    Args:
+        used: a module or an optimizer.
+        name: of the object, for the message.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.serving.consumed import consume
+        >>> model = torch.nn.Linear(2, 2)
+        >>> consume(model, "This model")
+        >>> model(torch.ones(2))
+        Traceback (most recent call last):
+        RuntimeError: This model was compacted, and its memory released: use the model that compact() returned...
+    """
+
+    def refuse(self: Any, attribute: str) -> Any:
+        if attribute.startswith("__"):  # such as __class__, for isinstance
+            return object.__getattribute__(self, attribute)
+        raise RuntimeError(
+            f"{name} was compacted, and its memory released: use the model that compact() returned, and its "
+            "fused_optimizer."
+        )
+
+    used.__dict__.clear()
+    kind = type(used)
+    object.__setattr__(used, "__class__", type("Consumed", (kind,), {"__getattribute__": refuse}))
+
+
+def consume_parameter(parameter: nn.Parameter, name: str) -> None:
+    """Release the memory of a table. Computing with it, and reading its gradient or shape, raises from now on.
+
+    It can still be compared by ``is``, be a key of a dictionary, and be printed. TorchRec's parameter of a fused table
+    is a view, and FBGEMM's batch of tables is released with the last of them: a backward that has not come may write
+    to it.
+
+    Args:
+        parameter: a leaf, or TorchRec's view of a fused table.
+        name: fully qualified, for the message.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.serving.consumed import consume_parameter
+        >>> table = torch.nn.Parameter(torch.ones(4, 2))
+        >>> consume_parameter(table, "item.weight")
+        >>> table.square().sum()
+        Traceback (most recent call last):
+        RuntimeError: The table item.weight was compacted, and its memory released: ...
+    """
+    message = (
+        f"The table {name} was compacted, and its memory released: what holds it was made before. Make it again from "
+        "the parameters of the compact model: optimizers, lists for clipping or L2, averages of weights."
+    )
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(message)
+
+    kind = type(parameter)
+    parameter.grad = None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    vars(parameter).clear()
+    for slot in getattr(kind, "__slots__", ()):  # TorchRec's view holds the whole batch of tables in one
+        if hasattr(parameter, slot):
+            delattr(parameter, slot)
+    members = {
+        "__torch_function__": classmethod(refuse),
+        "__repr__": lambda self: f"<{message}>",
+        "grad": property(refuse),  # TorchRec's view has a property of its own, which torch does not dispatch
+    }
+    parameter.__class__ = type("Consumed", (kind,), members)
