@@ -46,7 +46,7 @@ else:
 
     Callback = _installed().Callback
 
-__all__ = ["Callback", "OptimizerRounds", "SparsifyCallback"]
+__all__ = ["SparsifyCallback"]
 
 _log = logging.getLogger(__name__)
 

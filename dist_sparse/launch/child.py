@@ -118,15 +118,22 @@ def rank(words: list[str]) -> None:
 
 
 def _run(words: list[str]) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     module = words[0] == "-m"
     sys.argv = words[1:] if module else words
     target = sys.argv[0]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
-    if module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
+    try:
+        if module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            get_error_handler().record_exception(error)  # @record leaves it out, and with it when the rank failed
+        raise
 
 
 def _harness() -> set[str]:

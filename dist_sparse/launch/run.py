@@ -105,4 +105,4 @@ def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    os.write(2, f"launch: {text}\n".encode())  # whole: ranks and torchrun write there too

@@ -96,7 +96,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     try:
         return (yield)
     finally:
-        if nextitem is None:
+        if nextitem is None or nextitem.path != item.path:
             _end()
 
 

@@ -289,10 +289,10 @@ def test_one_call() -> None:
     resumed.load_state_dict(states[0])
     assert resumed.scheduler.last_epoch == 6
     rank = dist.get_rank()
-    faults: list[dict[str, Any]] = [{"norm": "L3"}, {"level": 2}, {"schedule": None}, {"include": 3}, {"block": 3}]
+    faults: list[dict[str, Any]] = [{"norm": "L3"}, {"level": 2}, {"schedule": 5}, {"include": 3}, {"block": 3}]
     faults += [{"optimizer_state": "bad"}, {"every": "a"}, {"schedule": lambda sparsifier: None}]
     for wrong in faults:
-        with pytest.raises(ValueError, match="rank 1: "):
+        with pytest.raises(ValueError, match="rank 1"):
             sparsify(again, whole.optimizers(again), **(plan | wrong if rank == 1 else plan))
     for junk in (None, {}, {**states[0], "schedule": 5}):
         with pytest.raises(ValueError, match="rank 1: "):

@@ -85,7 +85,7 @@ def test_a_job_on_one_machine(tmp_path: Path) -> None:
 
 FAILURES = {
     "exception": ("fail('a')", 1, r"rank 1 failed at job\.py:\d+ with ValueError: no column 'a' \(exit code 1\)"),
-    "exit": ("sys.exit(75)", 75, r"rank 1 failed \(exit code 75\)"),
+    "exit": ("sys.exit(75)", 75, r"rank 1 failed at job\.py:\d+ with SystemExit: 75 \(exit code 75\)"),
     "os._exit": ("os._exit(3)", 3, r"rank 1 failed \(exit code 3\)"),
     "signal": ("os.kill(os.getpid(), 9)", 137, r"rank 1 was killed by SIGKILL \(exit code 137\)"),
 }
