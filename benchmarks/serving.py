@@ -82,10 +82,10 @@ def report(found: list[dict[str, Any]]) -> str:
     """The figures as markdown tables with what they mean."""
     notes = (
         "Microseconds a lookup, 1 thread, fresh ids each time, the median of all rounds; peers take turns within a "
-        "round. Ratios are the artifact's time over the peer's: below 1 it is faster. TorchScript: the artifact saved "
-        "by to_torchscript(). FBGEMM dense: its inference module over the whole table in the same dtype. array, map: "
-        "FBGEMM's remaps in front of the same kept rows (4 bytes per original row; a hash map). index: finding the "
-        "rows, which is part of the artifact's time. file: bytes of the artifact over those of the dense float32 table."
+        "round. Ratios are the artifact's time over the peer's: below 1 it is faster. FBGEMM dense: its "
+        "inference module over the whole table in the same dtype. array, map: FBGEMM's remaps in front of the same "
+        "kept rows (4 bytes per original row; a hash map). index: finding the rows, which is part of the artifact's "
+        "time. file: bytes of the artifact over those of the dense float32 table."
     )
     parts = (notes, _lookups(found), _many(found), _packed(found), _loads(found))
     return "\n\n".join(part for part in parts if part)
@@ -93,9 +93,9 @@ def report(found: list[dict[str, Any]]) -> str:
 
 def _lookups(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| dtype | ids | looked up | removed | file | artifact | TorchScript | index | FBGEMM dense | ratio |"
+        "| dtype | ids | looked up | removed | file | artifact | index | FBGEMM dense | ratio |"
         " nn.EmbeddingBag | ratio | array | map | index, array, map: bytes |",
-        "|" + "---|" * 15,
+        "|" + "---|" * 14,
     ]
     for f in (f for f in found if f["kind"] == "lookups"):
         times = f["times_s"]
@@ -105,7 +105,7 @@ def _lookups(found: list[dict[str, Any]]) -> str:
             f"{f['bags']} x {f['ids_a_bag']}",
             f"{f['removed']:.0%}",
             f"{f['file_bytes'] / f['dense_bytes']:.3f}",
-            *(_us(times.get(name)) for name in ("served", "scripted", "index")),
+            *(_us(times.get(name)) for name in ("served", "index")),
         ]
         for peer in ("tbe", "nn.EmbeddingBag"):
             row += [_us(times.get(peer)), f"**{times['served'] / times[peer]:.2f}**" if peer in times else "-"]

@@ -43,10 +43,8 @@ def lookups(case: dict[str, Any]) -> dict[str, Any]:
         kept, bytes_ = _write(table, case, Path(folder) / "served")
         served = load_served(Path(folder) / "served")
         plain = load_served(Path(folder) / "served", fbgemm=False) if dtype == "fp32" else None
-        served.to_torchscript(Path(folder) / "served.pt")
-        scripted = torch.jit.load(Path(folder) / "served.pt")
     remap = torch.where(kept, kept.cumsum(0) - 1, -1).int()
-    calls: dict[str, Call] = {"served": served, "scripted": scripted, "tbe": _tbe(case, rows, None, True)}
+    calls: dict[str, Call] = {"served": served, "tbe": _tbe(case, rows, None, True)}
     if plain is not None:
         calls |= {"served in torch": plain, "nn.EmbeddingBag": table}
     if not bool(kept.all()):
@@ -214,7 +212,7 @@ def _interleaved(calls: dict[str, Any], draw: Callable[[], tuple[Any, ...]], rou
     names = list(calls)
     drawn = [{name: draw() for name in names} for _ in range(rounds)]
     for call in calls.values():
-        for _ in range(3):  # TorchScript compiles in the first two
+        for _ in range(3):  # the first calls allocate
             call(*draw())
     found: dict[str, list[float]] = {name: [] for name in names}
     for at, args in enumerate(drawn):

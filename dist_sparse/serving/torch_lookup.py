@@ -1,8 +1,10 @@
 """Lookups in pure torch, of rows or of bitmask and values.
 
 What :class:`~dist_sparse.serving.lookup.FbgemmLookup` does, for processes without FBGEMM, widths that it has no rows
-for, and packed rows. (No ``from __future__ import annotations``: see ``row_index``.)
+for, and packed rows.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -48,17 +50,12 @@ class TorchLookup(nn.Module):
         return torch.where(self.mean_columns, mean, self._pooled(rows, offsets, counts, weights, "sum"))
 
     def _pooled(self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None, pooling: str) -> Tensor:
-        found: list[Tensor] = []
-        for group in self.groups:
-            found.append(group(rows, offsets, counts, weights, pooling))
+        found: list[Tensor] = [group(rows, offsets, counts, weights, pooling) for group in self.groups]
         if pooling == "none":
             return torch.stack(found).sum(0) if len(found) > 1 else found[0]
         if len(found) == 1:
             return found[0].transpose(0, 1).flatten(1)
-        columns: list[Tensor] = []
-        for feature, at in enumerate(self.group_of):
-            columns.append(found[at][feature])
-        return torch.cat(columns, 1)
+        return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
 
 
 class _Group(nn.Module):
@@ -126,7 +123,7 @@ class _Group(nn.Module):
     def _vectors(self, here: Tensor) -> Tensor:
         """The rows at ``here``, float32 ``(n, width)``."""
         found = self.rows.index_select(0, here)
-        if self.dtype == "fp32" or self.dtype == "fp16":
+        if self.dtype in ("fp32", "fp16"):
             return found.float()
         if self.dtype == "int4":
             found = torch.stack((found & 15, found >> 4), 2).flatten(1)[:, : self.width]
@@ -173,7 +170,7 @@ class _PackedGroup(_Group):
             found = torch.where((place & 1) > 0, pair >> 4, pair & 15).view(taken.size())
         else:
             found = self.values.index_select(0, place).view(taken.size())
-        if self.dtype == "fp32" or self.dtype == "fp16":
+        if self.dtype in ("fp32", "fp16"):
             vectors = found.float()
         else:
             scale, bias = self.scale_bias.index_select(0, here).float().chunk(2, 1)

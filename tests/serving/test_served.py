@@ -332,7 +332,7 @@ def test_what_was_exported(tmp_path: Path, block: Any) -> None:
 
 
 def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tensor, ...]]]:
-    """What is scripted and exported: paths, how they are loaded, and a batch."""
+    """What is saved as programs: paths, how they are loaded, and a batch."""
     ids, lengths = batch(4, 6)
     offsets = torch.arange(0, len(ids), 3)
     weights = torch.rand(len(ids))
@@ -352,22 +352,21 @@ def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tenso
 
 
 @pytest.mark.parametrize("name", ["id0", "fbgemm", "torch", "packed", "sequence", "bag of torch", "table of torch"])
-def test_torchscript_and_pt2_are_equal(tmp_path: Path, name: str) -> None:
+def test_pt2_is_equal(tmp_path: Path, name: str) -> None:
     """Another batch than the one that was traced, a batch of one, empty bags, and wrong lengths."""
     path, options, args = artifacts(tmp_path)[name]
     served = one(path, **options)
-    served.to_torchscript(tmp_path / "served.pt")
     served.to_pt2(tmp_path / "served.pt2")
     lengths = 4 if "of torch" not in name else 1
     single = (args[0][:1], torch.tensor([1, 0, 0, 0])[:lengths], *args[2:])[: len(args)]
     single = (*single[:2], *(each[:1] for each in single[2:]))
     none = (args[0][:0], torch.zeros(lengths).long(), *(each[:0] for each in args[2:]))[: len(args)]
-    for loaded in (torch.jit.load(tmp_path / "served.pt"), torch.export.load(tmp_path / "served.pt2").module()):
-        for some in (args, single, none):
-            assert torch.equal(loaded(*some), served(*some))
-        if "of torch" not in name:
-            with pytest.raises(Exception, match="must add up to the number of ids"):
-                loaded(args[0], args[1] + 1, *args[2:])
+    loaded = torch.export.load(tmp_path / "served.pt2").module()
+    for some in (args, single, none):
+        assert torch.equal(loaded(*some), served(*some))
+    if "of torch" not in name:
+        with pytest.raises(Exception, match="must add up to the number of ids"):
+            loaded(args[0], args[1] + 1, *args[2:])
 
 
 def test_several_collections(tmp_path: Path) -> None:
