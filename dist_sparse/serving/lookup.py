@@ -30,11 +30,6 @@ class StoredTable:
     entry: Table
     tensors: Mapping[str, Tensor]
 
-    @property
-    def mask_width(self) -> int:
-        """Columns for each bit of the bitmask, 0 of rows that are not packed."""
-        return 0 if "rows" in self.tensors else self.entry.width
-
 
 def fbgemm() -> Any:
     """Return ``torch.ops.fbgemm`` with its kernels loaded, None where FBGEMM is not installed."""

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from dist_sparse.checks import choice
 from dist_sparse.serving import lookup
 from dist_sparse.serving.artifact import Artifact, open_artifact
-from dist_sparse.serving.codes import starts, unpack_rows
-from dist_sparse.serving.grid import chunks
 from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
 from dist_sparse.serving.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
@@ -174,32 +172,6 @@ def _index(table: StoredTable) -> RowIndex | None:
     return None if words is None else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
 
 
-def _decoded(name: str, table: StoredTable) -> StoredTable:
-    """The table with rows, if it has bitmask and values.
-
-    Raises:
-        ValueError: there are other values than its bitmasks have.
-    """
-    if not table.mask_width:
-        return table
-    entry, tensors = table.entry, table.tensors
-    first = starts(tensors["mask"], entry.width, entry.dim, entry.dtype)
-    values = int(first[-1]) // (2 if entry.dtype == "int4" else 1)
-    if values != len(tensors["values"]):
-        raise ValueError(f"Table {name!r}: its bitmasks have {values} values, and there are others.")
-    scale_bias = tensors.get("scale_bias")
-    dtype, shape = replace(entry, values=None).layout()["rows"]
-    rows = torch.empty(shape, dtype=dtype)
-    for some in chunks(entry.stored, entry.dim):
-        tail = None if scale_bias is None else scale_bias[some]
-        part = unpack_rows(
-            tensors["mask"][some], first[:-1][some], tensors["values"], tail, entry.width, entry.dim, entry.dtype
-        )
-        rows[some] = part.rows
-    kept = {name: tensor for name, tensor in tensors.items() if name not in ("mask", "values")}
-    return StoredTable(entry, {**kept, "rows": rows})
-
-
 class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
@@ -344,7 +316,6 @@ class ServedModel(nn.Module):
 def load_served(
     path: str | os.PathLike[str],
     *,
-    layout: Literal["rows", "packed"] = "rows",
     fbgemm: bool | None = None,
     unknown: Literal["zero", "raise", "id0"] = "zero",
 ) -> Served | ServedModel:
@@ -352,8 +323,6 @@ def load_served(
 
     Args:
         path: the folder.
-        layout: of tables stored as bitmask and values: "rows" decodes them now, "packed" at each lookup, in pure
-            torch, which saves memory and is many times slower.
         fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it they are pure torch.
         unknown: what becomes of an id that is out of the range of its table, such as one that is newer than the model.
             "zero": what becomes of a removed id: a zero vector, nothing added to a sum, and a mean counts it (it is
@@ -367,8 +336,8 @@ def load_served(
         is stored in each of them.
 
     Raises:
-        ValueError: the folder is not an artifact, is damaged, or has another version (names the file); or
-            ``layout="packed"`` and no table is packed.
+        ValueError: the folder is not an artifact, is damaged, or has another version or tables in the old format of
+            bitmask and values (names the file).
         ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
         OSError: a file can't be read.
 
@@ -388,27 +357,20 @@ def load_served(
         tensor([[3., 4.],
                 [6., 8.]])
     """
-    choice("layout", layout, ("rows", "packed"))
     choice("unknown", unknown, ("zero", "raise", "id0"))
-    if fbgemm and layout == "packed":
-        raise ValueError("Invalid fbgemm=True with layout='packed': FBGEMM has no lookup in packed rows.")
-    native = fbgemm is not False and layout == "rows" and lookup.fbgemm() is not None
+    native = fbgemm is not False and lookup.fbgemm() is not None
     if fbgemm and not native:
         raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
     artifact = open_artifact(path)
-    if layout == "packed" and all(table.values is None for table in artifact.manifest.tables.values()):
-        raise ValueError(f"Invalid layout='packed': no table of {path} is stored as bitmask and values.")
-    served = {each.path: _served(artifact, each, layout, native, unknown) for each in artifact.manifest.collections}
+    served = {each.path: _served(artifact, each, native, unknown) for each in artifact.manifest.collections}
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
 
-def _served(artifact: Artifact, collection: Collection, layout: str, native: bool, unknown: str) -> Served:
+def _served(artifact: Artifact, collection: Collection, native: bool, unknown: str) -> Served:
     entries = {name: artifact.manifest.tables[name] for name in collection.tables}
     if collection.kind in ("sequence", "embedding"):  # a table may be pooled in another collection
         entries = {name: replace(entry, pooling="none") for name, entry in entries.items()}
     tables = {name: StoredTable(entry, artifact.tensors(name)) for name, entry in entries.items()}
-    if layout == "rows":
-        tables = {name: _decoded(name, table) for name, table in tables.items()}
     features = [feature.table for feature in collection.features] or list(collection.tables)
     if native and any(table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()):
         native = False  # FBGEMM has no such rows
