@@ -1,7 +1,7 @@
 """Ways to a smaller table: what is tried of each within a number of bytes, and its training with the kernel.
 
 All train the two-tower model of ``examples/two_tower``. What is removed stays removed. Bytes are those of
-an artifact, bitmasks and index included.
+an artifact, index included; masks finer than rows with bitmasks, which artifacts no longer store.
 """
 
 from __future__ import annotations

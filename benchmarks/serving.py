@@ -3,8 +3,7 @@
 Lookups: one table of 1M x 64 in bags of 10, at 0 to 95% of the rows removed, with uniform ids and with ids of Zipf's
 law (the rarest are removed): through the artifact, through the dense table of the same dtype (FBGEMM's inference
 module, in float32 ``torch.nn.EmbeddingBag`` too), and through FBGEMM's own remaps. Then many tables behind a
-KeyedJaggedTensor, packed rows, and loading in a fresh process. Results are written to ``benchmarks/results/`` as JSON
-and markdown.
+KeyedJaggedTensor, and loading in a fresh process. Results are written to ``benchmarks/results/`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -39,10 +38,6 @@ CASES: list[dict[str, Any]] = [
         for dtype in ("fp32", "int8")
         for removed in (0.8, 0.95)
     ],
-    *[
-        {"kind": "packed", **TABLE, "rounds": 50, "dtype": dtype, "removed": 0.8, "ids": "uniform"}
-        for dtype in ("fp32", "int8")
-    ],
 ]
 WRITTEN = {"kind": "write", "rows": 2_000_000, "dim": 64, "removed": 0.8}
 
@@ -50,7 +45,7 @@ WRITTEN = {"kind": "write", "rows": 2_000_000, "dim": 64, "removed": 0.8}
 def main() -> int:
     """Runs the cases, prints the tables, writes the dated result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["lookups", "many", "packed", "load"], help="only the cases of one kind")
+    parser.add_argument("--only", choices=["lookups", "many", "load"], help="only the cases of one kind")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
     options = parser.parse_args()
     found = []
@@ -82,20 +77,20 @@ def report(found: list[dict[str, Any]]) -> str:
     """The figures as markdown tables with what they mean."""
     notes = (
         "Microseconds a lookup, 1 thread, fresh ids each time, the median of all rounds; peers take turns within a "
-        "round. Ratios are the artifact's time over the peer's: below 1 it is faster. TorchScript: the artifact saved "
-        "by to_torchscript(). FBGEMM dense: its inference module over the whole table in the same dtype. array, map: "
-        "FBGEMM's remaps in front of the same kept rows (4 bytes per original row; a hash map). index: finding the "
-        "rows, which is part of the artifact's time. file: bytes of the artifact over those of the dense float32 table."
+        "round. Ratios are the artifact's time over the peer's: below 1 it is faster. FBGEMM dense: its "
+        "inference module over the whole table in the same dtype. array, map: FBGEMM's remaps in front of the same "
+        "kept rows (4 bytes per original row; a hash map). index: finding the rows, which is part of the artifact's "
+        "time. file: bytes of the artifact over those of the dense float32 table."
     )
-    parts = (notes, _lookups(found), _many(found), _packed(found), _loads(found))
+    parts = (notes, _lookups(found), _many(found), _loads(found))
     return "\n\n".join(part for part in parts if part)
 
 
 def _lookups(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| dtype | ids | looked up | removed | file | artifact | TorchScript | index | FBGEMM dense | ratio |"
+        "| dtype | ids | looked up | removed | file | artifact | index | FBGEMM dense | ratio |"
         " nn.EmbeddingBag | ratio | array | map | index, array, map: bytes |",
-        "|" + "---|" * 15,
+        "|" + "---|" * 14,
     ]
     for f in (f for f in found if f["kind"] == "lookups"):
         times = f["times_s"]
@@ -105,7 +100,7 @@ def _lookups(found: list[dict[str, Any]]) -> str:
             f"{f['bags']} x {f['ids_a_bag']}",
             f"{f['removed']:.0%}",
             f"{f['file_bytes'] / f['dense_bytes']:.3f}",
-            *(_us(times.get(name)) for name in ("served", "scripted", "index")),
+            *(_us(times.get(name)) for name in ("served", "index")),
         ]
         for peer in ("tbe", "nn.EmbeddingBag"):
             row += [_us(times.get(peer)), f"**{times['served'] / times[peer]:.2f}**" if peer in times else "-"]
@@ -133,18 +128,6 @@ def _many(found: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {tables}, {f['bags']} ids each | {f['dtype']} | {f['removed']:.0%} | {_us(ours)} | {_us(peer)} "
             f"| **{ours / peer:.2f}** |"
-        )
-    return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def _packed(found: list[dict[str, Any]]) -> str:
-    lines = ["| 1x4 blocks, 80% removed | file | rows decoded at load | packed | slower | memory, decoded | packed |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for f in (f for f in found if f["kind"] == "packed"):
-        rows, packed = f["times_s"]["rows"], f["times_s"]["packed"]
-        lines.append(
-            f"| {f['dtype']} | {f['file_bytes'] / f['dense_bytes']:.3f} | {_us(rows)} | {_us(packed)} "
-            f"| {packed / rows:.1f}x | {f['rows_bytes'] / 1e6:.0f} MB | {f['packed_bytes'] / 1e6:.0f} MB |"
         )
     return "\n".join(lines) if len(lines) > 2 else ""
 

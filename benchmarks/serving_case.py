@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dist_sparse import DataNormSparsifier, export, load_served
 
-__all__ = ["load", "lookups", "main", "many", "packed", "write"]
+__all__ = ["load", "lookups", "main", "many", "write"]
 
 Call = Callable[[Tensor, Tensor], object]
 
@@ -27,7 +27,7 @@ def main() -> int:
     """Runs the case given as JSON and prints what it found as JSON."""
     case = json.loads(sys.argv[1])
     torch.manual_seed(0)
-    kinds = {"lookups": lookups, "many": many, "packed": packed, "write": write, "load": load}
+    kinds = {"lookups": lookups, "many": many, "write": write, "load": load}
     print(json.dumps({**case, **kinds[case["kind"]](case)}))
     return 0
 
@@ -43,10 +43,8 @@ def lookups(case: dict[str, Any]) -> dict[str, Any]:
         kept, bytes_ = _write(table, case, Path(folder) / "served")
         served = load_served(Path(folder) / "served")
         plain = load_served(Path(folder) / "served", fbgemm=False) if dtype == "fp32" else None
-        served.to_torchscript(Path(folder) / "served.pt")
-        scripted = torch.jit.load(Path(folder) / "served.pt")
     remap = torch.where(kept, kept.cumsum(0) - 1, -1).int()
-    calls: dict[str, Call] = {"served": served, "scripted": scripted, "tbe": _tbe(case, rows, None, True)}
+    calls: dict[str, Call] = {"served": served, "tbe": _tbe(case, rows, None, True)}
     if plain is not None:
         calls |= {"served in torch": plain, "nn.EmbeddingBag": table}
     if not bool(kept.all()):
@@ -91,18 +89,6 @@ def many(case: dict[str, Any]) -> dict[str, Any]:
     return {"times_s": _interleaved(calls, drawn, case["rounds"])}
 
 
-def packed(case: dict[str, Any]) -> dict[str, Any]:
-    """Lookups in bitmask and values, beside the same rows decoded."""
-    table = nn.EmbeddingBag(case["rows"], case["dim"], mode="sum", include_last_offset=True)
-    with tempfile.TemporaryDirectory() as folder:
-        _, bytes_ = _write(table, case, Path(folder) / "served")
-        calls: dict[str, Any] = {how: load_served(Path(folder) / "served", layout=how) for how in ("rows", "packed")}
-    offsets = torch.arange(0, case["bags"] * case["ids_a_bag"] + 1, case["ids_a_bag"])
-    times = _interleaved(calls, lambda: (_ids(case, case["rows"], None), offsets), case["rounds"])
-    held = {f"{how}_bytes": sum(each.nbytes for each in module.buffers()) for how, module in calls.items()}
-    return {"times_s": times, "file_bytes": bytes_, "dense_bytes": table.weight.nbytes, **held}
-
-
 def write(case: dict[str, Any]) -> dict[str, Any]:
     """Writes the dense model's state and artifacts of it into a folder, for :func:`load`."""
     folder = Path(case["folder"])
@@ -142,8 +128,7 @@ def _write(model: nn.Module, case: dict[str, Any], path: Path) -> tuple[Tensor, 
     """Sparsify and export; which rows of the first table are kept, and the bytes of the folder."""
     sparsifier = None
     if case["removed"]:
-        block = "row" if case["kind"] != "packed" else (1, 4)
-        sparsifier = DataNormSparsifier(sparsity_level=case["removed"], sparse_block_shape=block, norm="L2")
+        sparsifier = DataNormSparsifier(sparsity_level=case["removed"], sparse_block_shape="row", norm="L2")
         sparsifier.add_model(model)
         sparsifier.step()
         sparsifier.apply_masks()
@@ -214,7 +199,7 @@ def _interleaved(calls: dict[str, Any], draw: Callable[[], tuple[Any, ...]], rou
     names = list(calls)
     drawn = [{name: draw() for name in names} for _ in range(rounds)]
     for call in calls.values():
-        for _ in range(3):  # TorchScript compiles in the first two
+        for _ in range(3):  # the first calls allocate
             call(*draw())
     found: dict[str, list[float]] = {name: [] for name in names}
     for at, args in enumerate(drawn):

@@ -118,7 +118,6 @@ MUTATIONS = [
     M("serving/artifact.py", "os.rename(self.folder, check_new(self._path))", "os.rename(self.folder, self._path)", "tests/serving/test_artifact.py -k overwritten"),
     M("serving/artifact.py", "if name == \"kept\" and", "if False and", "tests/serving/test_artifact.py -k bitmap"),
     M("serving/check.py", " | ((weight == 0) & (found != 0))", "", "tests/serving/test_check.py -k exact"),
-    M("serving/codes.py", "bits = weight.contiguous().view(word) != 0", "bits = weight != 0", "tests/serving/test_codes.py -k packed"),
     M("serving/grid.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
 ]
 # fmt: on

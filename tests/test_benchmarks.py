@@ -69,7 +69,7 @@ def test_a_small_case_of_enforcement_runs(which: str) -> None:
     assert f"{found['enforce_s'] * 1e3:.2f}" in report([found])
 
 
-@pytest.mark.parametrize("kind", ["lookups", "many", "packed"])
+@pytest.mark.parametrize("kind", ["lookups", "many"])
 def test_a_small_case_of_serving_runs(kind: str) -> None:
     case = next(c for c in SERVING if c["kind"] == kind and c["removed"])
     small = {**case, "rows": 2000, "bags": 4, "rounds": 1, "ids": "zipf", **({"tables": 2} if kind == "many" else {})}

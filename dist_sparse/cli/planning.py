@@ -48,7 +48,7 @@ returns metrics by name, on data that the model was not trained on. If it has
 the parameters columns and rows, it is called again with fractions of them, and
 returns a model trained with smaller tables, and one with hashed ids, to compare
 with. A run that is interrupted goes on where it was if --out is the same. Bytes
-are those that would be served, indexes, scales and masks counted.
+are those that would be served, indexes, scales and bases counted.
 
 {STATUS}
 """
@@ -158,7 +158,7 @@ def add_frontier(commands: Commands) -> None:
     add(
         "--method",
         action="append",
-        help="bits, untouched, small, columns, rotated, rows, blocks, elements, mix or hashed; default: all",
+        help="bits, untouched, small, rotated, rows, mix or hashed; default: all",
     )
     add(
         "--rotate",

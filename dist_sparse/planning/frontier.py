@@ -57,8 +57,8 @@ def frontier(
     it.
 
     For each budget and method, the weights that fit are written into the tables, measured, and restored; the model is
-    not trained. Bytes are those of :class:`~dist_sparse.planning.candidates.ServedBytes`: scales, indexes, bitmasks and
-    bases are counted.
+    not trained. Bytes are those of :class:`~dist_sparse.planning.candidates.ServedBytes`: scales, indexes and bases are
+    counted. Masks finer than rows save none, so no method prunes them.
 
     Args:
         model: trained: a DistributedModelParallel, a DDP module or any module. Afterwards its weights are what they
@@ -70,8 +70,8 @@ def frontier(
             with ids hashed into that fraction of their rows.
         budgets: fractions of the tables' bytes.
         methods: of those in :data:`~dist_sparse.planning.methods.METHODS`: ``"bits"``, ``"untouched"``, ``"small"``,
-            ``"columns"``, ``"rotated"``, ``"rows"``, ``"blocks"``, ``"elements"``, ``"mix"`` and ``"hashed"``. None is
-            all of them, without those for which ``train`` has nothing: ``"small"`` and ``"hashed"``.
+            ``"rotated"``, ``"rows"``, ``"mix"`` and ``"hashed"``. None is all of them, without those for which
+            ``train`` has nothing: ``"small"`` and ``"hashed"``.
         dtypes: dtypes of the stored weights.
         rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read only by dot products
             between them.

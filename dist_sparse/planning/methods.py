@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from dist_sparse.planning.candidates import Candidate, SizedTable
 from dist_sparse.planning.choices import Choices, column_fractions, least_removed, worth_rotating
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.manifest import Dtype
-from dist_sparse.tables.shards import COL, ROW
 
 __all__ = ["METHODS", "Attempt", "Part", "attempts"]
 
@@ -18,11 +17,8 @@ METHODS: Final = {
     "bits": "bits alone",
     "untouched": "untouched rows removed",
     "small": "small dense",
-    "columns": "columns",
     "rotated": "rotated columns",
     "rows": "rows",
-    "blocks": "1x4 blocks",
-    "elements": "elements",
     "mix": "rotated columns and rows",
     "hashed": "hashed rows",
 }
@@ -30,13 +26,6 @@ METHODS: Final = {
 
 Groups = tuple[tuple[str, ...], ...]
 Part = Literal["columns", "rows"]
-
-_BLOCKS: Final[Mapping[str, tuple[int | str, int | str]]] = {
-    "columns": (COL, 1),
-    "rows": (1, ROW),
-    "blocks": (1, 4),
-    "elements": (1, 1),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +64,7 @@ def attempts(
         methods: of :data:`METHODS`.
         dtypes: to store what is left in.
         rotate: as in :func:`~dist_sparse.rotate`.
-        pruned: names of the tables that may lose blocks; all of them have one level. Rotated columns are removed from
+        pruned: names of the tables that may lose rows; all of them have one level. Rotated columns are removed from
             any table.
         untouched: by table, how many rows training has never touched.
     """
@@ -132,13 +121,12 @@ class _Search:
         widest = next((i for i, each in enumerate(rotated) if self.fits(each)), len(rotated))
         if widest < len(rotated) and "rotated" in methods:
             yield Attempt(method="rotated", candidate=rotated[widest])
-        for block in _BLOCKS:
-            if block in methods:
-                yield from self._removing(block, Candidate(dtype=dtype, block=_BLOCKS[block]))
+        if "rows" in methods:
+            yield from self._removing("rows", Candidate(dtype=dtype))
         if "mix" in methods:
             # A little wider than fits, and the rest of the bytes out of rows.
             for wider in rotated[max(widest - 2, 0) : widest]:
-                yield from self._removing("mix", replace(wider, block=_BLOCKS["rows"]))
+                yield from self._removing("mix", wider)
 
     def _small(self, dtype: Dtype) -> Iterator[Attempt]:
         for fraction in column_fractions(self.tables)[::-1]:

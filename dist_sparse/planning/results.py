@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dist_sparse.planning.candidates import Candidate
 from dist_sparse.planning.measure import Measured
 from dist_sparse.planning.methods import METHODS, Attempt
-from dist_sparse.text import block_shape_text, count, percent, table_lines
+from dist_sparse.text import count, percent, table_lines
 
 __all__ = ["NOTE", "Frontier", "Point"]
 
 NOTE = (
-    "Columns, rows, blocks and elements were removed from the trained model, which was not trained on: removed while "
+    "Columns and rows were removed from the trained model, which was not trained on: removed while "
     "it trains, they lose less, rotated columns above all."
 )
 
@@ -144,7 +143,7 @@ def _left(attempt: Attempt) -> str:
     if attempt.method == "untouched":
         parts.append("the touched rows")
     elif candidate.levels:
-        parts.append(f"{percent(1 - max(candidate.levels.values()))} of the {_blocks(candidate)}")
+        parts.append(f"{percent(1 - max(candidate.levels.values()))} of the rows")
     return ", ".join(parts) or "everything"
 
 
@@ -161,11 +160,5 @@ def _advice(attempt: Attempt) -> str:
     if attempt.method == "untouched":
         return f"Remove the rows that training has never touched{served}"
     if candidate.levels:
-        parts.append(f"{percent(max(candidate.levels.values()))} of the {_blocks(candidate)}")
+        parts.append(f"{percent(max(candidate.levels.values()))} of the rows")
     return f"Remove {' and '.join(parts)} during training{served}" if parts else f"Use {candidate.dtype}"
-
-
-def _blocks(candidate: Candidate) -> str:
-    """What ``levels`` removes."""
-    block = block_shape_text(candidate.block)
-    return {"row": "rows", "col": "columns", "1x1": "elements"}.get(block, f"{block} blocks")

@@ -26,7 +26,6 @@ from dist_sparse.serving.codes import decode, encode
 from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
-from dist_sparse.sparsifiers.score import BlockShape
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
@@ -38,8 +37,8 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     """Have the tables of ``model`` hold, within the block, what would be served of them. Collective: every rank of the
     world must enter and leave it; of the weights only rows that column borders cut travel.
 
-    Blocks are removed first: whole rows by norm and Adagrad's sums where a fused Adagrad trains the tables, otherwise
-    by the L2 norm; an attached enforcer changes nothing about that. Then tables are rotated and lose their last
+    Rows are removed first: by norm and Adagrad's sums where a fused Adagrad trains the tables, otherwise by the L2
+    norm; an attached enforcer changes nothing about that. Then tables are rotated and lose their last
     columns. Then the rest is rounded, and tables that were rotated alone are turned back, so that they may differ from
     what is served in the last bit.
 
@@ -119,7 +118,7 @@ def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, Sharded
     levels = {name: candidate.level(located[name]) for name in candidate.levels}
     for kernel in sorted({str(located[name].kernel) for name in levels}):  # those with a fused optimizer know its sums
         some = {name: level for name, level in levels.items() if str(located[name].kernel) == kernel}
-        _remove(model, candidate.block, some, world)
+        _remove_rows(model, some, world)
     bases: dict[str, Tensor] = {}
     for group in candidate.groups:
         over = group_over(located[group[0]].ranks)
@@ -144,8 +143,8 @@ class _Trained(ImportanceSparsifier):
     """Scores by what the fused Adagrad optimizers of a model have summed. It needs no enforcer, so that another one may
     be attached to the model."""
 
-    def __init__(self, model: nn.Module, names: Iterable[str], block: BlockShape) -> None:
-        super().__init__(sparsity_level=0.0, sparse_block_shape=block, score="norm_accumulator")
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__(sparsity_level=0.0, sparse_block_shape=(1, ROW), score="norm_accumulator")
         self._fused = fused_sums([model])
         self.add_model(model, include=[glob.escape(name) for name in names])
 
@@ -153,11 +152,10 @@ class _Trained(ImportanceSparsifier):
         return self._fused
 
 
-def _remove(model: nn.Module, block: BlockShape, levels: Mapping[str, float], world: Group) -> None:
-    """Zero the blocks with the smallest scores. Collective."""
-    sparsifier = _Trained(model, levels, block)
-    whole_rows = sparsifier.defaults["sparse_block_shape"] == (1, ROW)
-    if not whole_rows or world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
+def _remove_rows(model: nn.Module, levels: Mapping[str, float], world: Group) -> None:
+    """Zero the rows with the smallest scores. Collective."""
+    sparsifier = _Trained(model, levels)
+    if world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
         sparsifier.scored_by = "norm"
     preview = sparsifier.preview(levels)
     for name, masks in preview.masks.items():

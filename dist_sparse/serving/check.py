@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.serving.artifact import Artifact, open_artifact
-from dist_sparse.serving.codes import BITS, Rows, decode, encode, starts, unpack_rows
+from dist_sparse.serving.codes import BITS, Rows, decode, encode
 from dist_sparse.serving.grid import chunks
 from dist_sparse.serving.row_index import RowIndex
 
@@ -38,21 +38,11 @@ class MappedTable:
         self._tensors = artifact.tensors(name)
         self.index = RowIndex(self._tensors["kept"], self.entry.rows) if "kept" in self._tensors else None
         self.rotation = self._tensors.get("rotation")
-        self._first: Tensor | None = None
-        if "mask" in self._tensors:
-            self._first = starts(self._tensors["mask"], self.entry.width, self.entry.dim, self.entry.dtype)
-            stored = int(self._first[-1]) // (2 if self.entry.dtype == "int4" else 1)
-            if stored != len(self._tensors["values"]):
-                raise ValueError(f"Table {name!r}: its bitmasks have {stored} values, and there are others.")
 
     def rows(self, first: int, last: int) -> Rows:
-        """Return the stored rows ``[first, last)`` as they are stored, packed ones unpacked."""
+        """Return the stored rows ``[first, last)`` as they are stored."""
         tail = self._tensors["scale_bias"][first:last] if "scale_bias" in self._tensors else None
-        if self._first is None:
-            return Rows(self._tensors["rows"][first:last], tail)
-        masks, values = self._tensors["mask"][first:last], self._tensors["values"]
-        entry = self.entry
-        return unpack_rows(masks, self._first[first:last], values, tail, entry.width, entry.dim, entry.dtype)
+        return Rows(self._tensors["rows"][first:last], tail)
 
 
 class TableCheck:

@@ -27,7 +27,7 @@ from dist_sparse.checks import choice
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import Artifact, ArtifactWriter, check_new
 from dist_sparse.serving.check import TableCheck
-from dist_sparse.serving.codes import LARGEST, encode, pack_rows, packed_bytes
+from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of
 from dist_sparse.serving.row_index import RowIndex
@@ -76,9 +76,9 @@ def export(
     """Write the tables of ``model``, without removed weights, to a folder that ``dist_sparse.load_served`` reads.
     Collective: every rank of the world must call it; rank 0 writes.
 
-    Rows that are removed whole are not stored; a bitmap records their ids. Tables whose masks remove parts of rows are
-    stored as bitmask and values if that is smaller. Tables that were never sparsified are stored whole. Before the
-    folder gets its name, every weight of the model is compared with the written files.
+    Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within a kept row is
+    stored as zeros, so masks finer than rows save no bytes. Tables that were never sparsified are stored whole. Before
+    the folder gets its name, every weight of the model is compared with the written files.
 
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not changed, except that
     removed weights are zeroed by an attached enforcer.
@@ -142,7 +142,7 @@ def export(
         dist_sparse=dist_sparse.__version__,
         dtype=chosen,
         collections=tuple(lookups.collections),
-        tables={name: _planned(source, chosen, world) for name, source in sources.items()},
+        tables={name: _planned(source, chosen) for name, source in sources.items()},
         bytes=0,
     )
     target = Path(os.path.abspath(path))
@@ -188,8 +188,8 @@ def _counted(chunks: Iterator[Tensor], bar: Callable[[int], object]) -> Iterator
         bar(len(rows))
 
 
-def _planned(source: Source, dtype: Dtype, world: Group) -> Table:
-    """What will be stored of a table, packed where that is smaller. Collective; known on rank 0."""
+def _planned(source: Source, dtype: Dtype) -> Table:
+    """Describe the table as it will be stored."""
     rows, dim = len(source.kept), source.data.shape[1]
     table = Table(
         rows=rows,
@@ -200,29 +200,20 @@ def _planned(source: Source, dtype: Dtype, world: Group) -> Table:
         block=source.block,
         default_row=source.default_row,
         turned=None if source.rotation is None else source.rotation.shape[1],
-        bytes=TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0),
+        bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
     )
-    if source.finer:
-        sizes: list[int] = []
-        _stream(world, source, lambda chunks: sizes.extend(packed_bytes(rows, table.width, dtype) for rows in chunks))
-        table = min(table, replace(table, values=sum(sizes)), key=lambda each: sum(_sizes(each).values()))
-    taken = _sizes(table)
+    taken = {name: size_of(*each) for name, each in table.layout().items()}
     return replace(
         table,
         bytes=TableBytes(
             before=rows * dim * source.data.dtype.itemsize,
             after=sum(taken.values()),
             index=taken.get("kept", 0),
-            mask=taken.get("mask", 0),
             scales=taken.get("scale_bias", 0),
             dense_int4=rows * (-(-dim // 2) + 4),
             rotation=taken.get("rotation", 0),
         ),
     )
-
-
-def _sizes(table: Table) -> dict[str, int]:
-    return {name: size_of(*each) for name, each in table.layout().items()}
 
 
 def _write(manifest: Manifest, sources: Mapping[str, Source], path: Path, world: Group) -> Manifest:
@@ -260,12 +251,7 @@ def _write_table(writer: ArtifactWriter, name: str, table: Table, source: Source
         stored = encode(rows, table.dtype)
         if stored.scale_bias is not None:
             writer.append(f"{name}.scale_bias", stored.scale_bias)
-        if table.values is None:
-            writer.append(f"{name}.rows", stored.rows)
-        else:
-            mask, values = pack_rows(rows, stored, table.width)
-            writer.append(f"{name}.mask", mask)
-            writer.append(f"{name}.values", values)
+        writer.append(f"{name}.rows", stored.rows)
 
 
 def _compare(

@@ -2,8 +2,10 @@
 
 It takes the rows of all ids of all features as :class:`~dist_sparse.serving.row_index.RowIndexes` returns them, -1 for
 removed rows, which count as zeros. It holds tensors and numbers alone, no module of FBGEMM, which ``torch.export``
-refuses. (No ``from __future__ import annotations``: see ``row_index``.)
+refuses.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +29,6 @@ class StoredTable:
 
     entry: Table
     tensors: Mapping[str, Tensor]
-
-    @property
-    def mask_width(self) -> int:
-        """Columns for each bit of the bitmask, 0 of rows that are not packed."""
-        return 0 if "rows" in self.tensors else self.entry.width
 
 
 def fbgemm() -> Any:

@@ -49,7 +49,7 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 _KINDS: Final = ("bag", "sequence", "embedding_bag", "embedding")
 _POOLINGS: Final = ("sum", "mean", "none")
-_MOST_COLUMNS: Final = 1 << 16  # packed rows are decoded to as many as the manifest says
+_MOST_COLUMNS: Final = 1 << 16
 _MOST_COPIES: Final = 64  # each collection holds its tables: some bytes of a manifest would ask for copies of all
 
 
@@ -98,7 +98,6 @@ class TableBytes:
         before: of the dense table, in the dtype that it was trained in.
         after: of all of its tensors in the file.
         index: of the bitmap of kept rows.
-        mask: of the bitmask of kept blocks.
         scales: of the rows' scales and biases.
         dense_int4: what the whole table would take in 4 bits with no mask at all.
         rotation: of the matrix that turns outputs back.
@@ -107,7 +106,6 @@ class TableBytes:
     before: int
     after: int
     index: int
-    mask: int
     scales: int
     dense_int4: int
     rotation: int = 0
@@ -126,7 +124,6 @@ class Table:
         block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
         default_row: whether removed ids share a row, stored behind the kept ones.
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise None.
-        values: bytes of the packed values, of tables stored as bitmask and values; None of those stored as rows.
         bytes: what it takes.
         crc32: of each of its tensors, named as in :meth:`layout`.
         check: what was compared with the model before the artifact got its name.
@@ -140,15 +137,9 @@ class Table:
     block: tuple[int, int] | None
     default_row: bool = False
     turned: int | None = None
-    values: int | None = None
     bytes: TableBytes
     crc32: Mapping[str, str] = field(default_factory=dict)
     check: Mapping[str, int | float] = field(default_factory=dict)
-
-    @property
-    def width(self) -> int:
-        """Columns that share a bit of the bitmask, in tables stored as bitmask and values."""
-        return 1 if self.block is None else self.block[1]
 
     @property
     def stored(self) -> int:
@@ -160,21 +151,15 @@ class Table:
 
         ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows: weights, 8-bit codes, or
         two 4-bit codes a byte, the lower half first. ``scale_bias`` is what codes are multiplied by and what is added.
-        ``mask`` and ``values`` stand in for ``rows`` in packed tables. ``rotation`` is what outputs of rotated tables
-        are multiplied by.
+        ``rotation`` is what outputs of rotated tables are multiplied by.
         """
-        code = ROW_DTYPES[self.dtype]
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.kept < self.rows:
             found["kept"] = torch.int32, (-(-self.rows // 32),)
         if self.dtype in ("int8", "int4"):
             found["scale_bias"] = torch.float16, (self.stored, 2)
-        if self.values is None:
-            found["rows"] = code, (self.stored, -(-self.dim // 2) if self.dtype == "int4" else self.dim)
-        else:
-            blocks = -(-self.dim // self.width)
-            found["mask"] = torch.uint8, (self.stored, -(-blocks // 8))
-            found["values"] = code, (self.values // code.itemsize,)
+        columns = -(-self.dim // 2) if self.dtype == "int4" else self.dim
+        found["rows"] = ROW_DTYPES[self.dtype], (self.stored, columns)
         if self.turned is not None:
             found["rotation"] = torch.float32, (self.dim, self.turned)
         return found
@@ -256,7 +241,12 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
     if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in _POOLINGS:
         raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}")
     rows = integer("rows", entry["rows"], least=1, of=name)
-    block, values, turned = entry["block"], entry["values"], entry["turned"]
+    block, turned = entry["block"], entry["turned"]
+    # Until 2026-11-23, tables with masks finer than rows were packed, and said how many bytes their values took.
+    if entry.get("values") is not None:
+        raise ValueError(
+            f"table {name!r} is in the old packed format (bitmask and values), which is no longer read: export it again"
+        )
     if not isinstance(entry["default_row"], bool):
         raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
@@ -269,8 +259,8 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         block=None if block is None else (integer("block", block[0], least=1), integer("block", block[1], least=1)),
         default_row=entry["default_row"],
         turned=None if turned is None else integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name),
-        values=None if values is None else integer("values", values, least=0, of=name),
-        bytes=TableBytes(**entry["bytes"]),
+        # Artifacts of the old format count a mask, which is 0 in tables that are not packed.
+        bytes=TableBytes(**{part: size for part, size in entry["bytes"].items() if part != "mask"}),
         crc32=dict(entry["crc32"]),
         check=dict(entry["check"]),
     )

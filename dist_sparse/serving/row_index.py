@@ -4,10 +4,11 @@ A bitmap of one bit a row, and for each word of 32 rows the number of kept rows 
 original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit first; bits behind the last row are 0.
 Removed ids have no row, or all of them the same one, behind the kept rows: a default row. Ids out of range never have
 a row: what becomes of them is the caller's to decide.
-A row is found from one word and one count, in int32 arithmetic and pure torch: it runs in eager mode, under
-``torch.jit.script`` and ``torch.export``, on any device. (No ``from __future__ import annotations`` here: TorchScript
-reads annotations of classes as they are.)
+A row is found from one word and one count, in int32 arithmetic and pure torch: it runs in eager mode and under
+``torch.export``, on any device.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -106,7 +107,7 @@ class RowIndex(nn.Module):
         self.nbytes = self.words.nbytes + self.counts.nbytes
 
     @classmethod
-    def of(cls, kept: Tensor, default_row: bool = False) -> "RowIndex":
+    def of(cls, kept: Tensor, default_row: bool = False) -> RowIndex:
         """Return the index of a table from what is kept: bool ``(rows,)``."""
         if kept.dtype != torch.bool or kept.dim() != 1:
             raise ValueError(f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each row.")
@@ -124,13 +125,13 @@ class RowIndex(nn.Module):
         found = _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
         if self.default_row:
             found = torch.where(found < 0, self.num_kept, found)
-        return torch.where(inside == ids, found, -2)  # UNKNOWN: TorchScript reads no globals
+        return torch.where(inside == ids, found, UNKNOWN)
 
     def kept(self) -> Tensor:
         """Return which rows are kept: bool ``(rows,)``."""
         return unpack(self.words.view(torch.uint8), self.rows)
 
-    def compose(self, inner: "RowIndex") -> "RowIndex":
+    def compose(self, inner: RowIndex) -> RowIndex:
         """Return the index of a table that was compacted twice: ``inner`` indexes the kept rows of this one.
 
         Raises:
@@ -174,9 +175,6 @@ class RowIndexes(nn.Module):
     counts: Tensor
     constants: Tensor
     of_features: Tensor
-    any_removed: bool
-    any_dense: bool
-    any_default: bool
 
     def __init__(self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]) -> None:
         super().__init__()
@@ -231,7 +229,7 @@ class RowIndexes(nn.Module):
                 found = self._ranks(found, feature)
             if self.any_default:
                 found = torch.where(found < 0, self.of_features[2].int().index_select(0, feature), found)
-        return torch.where(inside == ids, found, -2)  # UNKNOWN: TorchScript reads no globals
+        return torch.where(inside == ids, found, UNKNOWN)
 
     def _ranks(self, row: Tensor, feature: Tensor) -> Tensor:
         """Kept rows before each row of the table of a feature, :data:`REMOVED` where it is removed."""

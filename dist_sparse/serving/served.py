@@ -1,12 +1,13 @@
 """Tables of an artifact as modules that look them up: :func:`load_served`.
 
 Loading needs torch and safetensors. Lookups use FBGEMM's operator where FBGEMM is installed; TorchRec is imported only
-when a KeyedJaggedTensor is passed. What a :class:`Served` calls, scripts and exports is its ``lookup``, a module that
-takes and returns tensors. (No ``from __future__ import annotations``: see ``row_index``.)
+when a KeyedJaggedTensor is passed. A :class:`Served` calls and exports its ``lookup``, a module that takes and returns
+tensors.
 """
 
+from __future__ import annotations
+
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,14 +15,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 from dist_sparse.checks import choice
 from dist_sparse.serving import lookup
 from dist_sparse.serving.artifact import Artifact, open_artifact
-from dist_sparse.serving.codes import starts, unpack_rows
-from dist_sparse.serving.grid import chunks
 from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
 from dist_sparse.serving.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
@@ -33,13 +31,13 @@ __all__ = ["Served", "ServedModel", "load_served"]
 
 
 class _Lookup(nn.Module):
-    """Found rows, and what reads them; base class of what is scripted and exported.
+    """Find the rows of ids and read them: base class of the modules that are exported.
 
     Args:
         tables: by name.
         features: for each feature, the name of its table.
         native: whether lookups use FBGEMM's operator.
-        unknown: what becomes of ids out of range, as of :func:`load_served`. What is scripted or exported counts none.
+        unknown: what becomes of ids out of range, as of :func:`load_served`. An exported graph counts none.
     """
 
     first_rows: Tensor
@@ -63,7 +61,6 @@ class _Lookup(nn.Module):
         self.register_buffer("first_rows", first, persistent=False)  # of each feature the row of id 0
         self._counted = [UnknownLookups({name: table.entry.rows for name, table in tables.items()}, features)]
 
-    @torch.jit.unused
     def unknown_lookups(self) -> dict[str, int]:
         """Return how many ids out of range were looked up, by table."""
         return dict(self._counted[0].counts)
@@ -71,7 +68,7 @@ class _Lookup(nn.Module):
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not read."""
         rows: Tensor = self.index(ids, counts)
-        if not is_scripting() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._note(ids, rows, counts)  # a graph neither counts nor raises
         if self.unknown == "id0":
             if self.features == 1:
@@ -80,7 +77,6 @@ class _Lookup(nn.Module):
             return torch.where(rows < -1, self.first_rows.index_select(0, feature), rows)
         return rows.clamp(min=-1)
 
-    @torch.jit.unused
     def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range.
 
@@ -94,7 +90,7 @@ class _Lookup(nn.Module):
         if self.unknown == "raise":
             raise ValueError("Out of range: " + "; ".join(map(str, found)) + ".")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_Lookup":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Lookup:
         """Move to another device, and keep dtypes: rounded scales would not give zeros for zeros."""
 
         def moved(tensor: Tensor) -> Tensor:
@@ -164,8 +160,8 @@ class EmbeddingLookup(_Lookup):
 def _checked(offsets: Tensor, count: int) -> Tensor:
     """Offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads where they point."""
     message = "Lengths must add up to the number of ids, and offsets must end with it."
-    if not is_scripting() and torch.compiler.is_compiling():
-        torch._assert_async(offsets[-1] == count, message)  # in a graph; TorchScript would remove it
+    if torch.compiler.is_compiling():
+        torch._assert_async(offsets[-1] == count, message)  # stays in the graph, unlike a branch
     elif int(offsets[-1]) != count:
         raise ValueError(message)
     return offsets.clamp(0, count)
@@ -174,32 +170,6 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
 def _index(table: StoredTable) -> RowIndex | None:
     words = table.tensors.get("kept")
     return None if words is None else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
-
-
-def _decoded(name: str, table: StoredTable) -> StoredTable:
-    """The table with rows, if it has bitmask and values.
-
-    Raises:
-        ValueError: there are other values than its bitmasks have.
-    """
-    if not table.mask_width:
-        return table
-    entry, tensors = table.entry, table.tensors
-    first = starts(tensors["mask"], entry.width, entry.dim, entry.dtype)
-    values = int(first[-1]) // (2 if entry.dtype == "int4" else 1)
-    if values != len(tensors["values"]):
-        raise ValueError(f"Table {name!r}: its bitmasks have {values} values, and there are others.")
-    scale_bias = tensors.get("scale_bias")
-    dtype, shape = replace(entry, values=None).layout()["rows"]
-    rows = torch.empty(shape, dtype=dtype)
-    for some in chunks(entry.stored, entry.dim):
-        tail = None if scale_bias is None else scale_bias[some]
-        part = unpack_rows(
-            tensors["mask"][some], first[:-1][some], tensors["values"], tail, entry.width, entry.dim, entry.dtype
-        )
-        rows[some] = part.rows
-    kept = {name: tensor for name, tensor in tensors.items() if name not in ("mask", "values")}
-    return StoredTable(entry, {**kept, "rows": rows})
 
 
 class Served(nn.Module):
@@ -211,7 +181,7 @@ class Served(nn.Module):
         dims: columns of each feature, of an embedding module those of its table.
 
     Attributes:
-        lookup: the module that is called, scripted and exported; tensors in, a tensor out.
+        lookup: the module that is called and exported; tensors in, a tensor out.
         features: names, in the order of values and lengths. A feature of two tables is listed twice.
         outputs: keys of the results, in the same order.
         dims: columns of the results, likewise.
@@ -269,29 +239,21 @@ class Served(nn.Module):
         """How many ids out of range were looked up since the artifact was loaded, by table."""
         return self.lookup.unknown_lookups()
 
-    def to_torchscript(self, file: str | os.PathLike[str]) -> None:
-        """Save :attr:`lookup` as TorchScript, for ``torch.jit.load`` in Python or C++.
-
-        It takes tensors, like :meth:`forward` called with tensors. Where it uses FBGEMM's operator, a C++ program must
-        load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that needs libtorch alone.
-
-        Raises:
-            ValueError: the artifact was loaded with ``unknown="raise"``.
-        """
-        self._refuse_raising()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated", category=DeprecationWarning)
-            torch.jit.save(torch.jit.script(self.lookup), str(file))
-
     def to_pt2(self, file: str | os.PathLike[str]) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
 
-        The number of ids and of bags may be any when it is called, 0 and 1 included.
+        It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags may be any when it is
+        called, 0 and 1 included. Where it uses FBGEMM's operator, a C++ program must load FBGEMM's library first;
+        ``load_served(path, fbgemm=False)`` gives one that needs libtorch alone.
 
         Raises:
             ValueError: the artifact was loaded with ``unknown="raise"``.
         """
-        self._refuse_raising()
+        if self.lookup.unknown == "raise":
+            raise ValueError(
+                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names the id. "
+                "Load the artifact with unknown='zero' or unknown='id0'."
+            )
         many = {0: torch.export.Dim.DYNAMIC}
         ids, weights = torch.zeros(2 * len(self.dims), dtype=torch.int64), torch.ones(2 * len(self.dims))
         if self.kind == "embedding":
@@ -303,13 +265,6 @@ class Served(nn.Module):
         # Sizes of 0 and 1 are not special to a lookup; this is torch's switch for saying so.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             torch.export.save(torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args)), str(file))
-
-    def _refuse_raising(self) -> None:
-        if self.lookup.unknown == "raise":
-            raise ValueError(
-                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names the id. "
-                "Load the artifact with unknown='zero' or unknown='id0'."
-            )
 
     def extra_repr(self) -> str:
         """Return the arguments shown by ``repr``."""
@@ -361,7 +316,6 @@ class ServedModel(nn.Module):
 def load_served(
     path: str | os.PathLike[str],
     *,
-    layout: Literal["rows", "packed"] = "rows",
     fbgemm: bool | None = None,
     unknown: Literal["zero", "raise", "id0"] = "zero",
 ) -> Served | ServedModel:
@@ -369,8 +323,6 @@ def load_served(
 
     Args:
         path: the folder.
-        layout: of tables stored as bitmask and values: "rows" decodes them now, "packed" at each lookup, in pure
-            torch, which saves memory and is many times slower.
         fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it they are pure torch.
         unknown: what becomes of an id that is out of the range of its table, such as one that is newer than the model.
             "zero": what becomes of a removed id: a zero vector, nothing added to a sum, and a mean counts it (it is
@@ -384,8 +336,8 @@ def load_served(
         is stored in each of them.
 
     Raises:
-        ValueError: the folder is not an artifact, is damaged, or has another version (names the file); or
-            ``layout="packed"`` and no table is packed.
+        ValueError: the folder is not an artifact, is damaged, or has another version or tables in the old format of
+            bitmask and values (names the file).
         ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
         OSError: a file can't be read.
 
@@ -405,27 +357,20 @@ def load_served(
         tensor([[3., 4.],
                 [6., 8.]])
     """
-    choice("layout", layout, ("rows", "packed"))
     choice("unknown", unknown, ("zero", "raise", "id0"))
-    if fbgemm and layout == "packed":
-        raise ValueError("Invalid fbgemm=True with layout='packed': FBGEMM has no lookup in packed rows.")
-    native = fbgemm is not False and layout == "rows" and lookup.fbgemm() is not None
+    native = fbgemm is not False and lookup.fbgemm() is not None
     if fbgemm and not native:
         raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
     artifact = open_artifact(path)
-    if layout == "packed" and all(table.values is None for table in artifact.manifest.tables.values()):
-        raise ValueError(f"Invalid layout='packed': no table of {path} is stored as bitmask and values.")
-    served = {each.path: _served(artifact, each, layout, native, unknown) for each in artifact.manifest.collections}
+    served = {each.path: _served(artifact, each, native, unknown) for each in artifact.manifest.collections}
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
 
-def _served(artifact: Artifact, collection: Collection, layout: str, native: bool, unknown: str) -> Served:
+def _served(artifact: Artifact, collection: Collection, native: bool, unknown: str) -> Served:
     entries = {name: artifact.manifest.tables[name] for name in collection.tables}
     if collection.kind in ("sequence", "embedding"):  # a table may be pooled in another collection
         entries = {name: replace(entry, pooling="none") for name, entry in entries.items()}
     tables = {name: StoredTable(entry, artifact.tensors(name)) for name, entry in entries.items()}
-    if layout == "rows":
-        tables = {name: _decoded(name, table) for name, table in tables.items()}
     features = [feature.table for feature in collection.features] or list(collection.tables)
     if native and any(table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()):
         native = False  # FBGEMM has no such rows

@@ -44,11 +44,6 @@ class Source:
     default_row: bool
     rotation: Tensor | None
 
-    @property
-    def finer(self) -> bool:
-        """Whether masks can remove parts of kept rows."""
-        return self.block is not None and self.block[1] < self.data.shape[1]
-
     def chunks(self) -> Iterator[Tensor]:
         """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several times their memory.
         Collective over the ranks that hold the table: they must exhaust it; on others it ends at once."""

@@ -12,7 +12,7 @@ def dense_is_smaller(manifest: Manifest) -> list[str]:
     """Return the tables that were pruned and would be smaller if they were dense, in 4 bits."""
 
     def pruned(table: Table) -> bool:
-        return table.kept < table.rows or (table.block is not None and table.width < table.dim)
+        return table.kept < table.rows or (table.block is not None and table.block[1] < table.dim)
 
     tables = manifest.tables.items()
     return [name for name, table in tables if pruned(table) and table.bytes.dense_int4 < table.bytes.after]
@@ -20,17 +20,16 @@ def dense_is_smaller(manifest: Manifest) -> list[str]:
 
 def summary(manifest: Manifest) -> str:
     """Return a table of the tables' bytes, and what to know about them."""
-    head = ("table", "rows", "kept", "dim", "dtype", "stored as", "dense", "served", "", "index", "masks", "scales")
+    head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", "scales")
     rows = []
     for name, table in manifest.tables.items():
         taken = table.bytes
-        stored = "rows" if table.values is None else "mask + values"
         share = percent(taken.after / taken.before if taken.before else None)
-        sizes = size(taken.before), size(taken.after), share, size(taken.index), size(taken.mask), size(taken.scales)
-        rows.append((name, count(table.rows), count(table.kept), count(table.dim), table.dtype, stored, *sizes))
+        sizes = size(taken.before), size(taken.after), share, size(taken.index), size(taken.scales)
+        rows.append((name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes))
     before = sum(table.bytes.before for table in manifest.tables.values())
     whole = f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of {size(before)} dense"
-    lines = [*table_lines(head, rows, right={1, 2, 3, 6, 7, 8, 9, 10, 11}), whole]
+    lines = [*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole]
     if smaller := dense_is_smaller(manifest):
         lines.append(f"dense rows of 4 bits would be smaller: {', '.join(map(printable, smaller))}")
     return "\n".join(lines)

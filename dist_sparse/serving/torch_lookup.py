@@ -1,8 +1,10 @@
-"""Lookups in pure torch, of rows or of bitmask and values.
+"""Lookups in pure torch.
 
-What :class:`~dist_sparse.serving.lookup.FbgemmLookup` does, for processes without FBGEMM, widths that it has no rows
-for, and packed rows. (No ``from __future__ import annotations``: see ``row_index``.)
+They replace :class:`~dist_sparse.serving.lookup.FbgemmLookup` in processes without FBGEMM, and for widths that it has
+no rows for.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -10,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.serving.codes import starts
 from dist_sparse.serving.lookup import StoredTable, mean_columns
 
 __all__ = ["TorchLookup"]
@@ -32,13 +33,11 @@ class TorchLookup(nn.Module):
         self.register_buffer("mean_columns", mean_columns(entries))
         self.pooling = entries[0].pooling
         self.mixed = len({entry.pooling for entry in entries}) > 1
-        kinds = {name: (table.entry.dim, table.mask_width) for name, table in tables.items()}
-        alike = sorted(set(kinds.values()))
-        self.groups = nn.ModuleList(
-            (_PackedGroup if kind[1] else _Group)(tables, [name for name in tables if kinds[name] == kind], features)
-            for kind in alike
-        )
-        self.group_of = [alike.index(kinds[name]) for name in features]
+        by_width: dict[int, list[str]] = {}
+        for name, table in tables.items():
+            by_width.setdefault(table.entry.dim, []).append(name)
+        self.groups = nn.ModuleList(_Group(tables, names, features) for names in by_width.values())
+        self.group_of = [list(by_width).index(entry.dim) for entry in entries]
 
     def forward(self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         """As :meth:`FbgemmLookup.forward`."""
@@ -48,17 +47,12 @@ class TorchLookup(nn.Module):
         return torch.where(self.mean_columns, mean, self._pooled(rows, offsets, counts, weights, "sum"))
 
     def _pooled(self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None, pooling: str) -> Tensor:
-        found: list[Tensor] = []
-        for group in self.groups:
-            found.append(group(rows, offsets, counts, weights, pooling))
+        found: list[Tensor] = [group(rows, offsets, counts, weights, pooling) for group in self.groups]
         if pooling == "none":
             return torch.stack(found).sum(0) if len(found) > 1 else found[0]
         if len(found) == 1:
             return found[0].transpose(0, 1).flatten(1)
-        columns: list[Tensor] = []
-        for feature, at in enumerate(self.group_of):
-            columns.append(found[at][feature])
-        return torch.cat(columns, 1)
+        return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
 
 
 class _Group(nn.Module):
@@ -86,15 +80,11 @@ class _Group(nn.Module):
             raise ValueError(
                 f"Tables of {self.width} columns keep {self.count} rows: without FBGEMM at most {_MOST_ROWS}."
             )
-        self._hold([tables[name] for name in mine])
+        for key in ("rows", "scale_bias"):
+            parts = [tables[name].tensors[key] for name in mine if key in tables[name].tensors] or [torch.empty(0, 2)]
+            self.register_buffer(key, torch.cat([*parts, parts[0].new_zeros(1, parts[0].shape[1])]))
         # For each feature, where its table's rows start; -1: they are in another group.
         self.register_buffer("firsts", torch.tensor([firsts[name] for name in features], dtype=torch.int32))
-
-    def _hold(self, tables: Sequence[StoredTable]) -> None:
-        """Register the tensors of the group's tables."""
-        for key in ("rows", "scale_bias"):
-            parts = [table.tensors[key] for table in tables if key in table.tensors] or [torch.empty(0, 2)]
-            self.register_buffer(key, torch.cat([*parts, parts[0].new_zeros(1, parts[0].shape[1])]))
 
     def forward(self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None, pooling: str) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row, ``(n, width)``."""
@@ -106,7 +96,9 @@ class _Group(nn.Module):
             here = torch.where(rows < 0, self.count, rows)
         if pooling == "none":
             return self._vectors(here)
-        matrix, at = self._matrix(here)
+        matrix, at = self.rows, here
+        if self.dtype != "fp32":  # only the rows of these ids are decoded
+            matrix, at = self._vectors(here), torch.arange(here.size(0), dtype=torch.int32, device=here.device)
         if weights is None:
             bags = F.embedding_bag(at, matrix, offsets, mode=pooling, include_last_offset=True)
         else:
@@ -117,68 +109,15 @@ class _Group(nn.Module):
                 bags = bags / offsets.diff().clamp(min=1).unsqueeze(1)
         return bags.view(features, -1, self.width)
 
-    def _matrix(self, here: Tensor) -> tuple[Tensor, Tensor]:
-        """A float32 matrix, and which of its rows those at ``here`` are."""
-        if self.dtype == "fp32":
-            return self.rows, here
-        return self._vectors(here), torch.arange(here.size(0), dtype=torch.int32, device=here.device)
-
     def _vectors(self, here: Tensor) -> Tensor:
         """The rows at ``here``, float32 ``(n, width)``."""
         found = self.rows.index_select(0, here)
-        if self.dtype == "fp32" or self.dtype == "fp16":
+        if self.dtype in ("fp32", "fp16"):
             return found.float()
         if self.dtype == "int4":
             found = torch.stack((found & 15, found >> 4), 2).flatten(1)[:, : self.width]
         scale, bias = self.scale_bias.index_select(0, here).float().chunk(2, 1)
         return found * scale + bias
-
-
-class _PackedGroup(_Group):
-    """Tables of bitmask and values: looks each row's bits up, and for each bit the place of its value."""
-
-    mask: Tensor
-    values: Tensor
-    starts: Tensor
-    byte_of: Tensor
-    bit_of: Tensor
-
-    def _hold(self, tables: Sequence[StoredTable]) -> None:
-        first = tables[0].entry
-        per_value = 2 if first.dtype == "int4" else 1  # codes in a byte
-        found, end = [], 0
-        for table in tables:
-            values = table.tensors["values"]
-            found.append(starts(table.tensors["mask"], first.width, first.dim, first.dtype)[:-1] + end)
-            end += len(values) * per_value
-        # Behind the last row one without values, and behind the last value one that is read for removed elements.
-        places = torch.cat([*found, torch.tensor([end])])
-        self.register_buffer("starts", places if end > _MOST_ROWS else places.int())
-        for key in ("mask", "values", "scale_bias"):
-            parts = [table.tensors[key] for table in tables if key in table.tensors] or [torch.empty(0, 2)]
-            self.register_buffer(key, torch.cat([*parts, parts[0].new_zeros(1, *parts[0].shape[1:])]))
-        block = torch.arange(first.dim) // first.width
-        self.register_buffer("byte_of", block >> 3)
-        self.register_buffer("bit_of", (block & 7).to(torch.uint8))
-
-    def _matrix(self, here: Tensor) -> tuple[Tensor, Tensor]:
-        return self._vectors(here), torch.arange(here.size(0), dtype=torch.int32, device=here.device)
-
-    def _vectors(self, here: Tensor) -> Tensor:
-        taken = (self.mask.index_select(0, here).index_select(1, self.byte_of) >> self.bit_of) & 1
-        place = self.starts.index_select(0, here).unsqueeze(1) + taken.cumsum(1, dtype=torch.int32) - 1
-        place = place.clamp(min=0).view(-1)
-        if self.dtype == "int4":
-            pair = self.values.index_select(0, place >> 1)
-            found = torch.where((place & 1) > 0, pair >> 4, pair & 15).view(taken.size())
-        else:
-            found = self.values.index_select(0, place).view(taken.size())
-        if self.dtype == "fp32" or self.dtype == "fp16":
-            vectors = found.float()
-        else:
-            scale, bias = self.scale_bias.index_select(0, here).float().chunk(2, 1)
-            vectors = found * scale + bias
-        return torch.where(taken > 0, vectors, 0.0)
 
 
 _MOST_ROWS = 2**31 - 2

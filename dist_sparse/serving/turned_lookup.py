@@ -1,9 +1,10 @@
 """Lookups of rotated tables, whose results are turned back to the columns that the model had.
 
 A stage behind :class:`~dist_sparse.serving.lookup.FbgemmLookup` or
-:class:`~dist_sparse.serving.torch_lookup.TorchLookup`, with the same arguments. (No ``from __future__ import
-annotations``: see ``row_index``.)
+:class:`~dist_sparse.serving.torch_lookup.TorchLookup`, with the same arguments.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -38,14 +39,10 @@ class TurnedLookup(nn.Module):
     def forward(self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         """As :meth:`FbgemmLookup.forward`; columns are those of the original tables."""
         found: Tensor = self.rows(rows, offsets, counts, weights)
-        turned: list[Tensor] = []
         if not self.sequences:
             parts = torch.split(found, self.dims, 1)
-            for feature, turn in enumerate(self.turns):
-                turned.append(turn(parts[feature]))
-            return torch.cat(turned, 1)
-        for turn in self.turns:
-            turned.append(turn(found))
+            return torch.cat([turn(part) for turn, part in zip(self.turns, parts, strict=True)], 1)
+        turned: list[Tensor] = [turn(found) for turn in self.turns]
         out = turned[0]
         if len(turned) > 1:
             features = torch.arange(len(turned), device=counts.device)

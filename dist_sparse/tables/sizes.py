@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-__all__ = ["basis_bytes", "index_bytes", "mask_bytes", "narrow_width"]
+__all__ = ["basis_bytes", "index_bytes", "narrow_width"]
 
 
 def index_bytes(rows: int) -> int:
@@ -17,11 +15,6 @@ def index_bytes(rows: int) -> int:
         256
     """
     return 8 * -(-rows // 32)
-
-
-def mask_bytes(rows: int, columns: int, width: int) -> int:
-    """Return the bytes of the bitmasks of rows: a bit for each ``width`` columns, in whole bytes a row."""
-    return rows * math.ceil(math.ceil(columns / width) / 8)
 
 
 def narrow_width(kept: int, columns: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dist_sparse import checks
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, resolve_block
-from dist_sparse.tables.sizes import basis_bytes, index_bytes, mask_bytes, narrow_width
+from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 
 __all__ = ["Budget", "budget_levels", "parse_budget"]
 
@@ -65,13 +65,13 @@ def budget_levels(
 
     Raises:
         ValueError: the budget is less than can be reached, or holds all tables as they are; blocks do not divide a
-            table; or tables of one group of ``rotate``, which are as wide as the widest, have different floors.
+            table, or are finer than rows of a table that is not rotated, which saves no bytes; or tables of one group
+            of ``rotate``, which are as wide as the widest, have different floors.
     """
     pruned = {data.name: data for data in located if data.name not in left_dense}
     shapes = {name: resolve_block(name, block, data.shape) for name, data in pruned.items()}
     for name, data in pruned.items():
-        if any(size % side for size, side in zip(data.shape, shapes[name], strict=True)):
-            raise ValueError(f"Table {name!r}: a budget needs blocks that divide {data.shape}; {shapes[name]} do not.")
+        _refuse_unusable_blocks(data, shapes[name], rotate)
     for group in () if rotate is None or isinstance(rotate, str) else rotate:
         of_group = {name: floors.get(name, 0.0) for name in group if name in pruned}
         if len(set(of_group.values())) > 1:
@@ -107,6 +107,17 @@ _STEPS = 2**53
 """Levels that are tried are multiples of one part in so many: float64 holds them exactly."""
 
 
+def _refuse_unusable_blocks(data: ShardedData, block: Block, rotate: Rotate | None) -> None:
+    if any(size % side for size, side in zip(data.shape, block, strict=True)):
+        raise ValueError(f"Table {data.name!r}: a budget needs blocks that divide {data.shape}; {block} do not.")
+    # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
+    if block[1] < data.shape[1] and not _is_rotated(data.name, rotate):
+        raise ValueError(
+            f"Table {data.name!r}: a budget needs whole rows, or columns that are rotated; blocks of {block} are "
+            "served as zeros, and save no bytes. Give a level instead."
+        )
+
+
 def _bytes(data: ShardedData) -> int:
     return math.prod(data.shape) * data.dtype.itemsize
 
@@ -114,10 +125,15 @@ def _bytes(data: ShardedData) -> int:
 def _served(data: ShardedData, block: Block, kept: int, rotate: Rotate | None) -> int:
     """Bytes of a table that keeps so many blocks."""
     (rows, columns), itemsize = data.shape, data.dtype.itemsize
-    groups = () if rotate is None or isinstance(rotate, str) else rotate
-    if rotate == "table" or any(data.name in group for group in groups):
+    if _is_rotated(data.name, rotate):
+        groups = () if rotate is None or isinstance(rotate, str) else rotate
         width = narrow_width(kept * block[1], columns)
         alone = not any(len(group) > 1 for group in groups if data.name in group)
         return rows * width * itemsize + (basis_bytes(columns, width) if alone else 0)
-    finding = index_bytes(rows) if block[1] >= columns else mask_bytes(rows, columns, block[1])
-    return kept * math.prod(block) * itemsize + finding
+    return kept * math.prod(block) * itemsize + index_bytes(rows)
+
+
+def _is_rotated(name: str, rotate: Rotate | None) -> bool:
+    if rotate is None or isinstance(rotate, str):
+        return rotate == "table"
+    return any(name in group for group in rotate)

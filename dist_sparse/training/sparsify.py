@@ -301,7 +301,8 @@ def sparsify(
             qualified names; of several that match, the last counts. Tables that none matches stay at 0.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a share of them as text,
             ``"20%"``. It counts the bytes that are served, as :func:`~dist_sparse.plan` does, in the dtype of training.
-            All tables then have the same level, which rises along the schedule.
+            All tables then have the same level, which rises along the schedule. Blocks must be whole rows, or columns
+            of rotated tables: finer ones are served as zeros, and save no bytes.
         scope: ``"table"``, or ``"global"``: the total bytes of all levels are removed wherever scores are smallest; see
             :class:`~dist_sparse.ScoreSparsifier`.
         floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.

@@ -111,6 +111,6 @@ def test_the_frontier(npz: Path, tmp_path: Path) -> None:
     options = ("--data", npz, "--dim", 8, "--epochs", 1, "--batch-size", 256, "--out", tmp_path / "out")
     done = run_script(MAIN.with_name("frontier.py"), options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for text in ("small dense", "rotated columns", "elements", "recall@20", "of the whole model"):
+    for text in ("small dense", "rotated columns", "rows", "recall@20", "of the whole model"):
         assert text in done.stdout
     assert {file.name for file in (tmp_path / "out").iterdir()} >= {"trials.jsonl", "frontier.json", "frontier.md"}

@@ -49,7 +49,7 @@ def test_each_method_uses_what_a_budget_holds() -> None:
     assert torch.equal(model.weight, before) and torch.equal(evaluated[0], before)
     assert result.table_bytes == 400 * 16 * 4 and result.full == {"error": 0.0, "fit": 1.0}
     assert {point.method for point in result.points if point.budget == 0.5} == {
-        "bits", "rotated", "columns", "rows", "blocks", "elements", "mix"
+        "bits", "rotated", "rows", "mix"
     }  # fmt: skip
     for point in result.points:
         bytes_ = point.measured.bytes
@@ -58,10 +58,10 @@ def test_each_method_uses_what_a_budget_holds() -> None:
         [served] = [rows for rows, each in zip(evaluated[1:], result.trials, strict=True) if each is point.measured]
         with serving(model, candidate):
             assert torch.equal(model.weight, served)
-        if point.method in ("rows", "elements"):
+        if point.method == "rows":
             assert bytes_ > 0.99 * point.budget * result.table_bytes
-    assert [result.loss(point.measured) for point in result.points[:7]] == sorted(
-        result.loss(point.measured) for point in result.points[:7]
+    assert [result.loss(point.measured) for point in result.points[:4]] == sorted(
+        result.loss(point.measured) for point in result.points[:4]
     )
 
 
@@ -77,7 +77,7 @@ def test_the_recommendation() -> None:
             model,
             error_of(model),
             budgets=[0.5, 0.2, 0.11],
-            methods=["rotated", "columns", "bits"],
+            methods=["rotated", "bits"],
             lower_is_better=["error"],
             tolerance=tolerance,
         )
@@ -98,7 +98,7 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
         trained.append(("rows", share))
         return nn.EmbeddingBag(int(400 * share), 16), lambda model: {"error": 9.0, "fit": 0.0}
 
-    options = {"train": {"columns": columns, "rows": rows}, "methods": ["small", "hashed", "elements"], "out": tmp_path}
+    options = {"train": {"columns": columns, "rows": rows}, "methods": ["small", "hashed", "rows"], "out": tmp_path}
     points = found(model, budgets=[0.2, 0.1], **options)
     assert points[0.2, "small"] == 400 * (8 + 4) and points[0.1, "small"] == 400 * (2 + 4)
     assert 0.99 * 2560 < points[0.1, "hashed"] <= 2560
@@ -193,7 +193,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["plan", words[1], "--measure"])
     assert "--budget" in capsys.readouterr().err
-    kept = ["--budget", "20%", "--method", "elements", "--less", "error", "--out", str(tmp_path / "out")]
+    kept = ["--budget", "20%", "--method", "rows", "--less", "error", "--out", str(tmp_path / "out")]
     assert main(["frontier", f"{entry}:stopped", *kept]) == 130
     assert capsys.readouterr().err.endswith("dist-sparse: interrupted\n")
     assert main(["frontier", f"{entry}:measured", *kept, "--json"]) == 0

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dist_sparse.serving.artifact import ArtifactWriter
-from dist_sparse.serving.codes import decode, encode, pack_rows
+from dist_sparse.serving.codes import decode, encode
 from dist_sparse.serving.manifest import Collection, Dtype, Feature, Kind, Manifest, Pooling, Table, TableBytes
 from dist_sparse.serving.row_index import RowIndex
 
-NO_BYTES = TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0)
+NO_BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
 
 
 @dataclass
@@ -25,8 +25,6 @@ class Source:
     weight: Tensor
     features: Sequence[str] = ()
     pooling: Pooling = "sum"
-    width: int = 0
-    """Columns of a packed block; 0: rows."""
     dtype: Dtype = "fp32"
 
     @property
@@ -48,7 +46,7 @@ class Source:
             dim=self.weight.shape[1],
             pooling=self.pooling,
             dtype=self.dtype,
-            block=(1, self.width or self.weight.shape[1]),
+            block=(1, self.weight.shape[1]),
             bytes=NO_BYTES,
         )
         tensors: dict[str, Tensor] = {}
@@ -56,11 +54,7 @@ class Source:
             tensors["kept"] = RowIndex.of(kept).words
         if rows.scale_bias is not None:
             tensors["scale_bias"] = rows.scale_bias
-        if self.width:
-            tensors["mask"], tensors["values"] = pack_rows(self.weight[kept], rows, self.width)
-            entry = replace(entry, values=tensors["values"].nbytes)
-        else:
-            tensors["rows"] = rows.rows
+        tensors["rows"] = rows.rows
         return entry, tensors
 
 

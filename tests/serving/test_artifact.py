@@ -20,13 +20,13 @@ from torch import Tensor
 from dist_sparse.serving.artifact import Artifact, ArtifactWriter, open_artifact
 from dist_sparse.serving.manifest import Collection, Feature, Manifest, Table, TableBytes
 
-BYTES = TableBytes(before=0, after=0, index=0, mask=0, scales=0, dense_int4=0)
+BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
 INT8: dict[str, Any] = {"dim": 3, "pooling": "sum", "dtype": "int8", "bytes": BYTES}
 # Sizes that leave everything after them misaligned, were it not sorted; one name needs escapes in JSON.
 TABLES = {
     "dense": Table(rows=3, kept=3, block=None, **INT8),
     "nothing left": Table(rows=5, kept=0, block=(1, 3), **INT8),
-    'pac"ké': Table(rows=33, kept=1, block=(1, 2), values=2, **INT8),
+    'pac"ké': Table(rows=33, kept=1, block=(1, 2), **INT8),
 }
 TENSORS = {
     "dense.scale_bias": torch.arange(6.0).half().view(3, 2),
@@ -36,8 +36,7 @@ TENSORS = {
     "nothing left.rows": torch.zeros(0, 3, dtype=torch.uint8),
     'pac"ké.kept': torch.tensor([0, 1], dtype=torch.int32),
     'pac"ké.scale_bias': torch.ones(1, 2).half(),
-    'pac"ké.mask': torch.tensor([[1]], dtype=torch.uint8),
-    'pac"ké.values': torch.tensor([7, 9], dtype=torch.uint8),
+    'pac"ké.rows': torch.tensor([[7, 9, 0]], dtype=torch.uint8),
 }
 MANIFEST = Manifest(
     dist_sparse="1.0",
@@ -189,6 +188,30 @@ def test_a_crafted_manifest_is_refused(copied: Path, change: Callable[[dict[str,
     open_artifact(copied)
     rewritten(copied, change)
     with pytest.raises(ValueError, match=r"manifest\.json|tables\.safetensors"):
+        open_artifact(copied)
+
+
+def test_the_old_format_is_refused_where_tables_are_packed(copied: Path) -> None:
+    """It stored tables with masks finer than rows as bitmask and values; its other tables are read."""
+
+    def old(values: int | None) -> Callable[[dict[str, Any]], None]:
+        def change(manifest: dict[str, Any]) -> None:
+            for table in manifest["tables"].values():
+                table["bytes"]["mask"] = 0
+                table["values"] = None
+            manifest["tables"]['pac"ké']["values"] = values
+
+        return change
+
+    before = open_artifact(copied).manifest
+    rewritten(copied, old(None))
+    assert open_artifact(copied).manifest == before
+    rewritten(copied, old(2))
+    with pytest.raises(
+        ValueError,
+        match=r"manifest\.json is refused: table 'pac\"ké' is in the old packed format \(bitmas"
+        r"k and values\), which is no longer read: export it again",
+    ):
         open_artifact(copied)
 
 

@@ -1,4 +1,4 @@
-"""Stored rows: zeros stay exactly zero, the rest is bit-equal or within half a step, packed and not."""
+"""Stored rows: zeros stay exactly zero, the rest is bit-equal or within half a step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.codes import (
-    LARGEST,
-    decode,
-    encode,
-    out_of_range,
-    pack_rows,
-    packed_bytes,
-    starts,
-    unpack_rows,
-)
+from dist_sparse.serving.codes import LARGEST, decode, encode, out_of_range
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -63,33 +54,6 @@ def test_rows_of_other_types(dtype: str, source: torch.dtype) -> None:
         assert torch.equal(stored.rows, weight.to(TYPES[dtype]))
     else:
         assert torch.equal(stored.rows, encode(weight.double(), dtype).rows)
-    mask, values = pack_rows(weight, stored, 4)
-    first = starts(mask, 4, 8, dtype)
-    assert torch.equal(
-        decode(unpack_rows(mask, first[:-1], values, stored.scale_bias, 4, 8, dtype), 8), decode(stored, 8)
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 3, 4])
-@pytest.mark.parametrize("columns", [1, 7, 40])
-def test_packed_rows(dtype: str, width: int, columns: int) -> None:
-    """In chunks, as they are written; read whole, and a few of them."""
-    weight = rows_of(columns, 0.1)
-    stored = encode(weight, dtype)
-    parts = [
-        pack_rows(part, encode(part, dtype), width) for part in (weight[:1], weight[1:50], weight[50:50], weight[50:])
-    ]
-    mask, values = (torch.cat(each) for each in zip(*parts, strict=True))
-    blocks = -(-columns // width)
-    assert mask.shape == (120, -(-blocks // 8))
-    assert values.nbytes == packed_bytes(weight, width, dtype)
-    first = starts(mask, width, columns, dtype)
-    for some in (torch.arange(120), torch.tensor([7, 3, 3, 119]), torch.tensor([], dtype=torch.int64)):
-        tail = None if stored.scale_bias is None else stored.scale_bias[some]
-        found = unpack_rows(mask[some], first[some], values, tail, width, columns, dtype)
-        assert found.rows.dtype == stored.rows.dtype
-        assert torch.equal(found.rows.view(torch.uint8), stored.rows[some].view(torch.uint8))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_sparse.serving.served import load_served
 from tests.serving.folders import Source, table, write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
@@ -33,10 +32,12 @@ def test_the_program(tmp_path: Path) -> None:
     """With FBGEMM's operator, and with libtorch alone."""
     weight = table(40, 8, 0.5, whole=True)
     weight[0], weight[1] = 0, torch.arange(1.0, 9.0)
-    path = write(tmp_path / "served", ("", "bag", [Source("t", weight, ["f"])]))
-    (tmp_path / "serve.cpp").write_text(block("cpp", "torch::jit::load"))
+    write(tmp_path / "served", ("", "bag", [Source("t", weight, ["f"])]))
+    (tmp_path / "serve.cpp").write_text(block("cpp", "AOTIModelPackageLoader"))
     commands = block("console", "serve.cpp")
-    assert commands.count("g++") == commands.count("./serve served.pt") == 1
+    assert commands.count("g++") == commands.count("./serve package.pt2") == 1
+    compiled = block("console", "aoti_compile_and_package")
+    assert compiled.count('load_served("served")') == 1
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.pop("LD_LIBRARY_PATH", None)
 
@@ -47,14 +48,14 @@ def test_the_program(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stderr
         return [float(each) for line in done.stdout.splitlines() if "[" not in line for each in line.split()]
 
-    load_served(path, fbgemm=True).to_torchscript(tmp_path / "served.pt")
     want = [0.0] * 8 + [2.0 * each for each in range(1, 9)]
+    run(compiled)
     assert run(commands) == want
-    load_served(path, fbgemm=False).to_torchscript(tmp_path / "served.pt")
-    assert run("./serve served.pt") == want
+    run(compiled.replace('load_served("served")', 'load_served("served", fbgemm=False)'))
+    assert run("./serve package.pt2") == want

@@ -143,14 +143,12 @@ def test_is_served(tmp_path: Path, fbgemm: bool) -> None:
     one = manifest.tables["one"]
     assert (one.kept, one.default_row, one.check["removed"]) == (16, True, 24)
     assert one.bytes.after == 17 * (DIM + 4) + 8 and not manifest.tables["whole"].default_row
-    script, program = tmp_path / "script.pt", tmp_path / "program.pt2"
+    program = tmp_path / "program.pt2"
     for path, arguments in (("bags", (ids[[0, 1, 2, *range(3, 9), *range(3, 9), 9, 10, 11]],)), ("one", (ids,))):
         lengths = torch.tensor([3, 0, 2, 4, 2, 4, 1, 2])
         given = (*arguments, lengths) if path == "bags" else arguments
-        served[path].to_torchscript(script)
         served[path].to_pt2(program)
         want = served[path].lookup(*given)
-        assert torch.equal(torch.jit.load(script)(*given), want)
         assert torch.equal(torch.export.load(program).module()(*given), want)
     text = (tmp_path / "int8" / "manifest.json").read_text()
     assert Manifest.from_text(text) == manifest

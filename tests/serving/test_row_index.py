@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Sequence
 
 import pytest
@@ -120,7 +119,7 @@ def test_several_dense_tables() -> None:
     assert index(torch.tensor([8, 9, 4, 5, -1]), torch.tensor([2, 3])).tolist() == [8, -2, 4, -2, -2]
 
 
-def test_scripted_saved_and_exported() -> None:
+def test_exported_and_copied() -> None:
     """Both modules, with other numbers of ids than they were traced with."""
     one, ids = RowIndex.of(random_kept(100, 0.5)), ids_of(100)
     some, _, features = several()
@@ -129,10 +128,6 @@ def test_scripted_saved_and_exported() -> None:
     for module, short, args in ((one, (ids[:5],), (ids,)), (some, (many[0][:5], lengths.clamp(max=1)[:5]), many)):
         if len(short) == 2:
             short = (short[0][: int(short[1].sum())], short[1])
-        file = io.BytesIO()
-        torch.jit.save(torch.jit.script(module), file)
-        file.seek(0)
-        assert torch.equal(torch.jit.load(file)(*args), module(*args))
         ids_dim = {0: torch.export.Dim.DYNAMIC}
         exported = torch.export.export(module, short, dynamic_shapes=(ids_dim, *[None] * (len(short) - 1)))
         assert torch.equal(exported.module()(*args), module(*args))

@@ -25,13 +25,13 @@ FBGEMM = pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"
 DTYPES = pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "int4"])
 
 
-def sources(dtype: Dtype = "fp32", *, width: int = 0, means: bool = False, whole: bool = False) -> list[Source]:
+def sources(dtype: Dtype = "fp32", *, block: int = 0, means: bool = False, whole: bool = False) -> list[Source]:
     """A table with two features, one that keeps all rows, one with nothing left; two widths."""
-    block: dict[str, Any] = {"block": width, "whole": whole}
+    how: dict[str, Any] = {"block": block, "whole": whole}
     return [
-        Source("two", table(100, 8, 0.4, **block), ["a", "b"], "sum", width, dtype),
-        Source("dense", table(33, 4, 1.0, whole=whole), ["c"], "mean" if means else "sum", 0, dtype),
-        Source("none", table(70, 8, 0.0, **block), ["d"], "sum", width, dtype),
+        Source("two", table(100, 8, 0.4, **how), ["a", "b"], "sum", dtype),
+        Source("dense", table(33, 4, 1.0, whole=whole), ["c"], "mean" if means else "sum", dtype),
+        Source("none", table(70, 8, 0.0, **how), ["d"], "sum", dtype),
     ]
 
 
@@ -110,38 +110,19 @@ def test_means_beside_sums(tmp_path: Path, fbgemm: bool, weighted: bool) -> None
 
 @FBGEMM
 @DTYPES
-def test_packed_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
-    """Bitmask and values: decoded when loaded, or looked up as they are; odd columns, ragged blocks."""
-    of = [*sources(dtype, width=4), Source("odd", table(50, 7, 0.6, block=2), ["e"], "sum", 2, dtype)]
+def test_zeros_within_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
+    """Removed blocks are stored as zeros, and are exactly 0 in every dtype; odd columns, ragged blocks."""
+    of = [*sources(dtype, block=4), Source("odd", table(50, 7, 0.6, block=2), ["e"], "sum", dtype)]
     path = write(tmp_path / "served", ("", "bag", of))
     ids, lengths = batch(5, 6)
     want = pooled(of, ids, lengths)
-    assert torch.equal(one(path, fbgemm=fbgemm)(ids, lengths), want)
-    packed = one(path, layout="packed")
-    assert torch.equal(packed(ids, lengths), want)
-
-
-def test_bitmasks_that_do_not_fit_the_values_are_refused(tmp_path: Path) -> None:
-    """Of an artifact whose CRC32s are right."""
-    source = Source("t", table(50, 8, 1.0, block=4), ["a"], "sum", 4)
-    stored = source.stored
-
-    def with_all_bits() -> Any:
-        entry, tensors = stored()
-        return entry, {**tensors, "mask": torch.full_like(tensors["mask"], 3)}
-
-    source.stored = with_all_bits  # type: ignore[method-assign]
-    path = write(tmp_path / "served", ("", "bag", [source]))
-    with pytest.raises(ValueError, match="Table 't': its bitmasks have 304 values, and there are others"):
-        load_served(path)
-
-
-def test_packed_rows_stay_packed(tmp_path: Path) -> None:
-    of = [Source("t", table(2000, 32, 1.0, block=4, elements=0.2), ["a"], width=4)]
-    path = write(tmp_path / "served", ("", "bag", of))
-    decoded, kept = (sum(each.nbytes for each in one(path, layout=how).buffers()) for how in ("rows", "packed"))
-    values = 4 * int((of[0].weight != 0).sum())
-    assert decoded > int(of[0].kept.sum()) * 32 * 4 and kept < values + 2000 * (1 + 4 + 0.25) + 1000
+    served = one(path, fbgemm=fbgemm)
+    assert torch.equal(served(ids, lengths), want)
+    each = torch.arange(50).repeat(5)
+    single = served(each, torch.ones(250).long())
+    for first, source in zip((0, 8, 20, 28), (of[0], of[0], of[2], of[3]), strict=True):
+        columns = single[:, first : first + source.weight.shape[1]]
+        assert bool((columns[source.weight[:50] == 0] == 0).all())
 
 
 @FBGEMM
@@ -201,8 +182,8 @@ def test_a_weighted_keyed_jagged_tensor(tmp_path: Path) -> None:
 def test_sequences(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
     """A row for each id, zeros for removed ones."""
     of = [
-        Source("two", table(100, 8, 0.4), ["a", "b"], "none", 0, dtype),
-        Source("c", table(40, 8, 1.0), ["c"], "none", 0, dtype),
+        Source("two", table(100, 8, 0.4), ["a", "b"], "none", dtype),
+        Source("c", table(40, 8, 1.0), ["c"], "none", dtype),
     ]
     served = one(write(tmp_path / "served", ("", "sequence", of)), fbgemm=fbgemm)
     configs = [
@@ -332,42 +313,41 @@ def test_what_was_exported(tmp_path: Path, block: Any) -> None:
 
 
 def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tensor, ...]]]:
-    """What is scripted and exported: paths, how they are loaded, and a batch."""
+    """What is saved as programs: paths, how they are loaded, and a batch."""
     ids, lengths = batch(4, 6)
     offsets = torch.arange(0, len(ids), 3)
     weights = torch.rand(len(ids))
     bag = write(folder / "bag", ("", "bag", sources("int8", means=True)), weighted=True)
-    packed = write(folder / "packed", ("", "bag", sources("int4", width=2)))
+    int4 = write(folder / "int4", ("", "bag", sources("int4", block=2)))
     sequence = [Source("t", table(90, 4, 0.5), ["a", "b", "c", "d"], "none")]
     one_table = [Source("t", table(90, 4, 0.5), pooling="mean")]
     return {
         "id0": (bag, {"unknown": "id0"}, (ids, lengths, weights)),
         "fbgemm": (bag, {"fbgemm": True}, (ids, lengths, weights)),
         "torch": (bag, {"fbgemm": False}, (ids, lengths, weights)),
-        "packed": (packed, {"layout": "packed"}, (ids, lengths)),
+        "int4": (int4, {"fbgemm": False}, (ids, lengths)),
         "sequence": (write(folder / "sequence", ("", "sequence", sequence)), {}, (ids, lengths)),
         "bag of torch": (write(folder / "one", ("", "embedding_bag", one_table)), {}, (ids, offsets)),
         "table of torch": (write(folder / "ids", ("", "embedding", one_table)), {"fbgemm": False}, (ids,)),
     }
 
 
-@pytest.mark.parametrize("name", ["id0", "fbgemm", "torch", "packed", "sequence", "bag of torch", "table of torch"])
-def test_torchscript_and_pt2_are_equal(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["id0", "fbgemm", "torch", "int4", "sequence", "bag of torch", "table of torch"])
+def test_pt2_is_equal(tmp_path: Path, name: str) -> None:
     """Another batch than the one that was traced, a batch of one, empty bags, and wrong lengths."""
     path, options, args = artifacts(tmp_path)[name]
     served = one(path, **options)
-    served.to_torchscript(tmp_path / "served.pt")
     served.to_pt2(tmp_path / "served.pt2")
     lengths = 4 if "of torch" not in name else 1
     single = (args[0][:1], torch.tensor([1, 0, 0, 0])[:lengths], *args[2:])[: len(args)]
     single = (*single[:2], *(each[:1] for each in single[2:]))
     none = (args[0][:0], torch.zeros(lengths).long(), *(each[:0] for each in args[2:]))[: len(args)]
-    for loaded in (torch.jit.load(tmp_path / "served.pt"), torch.export.load(tmp_path / "served.pt2").module()):
-        for some in (args, single, none):
-            assert torch.equal(loaded(*some), served(*some))
-        if "of torch" not in name:
-            with pytest.raises(Exception, match="must add up to the number of ids"):
-                loaded(args[0], args[1] + 1, *args[2:])
+    loaded = torch.export.load(tmp_path / "served.pt2").module()
+    for some in (args, single, none):
+        assert torch.equal(loaded(*some), served(*some))
+    if "of torch" not in name:
+        with pytest.raises(Exception, match="must add up to the number of ids"):
+            loaded(args[0], args[1] + 1, *args[2:])
 
 
 def test_several_collections(tmp_path: Path) -> None:
@@ -388,12 +368,6 @@ def test_several_collections(tmp_path: Path) -> None:
 
 def test_refused(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows", ("", "bag", sources()))
-    with pytest.raises(ValueError, match=r"no table of .* is stored as bitmask and values"):
-        load_served(rows, layout="packed")
-    with pytest.raises(ValueError, match=r"FBGEMM has no lookup in packed rows"):
-        load_served(rows, layout="packed", fbgemm=True)
-    with pytest.raises(ValueError, match="layout='pcked'"):
-        load_served(rows, layout="pcked")  # type: ignore[arg-type]
     data = bytearray((rows / "tables.safetensors").read_bytes())
     data[-1] ^= 1
     (rows / "tables.safetensors").write_bytes(data)

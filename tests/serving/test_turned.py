@@ -115,7 +115,7 @@ def test_what_the_model_gives(tmp_path: Path, compacts: bool) -> None:
 
 
 @pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"])
-def test_scripted_and_exported(tmp_path: Path, fbgemm: bool) -> None:
+def test_exported_program(tmp_path: Path, fbgemm: bool) -> None:
     """Bit for bit what the eager lookup gives."""
     model, _ = narrowed(compacts=True)
     served: Any = load_served(export(model, None, tmp_path / "served").path, fbgemm=fbgemm)
@@ -133,8 +133,6 @@ def test_scripted_and_exported(tmp_path: Path, fbgemm: bool) -> None:
     assert len(lengths) == 6
     for path, args in arguments.items():
         want = served[path].lookup(*args)
-        served[path].to_torchscript(tmp_path / "script.pt")
-        assert torch.equal(torch.jit.load(tmp_path / "script.pt")(*args), want), path
         if path in ("bags", "words"):  # the two ways in which results are turned
             served[path].to_pt2(tmp_path / "program.pt2")
             assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*args), want), path

@@ -41,21 +41,21 @@ def test_what_a_floor_keeps_others_lose() -> None:
 @pytest.mark.parametrize("budget", ["60%", "21%"])
 @pytest.mark.parametrize(
     ("block", "rotate"),
-    [((1, ROW), None), ((1, 4), None), ((COL, 1), [["a", "b"]]), ((COL, 1), "table")],
-    ids=["row", "1x4", "groups", "table"],
+    [((1, ROW), None), ((COL, 1), [["a", "b"]]), ((COL, 1), "table")],
+    ids=["row", "groups", "table"],
 )
 def test_plans_count_the_same(budget: str, block: Any, rotate: Any) -> None:
     """And a block more of each table is too much."""
     tables = model_source(nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})).locate()
     levels = budget_levels(parse_budget(budget), tables, {}, block, {}, False, rotate)
     groups = () if rotate is None else (("a",), ("b",)) if rotate == "table" else rotate
-    step = {(1, ROW): 1 / 100, (1, 4): 1 / 600, (COL, 1): 4 / 24}[block]
+    step = {(1, ROW): 1 / 100, (COL, 1): 4 / 24}[block]
 
     def served(more: float) -> int:
         least = {name: max(level - more, 0.0) for name, level in levels.items()}
         if groups:
             return Candidate(columns=1 - least["a"], groups=groups).served_bytes(tables).total
-        return Candidate(levels=least, block=block).served_bytes(tables).total
+        return Candidate(levels=least).served_bytes(tables).total
 
     assert served(0.0) <= round(parse_budget(budget) * 430 * 24 * 4) < served(step)
 
@@ -70,6 +70,13 @@ def test_the_least_and_the_most() -> None:
     for wrong in (True, 0.5, "half", "101%", "-1%", "nan%", None):
         with pytest.raises(ValueError, match=r"budget=.* bytes .*, or text such as '20%'"):
             parse_budget(wrong)
+
+
+@pytest.mark.parametrize("block", [(1, 2), (1, 1), (COL, 1)], ids=str)
+def test_blocks_finer_than_rows_are_refused(block: Any) -> None:
+    """They are served as zeros: no level reaches fewer bytes."""
+    with pytest.raises(ValueError, match=r"Table 'a': a budget needs whole rows, .* save no bytes\. Give a level"):
+        kept("20%", block=block)
 
 
 def test_tables_rotated_together_have_one_floor() -> None:
