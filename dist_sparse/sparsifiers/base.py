@@ -66,7 +66,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     Example::
 
         >>> import torch
-        >>> from dist_sparse import BaseDataSparsifier
+        >>> from dist_sparse.extend import BaseDataSparsifier
         >>> class DropNegative(BaseDataSparsifier):
         ...     def update_mask(self, name, data, **config):
         ...         self.get_mask(name)[data < config["below"]] = 0
