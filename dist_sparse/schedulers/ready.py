@@ -23,20 +23,21 @@ __all__ = [
     "by_name",
 ]
 
-Final: TypeAlias = float | Mapping[str, float]
+Finals: TypeAlias = float | Mapping[str, float]
 
+# Their values depend on how much of the way to ``end`` is done.
 _GROWING = (curves.linear, curves.cubic, curves.cosine, curves.exponential)
 
 
 class CurveDataScheduler(ReadyDataScheduler):
-    """A curve from ``initial`` to ``final``. The classes below are its names for curves of ours.
+    """A curve from ``initial`` to ``final``. The six classes named after curves are this one.
 
     Args:
         curve: a pure function of :mod:`dist_sparse.schedulers.curves`, or one of your own: ``curve(
             step, initial, final, begin, end) -> value``, the same on every rank. Not saved in the
             state.
         final: the value at ``end`` and after, for all data, or a mapping from names or globs to
-            values: of several that match, later ones win. Data that none matches is not scheduled.
+            values; the last match wins. Data without a match is not scheduled.
         initial, begin, end, every: as in :class:`ReadyDataScheduler`. Curves that grow need an
             ``end``.
         data_sparsifier, schedule_param, last_epoch, verbose: as in :class:`BaseDataScheduler`.
@@ -74,7 +75,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         schedule_param: str = "sparsity_level",
         *,
         curve: Curve,
-        final: Final,
+        final: Finals,
         initial: float = 0,
         begin: int = 0,
         end: int | None,
@@ -116,6 +117,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         value = self.initial
         if step is not None:
             value = self.curve(step, self.initial, final, self.begin, self.end)
+        # Keys such as zeros_per_block take ints only; levels are floats by now.
         both_ints = isinstance(self.initial, int) and isinstance(final, int)
         return round(value) if both_ints else float(value)
 
@@ -147,6 +149,9 @@ class CurveDataScheduler(ReadyDataScheduler):
         return {**super()._facts(answer), "final": repr(final), "curve": curve}
 
 
+# The names repeat the signature, so that type checkers and errors know what each of them takes.
+
+
 class ConstantDataScheduler(CurveDataScheduler):
     """``final`` from ``begin`` on. Masks follow the weights at each update."""
 
@@ -155,7 +160,7 @@ class ConstantDataScheduler(CurveDataScheduler):
         data_sparsifier: BaseDataSparsifier,
         schedule_param: str = "sparsity_level",
         *,
-        final: Final,
+        final: Finals,
         initial: float = 0,
         begin: int = 0,
         end: int | None = None,
@@ -185,7 +190,7 @@ class OneShotDataScheduler(CurveDataScheduler):
         data_sparsifier: BaseDataSparsifier,
         schedule_param: str = "sparsity_level",
         *,
-        final: Final,
+        final: Finals,
         initial: float = 0,
         begin: int = 0,
         last_epoch: int = -1,
@@ -214,7 +219,7 @@ class _GrowingDataScheduler(CurveDataScheduler):
         data_sparsifier: BaseDataSparsifier,
         schedule_param: str = "sparsity_level",
         *,
-        final: Final,
+        final: Finals,
         initial: float = 0,
         begin: int = 0,
         end: int | None,

@@ -125,6 +125,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         """Collective at construction. Later local: ranks have one plan, by step alone."""
         if self._step_count == 1:
             return self._agreed_values()
+        # Between mask updates nothing is written: values set by hand stay.
         return self._ask() if self._updates_masks() else {}
 
     def _agreed_values(self) -> Mapping[str, Any]:
