@@ -139,8 +139,9 @@ class LambdaSL(_SlScheduler):
     def _check_plan(self) -> None:
         super()._check_plan()
         for name, function in _for_each("sl_lambda", self.sl_lambda, self.base_param).items():
+            what = f"sl_lambda={function!r} of {name!r}"
             if not callable(function):
-                raise ValueError(f"Invalid sl_lambda={function!r} of {name!r}: must be a function of the step.")
+                raise ValueError(f"Invalid {what}: must be a function of the step.")
 
     def _next_values(self) -> Mapping[str, Any]:
         if self._step_count == 1:
