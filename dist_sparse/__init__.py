@@ -15,14 +15,16 @@ Smaller tables:      compact (store kept rows and columns only, train on)
 Narrower tables:     rotate (columns by importance), or sparsify(block="col", rotate=...)
 Look and log:        describe, TableStats, RunLog
 Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)
-Other schedules:     ConstantDataScheduler, OneShotDataScheduler, LinearDataScheduler, CosineDataScheduler,
-                     ExponentialDataScheduler, LambdaDataScheduler
-Base classes:        ScoreSparsifier, BaseDataSparsifier, BaseDataScheduler
 Whole rows, columns: ROW and COL, as in sparse_block_shape=(1, ROW) or (COL, 1)
-One step for all:    OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
 Checkpoints:         Checkpoints (saved whole, verified, resumed on any number of ranks)
-Under Lightning:     dist_sparse.lightning.SparsifyCallback
-Names of ancestors:  CubicSL, LambdaSL, Noamlr, ExponentDecayLr
+
+More, by module:
+
+    dist_sparse.schedulers     CurveDataScheduler and its names for constant, linear, cosine and other curves
+    dist_sparse.extend         base classes for your own masks, scores and schedules
+    dist_sparse.optim          OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
+    dist_sparse.lightning      SparsifyCallback
+    dist_sparse.compat         schedules of torch.ao and SpeeChain, under their original names
 
 Names are loaded when they are first used: ``import dist_sparse`` does not need torch, so that ``dist-sparse doctor``
 runs where torch is missing or broken. ``__init__.pyi`` has the types.
@@ -33,26 +35,12 @@ from importlib import import_module
 _MODULE_OF = {
     "COL": "tables.shards",
     "ROW": "tables.shards",
-    "BaseDataScheduler": "schedulers.base",
-    "BaseDataSparsifier": "sparsifiers.base",
     "Checkpoints": "checkpoint.checkpoints",
-    "ConstantDataScheduler": "schedulers.ready",
-    "CosineDataScheduler": "schedulers.ready",
     "CubicDataScheduler": "schedulers.ready",
-    "CubicSL": "schedulers.torch_ao",
     "DataNormSparsifier": "sparsifiers.score",
-    "ExponentDecayLr": "optim.schedules",
-    "ExponentialDataScheduler": "schedulers.ready",
     "ImportanceSparsifier": "sparsifiers.importance",
-    "LambdaDataScheduler": "schedulers.ready",
-    "LambdaSL": "schedulers.torch_ao",
-    "LinearDataScheduler": "schedulers.ready",
     "MaskEnforcer": "enforcer.enforcer",
-    "Noamlr": "optim.schedules",
-    "OneShotDataScheduler": "schedulers.ready",
-    "OptimScheduler": "optim.scheduler",
     "RunLog": "report.run_log",
-    "ScoreSparsifier": "sparsifiers.score",
     "SparseTraining": "training.sparsify",
     "TableStats": "records",
     "compact": "serving.compact",
@@ -65,9 +53,29 @@ _MODULE_OF = {
     "sparsify": "training.sparsify",
 }
 
+_MOVED = {
+    "BaseDataScheduler": "schedulers.base",
+    "BaseDataSparsifier": "sparsifiers.base",
+    "ConstantDataScheduler": "schedulers.ready",
+    "CosineDataScheduler": "schedulers.ready",
+    "CubicSL": "schedulers.torch_ao",
+    "ExponentDecayLr": "optim.schedules",
+    "ExponentialDataScheduler": "schedulers.ready",
+    "LambdaDataScheduler": "schedulers.ready",
+    "LambdaSL": "schedulers.torch_ao",
+    "LinearDataScheduler": "schedulers.ready",
+    "Noamlr": "optim.schedules",
+    "OneShotDataScheduler": "schedulers.ready",
+    "OptimScheduler": "optim.scheduler",
+    "ScoreSparsifier": "sparsifiers.score",
+}
+"""Names that could always be imported from here, and are listed by their own modules now."""
+
 _PACKAGES = (
     "checkpoint",
+    "compat",
     "enforcer",
+    "extend",
     "groups",
     "lightning",
     "masking",
@@ -89,8 +97,9 @@ def __getattr__(name: str) -> object:
         found: object = import_module("importlib.metadata").version("dist_sparse")
     elif name in _PACKAGES:
         found = import_module(f"{__name__}.{name}")
-    elif name in _MODULE_OF:
-        found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    elif name in _MODULE_OF or name in _MOVED:
+        module = _MODULE_OF.get(name) or _MOVED[name]
+        found = getattr(import_module(f"{__name__}.{module}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

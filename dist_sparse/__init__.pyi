@@ -1,7 +1,9 @@
 """Types of the public names, which ``__init__.py`` loads when they are first used."""
 
 from dist_sparse import checkpoint as checkpoint
+from dist_sparse import compat as compat
 from dist_sparse import enforcer as enforcer
+from dist_sparse import extend as extend
 from dist_sparse import groups as groups
 from dist_sparse import lightning as lightning
 from dist_sparse import masking as masking

@@ -92,7 +92,7 @@ class OptimScheduler(abc.ABC):
 
         >>> import torch
         >>> from torch import nn
-        >>> from dist_sparse import OptimScheduler
+        >>> from dist_sparse.optim import OptimScheduler
         >>> class Steady(OptimScheduler):
         ...     def sche_init(self):
         ...         self.base = self.get_lr()

@@ -23,7 +23,7 @@ class Noamlr(OptimScheduler):
     Example::
 
         >>> from torch import nn
-        >>> from dist_sparse import Noamlr
+        >>> from dist_sparse.optim import Noamlr
         >>> model = nn.Linear(2, 1)
         >>> scheduler = Noamlr("Adam", {"lr": 0.01}, model, use_amp=False, warmup_steps=100)
         >>> [round(scheduler.update_lr(real_step, 1), 4) for real_step in (1, 50, 100, 400)]
@@ -61,7 +61,7 @@ class ExponentDecayLr(OptimScheduler):
     Example::
 
         >>> from torch import nn
-        >>> from dist_sparse import ExponentDecayLr
+        >>> from dist_sparse.optim import ExponentDecayLr
         >>> model = nn.Linear(2, 1)
         >>> scheduler = ExponentDecayLr("SGD", {"lr": 0.8}, model, use_amp=False, decay_factor=0.5)
         >>> [scheduler.update_lr(real_step=1, epoch_num=epoch) for epoch in (1, 2, 3)]

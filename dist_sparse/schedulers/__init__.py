@@ -1,18 +1,20 @@
 """Schedulers of a sparsifier's configuration: a base class for your own, and ready ones."""
 
+from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.schedulers.ready import (
     ConstantDataScheduler,
     CosineDataScheduler,
     CubicDataScheduler,
+    CurveDataScheduler,
     ExponentialDataScheduler,
     LambdaDataScheduler,
     LinearDataScheduler,
     OneShotDataScheduler,
-    ReadyDataScheduler,
 )
 from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
+from dist_sparse.schedulers.windowed import ReadyDataScheduler
 
 __all__ = [
     "BaseDataScheduler",
@@ -20,6 +22,7 @@ __all__ = [
     "CosineDataScheduler",
     "CubicDataScheduler",
     "CubicSL",
+    "CurveDataScheduler",
     "ExponentialDataScheduler",
     "LambdaDataScheduler",
     "LambdaSL",
@@ -27,4 +30,5 @@ __all__ = [
     "OneShotDataScheduler",
     "ReadyDataScheduler",
     "Window",
+    "curves",
 ]

@@ -1,9 +1,9 @@
 """Base class of the schedulers, which change a sparsifier's configuration during training.
 
-A scheduler calls ``get_schedule_param`` for the values of one configuration key and writes them to ``data_groups``.
-Masks are not touched: the values take effect at the next ``sparsifier.step()``. With several ranks, construction and
-``step`` are collective: all ranks must schedule the same names, and the values of rank 0 are written everywhere. A step
-happens on every rank or on none.
+A scheduler calls ``get_schedule_param`` for the values of one configuration key and writes them to
+``data_groups``. Masks are not touched: the values take effect at the next ``sparsifier.step()``.
+With several ranks, construction and ``step`` are collective: all ranks must schedule the same
+names, and the values of rank 0 are written everywhere. A step happens on every rank or on none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import reprlib
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -24,6 +23,9 @@ from dist_sparse.text import number_of
 
 __all__ = ["BaseDataScheduler"]
 
+_LEAST = {"last_epoch": -1, "_step_count": 0}
+"""The counters of a state, with the smallest value of each."""
+
 
 @dataclass
 class _Notes:
@@ -34,20 +36,17 @@ class _Notes:
     overruled: bool = False
 
 
-# Module level, so that copies and states of schedulers do not take them along.
-_notes: weakref.WeakKeyDictionary[BaseDataScheduler, _Notes] = weakref.WeakKeyDictionary()
-
-
 class BaseDataScheduler:
-    """Change one configuration key of a data sparsifier during training. Subclasses define ``get_schedule_param``.
+    """Change one configuration key of a data sparsifier during training.
 
-    Call ``sparsifier.step()`` before ``scheduler.step()``. The constructor takes one silent step, so that the value of
-    step 0 is in the configuration and ``last_epoch`` is ``last_epoch + 1``. Collective over all ranks, as :meth:`step`
-    is: every rank must call it.
+    Subclasses define ``get_schedule_param``. Call ``sparsifier.step()`` before
+    ``scheduler.step()``. The constructor takes one silent step, so that the value of step 0 is in
+    the configuration and ``last_epoch`` is ``last_epoch + 1``. Collective over all ranks, as
+    :meth:`step` is: every rank must call it.
 
     Args:
-        data_sparsifier: the sparsifier to schedule. Names added to it later take part as well, but have no
-            ``base_param``.
+        data_sparsifier: the sparsifier to schedule. Names added to it later take part as well, but
+            have no ``base_param``.
         schedule_param: the key of its configuration.
         last_epoch: the last step already taken, to resume; -1 to start.
         verbose: print each value that is written.
@@ -59,7 +58,8 @@ class BaseDataScheduler:
     Example::
 
         >>> import torch
-        >>> from dist_sparse import BaseDataScheduler, DataNormSparsifier
+        >>> from dist_sparse import DataNormSparsifier
+        >>> from dist_sparse.extend import BaseDataScheduler
         >>> class Stairs(BaseDataScheduler):
         ...     def get_schedule_param(self):
         ...         level = 0.25 * (self.last_epoch // 2)
@@ -90,40 +90,48 @@ class BaseDataScheduler:
         return super().__new__(cls)
 
     def __init__(
-        self, data_sparsifier: BaseDataSparsifier, schedule_param: str, last_epoch: int = -1, verbose: bool = False
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        last_epoch: int = -1,
+        verbose: bool = False,
     ) -> None:
+        kind = type(data_sparsifier).__name__
         if not isinstance(data_sparsifier, BaseDataSparsifier):
-            self._refuse(
-                TypeError(f"{type(data_sparsifier).__name__} is not an instance of dist_sparse.BaseDataSparsifier")
-            )
+            self._refuse(TypeError(f"{kind} is not an instance of dist_sparse.BaseDataSparsifier"))
+        groups = data_sparsifier.data_groups
         self.data_sparsifier = data_sparsifier
         self.schedule_param = schedule_param
-        self.base_param = {name: config.get(schedule_param) for name, config in data_sparsifier.data_groups.items()}
+        self.base_param = {name: config.get(schedule_param) for name, config in groups.items()}
         self.last_epoch = last_epoch
         self._step_count = 0
         self.verbose = verbose
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
-        _notes[self].constructed = data_sparsifier.step_count
+        self._noted().constructed = data_sparsifier.step_count
 
     def get_schedule_param(self) -> Mapping[str, Any]:
-        """Return the values for step ``self.last_epoch`` by name; names left out keep theirs. Defined by subclasses.
+        """Return the values for step ``self.last_epoch`` by name; names left out keep theirs.
 
-        Called on every rank; the values of rank 0 are used. Values are None, bools, numbers (0-D tensors and NumPy
-        scalars are converted to Python's), strings, or lists and tuples of those.
+        Defined by subclasses. Called on every rank; the values of rank 0 are used. Values are None,
+        bools, numbers (0-D tensors and NumPy scalars are converted to Python's), strings, or lists
+        and tuples of those.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define get_schedule_param(): a mapping from name to value."
         )
 
     def step(self) -> None:
-        """Take the next step: compute its values and write them. Collective over all ranks: every rank must call it.
+        """Take the next step: compute its values and write them.
+
+        Collective over all ranks: every rank must call it.
 
         Raises:
-            ValueError: ``get_schedule_param`` returns unknown names, or ranks differ in scheduler, parameter, step or
-                names; the message lists them. Exceptions of ``get_schedule_param`` are re-raised unchanged in one
-                process, and as a ValueError that names the rank on all of several. Nothing has changed then.
+            ValueError: ``get_schedule_param`` returns unknown names, or ranks differ in scheduler,
+                parameter, step or names; the message lists them. Exceptions of
+                ``get_schedule_param`` are re-raised unchanged in one process, and as a ValueError
+                that names the rank on all of several. Nothing has changed then.
         """
         if self._step_count == 1:
             self._check_order()
@@ -138,7 +146,10 @@ class BaseDataScheduler:
         self._apply(values)
 
     def get_last_param(self) -> dict[str, Any]:
-        """Return the value of every name after the last step (None where a configuration lacks the key)."""
+        """Return the value of every name after the last step.
+
+        None where a configuration lacks the key.
+        """
         return self._last_param
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,14 +160,16 @@ class BaseDataScheduler:
         """Restore :meth:`state_dict`. The sparsifier is not touched: restore it first.
 
         Raises:
-            ValueError: an entry would replace a method, or a counter is not an int; nothing has changed.
+            ValueError: an entry would replace a method, or a counter is not an int; nothing has
+                changed.
         """
         self.__dict__.update(self._checked_state(state_dict))
 
     def __repr__(self) -> str:
         param = reprlib.Repr()
         param.maxdict = 3
-        values = f"{self.schedule_param} of {number_of(len(self.base_param), 'name')}: {param.repr(self.base_param)}"
+        names = number_of(len(self.base_param), "name")
+        values = f"{self.schedule_param} of {names}: {param.repr(self.base_param)}"
         return f"{type(self).__name__}(step {self.last_epoch}, {values})"
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,24 +179,44 @@ class BaseDataScheduler:
             ValueError: an entry would replace a method, or a counter is not an int.
         """
         state = {key: value for key, value in state_dict.items() if key != "data_sparsifier"}
-        # A subclass may add attributes at any time, so unknown keys are its own, unless they are methods here.
-        of_class = {key: getattr(type(self), str(key), None) for key in state if key not in self.__dict__}
-        methods = [key for key, found in of_class.items() if callable(found) or isinstance(found, property)]
-        if methods:
-            raise ValueError(f"the entries {methods} would replace methods of {type(self).__name__}")
-        for key, least in (("last_epoch", -1), ("_step_count", 0)):
+        self._refuse_methods(state)
+        for key, least in _LEAST.items():
             if key in state:
                 state[key] = integer(key, state[key], least=least)
         return state
 
+    def _refuse_methods(self, state: Mapping[str, Any]) -> None:
+        methods = []
+        # A subclass may add attributes at any time: unknown keys are its own, unless methods here.
+        for key in [key for key in state if key not in self.__dict__]:
+            found = getattr(type(self), str(key), None)
+            if callable(found) or isinstance(found, property):
+                methods.append(key)
+        if methods:
+            name = type(self).__name__
+            raise ValueError(f"the entries {methods} would replace methods of {name}")
+
     def _next_values(self) -> Mapping[str, Any]:
         """The values that this step writes. Collective over all ranks."""
+        return self._values_of_rank_0()
+
+    def _values_of_rank_0(self) -> Mapping[str, Any]:
+        """Rank 0's values, which it warns of where other ranks have others. Collective."""
         group = group_over(world_ranks())
         answer = self._agreed_answer(group)
-        return self._overruled(answer, group) if group.size > 1 else answer
+        if group.size == 1:
+            return answer
+        found = group.all_gather_json(_to_wire(answer))
+        if group.rank == 0:
+            self._warn_of_overruled(found, group.ranks)
+        # Equal values stay this rank's own objects: on the wire, a tuple and a list are the same.
+        values = dict(answer)
+        for name in _differing(found[0], found[group.rank]):
+            values[name] = _from_wire(found[0][name])
+        return values
 
     def _agreed_answer(self, group: Group) -> Mapping[str, Any]:
-        """This rank's values, once all ranks have valid ones for the same names. Collective over ``group``."""
+        """This rank's values, once all ranks have valid ones for the same names. Collective."""
         answer: Mapping[str, Any] = {}
         error: Exception | None = None
         try:
@@ -204,8 +237,8 @@ class BaseDataScheduler:
         known = self.data_sparsifier.data_groups
         if unknown := [name for name in answer if name not in known]:
             raise ValueError(
-                f"Invalid values of {type(self).__name__}.get_schedule_param(): unknown names {unknown}; "
-                f"the sparsifier has {list(known)}."
+                f"Invalid values of {type(self).__name__}.get_schedule_param(): unknown names "
+                f"{unknown}; the sparsifier has {list(known)}."
             )
         return {name: _python(value) for name, value in answer.items()}
 
@@ -223,70 +256,75 @@ class BaseDataScheduler:
             **names,
         }
 
-    def _overruled(self, answer: Mapping[str, Any], group: Group) -> Mapping[str, Any]:
-        """The values of the first rank, which warns of others once. Collective over ``group``."""
-        found = group.all_gather_json(_to_wire(answer))
-        if group.rank == 0:
-            self._warn_of_overruled(found, group.ranks)
-        first, mine = found[0], found[group.rank]
-        differing = _differing(first, mine)
-        return {name: _from_wire(first[name]) if name in differing else value for name, value in answer.items()}
-
     def _warn_of_overruled(self, found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-        """Name the ranks whose values are not those of the first. Once for each scheduler."""
-        notes = _notes.setdefault(self, _Notes())
+        """Name the ranks whose values are not rank 0's. Once for each scheduler."""
+        notes = self._noted()
         differing = [_differing(found[0], theirs) for theirs in found]
-        others = [rank for rank, names in enumerate(differing) if names]
+        others = [at for at, names in enumerate(differing) if names]
         if notes.overruled or not others:
             return
         notes.overruled = True
-        theirs, name = others[0], differing[others[0]][0]
-        names = {each for names in differing for each in names}
+        first = others[0]
+        name = differing[first][0]
+        count = len(set().union(*differing))
         warnings.warn(
-            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {found[theirs][name]!r} on rank "
-            f"{ranks[theirs]} and {found[0][name]!r} on rank {ranks[0]}. {ranks_text([ranks[i] for i in others])} "
-            f"{'differs' if len(others) == 1 else 'differ'} in {len(names)} of {number_of(len(found[0]), 'name')}. The "
-            f"values of rank {ranks[0]} are used on all ranks, from now on without a warning.",
+            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is "
+            f"{found[first][name]!r} on rank {ranks[first]} and {found[0][name]!r} on rank "
+            f"{ranks[0]}. {ranks_text([ranks[at] for at in others])} "
+            f"{'differs' if len(others) == 1 else 'differ'} in {count} of "
+            f"{number_of(len(found[0]), 'name')}. The values of rank {ranks[0]} are used on all "
+            "ranks, from now on without a warning.",
             UserWarning,
             stacklevel=5,
         )
 
     def _apply(self, values: Mapping[str, Any]) -> None:
-        groups = self.data_sparsifier.data_groups
+        sparsifier = self.data_sparsifier
+        groups = sparsifier.data_groups
         for name, value in values.items():
             groups[name][self.schedule_param] = value
             if self.verbose:
                 print(f"Adjusting {self.schedule_param} for group {name} to {value}")
-        self._last_param = {name: config.get(self.schedule_param) for name, config in groups.items()}
-        # Those that have not stepped since the sparsifier did have no vote, or a finished one could block the rest.
-        steps = _notes.setdefault(self, _Notes()).stepped = self.data_sparsifier.step_count
-        self.data_sparsifier.enable_mask_update = any(
-            notes.stepped == steps and each.data_sparsifier is self.data_sparsifier and each._updates_masks()
-            for each, notes in list(_notes.items())
+        param = self.schedule_param
+        self._last_param = {name: config.get(param) for name, config in groups.items()}
+        self._noted().stepped = sparsifier.step_count
+        # Schedulers that have not stepped since the sparsifier did are not counted: the flag of one
+        # that has reached its end would stay in force for good.
+        sparsifier.enable_mask_update = any(
+            scheduler._updates_masks()
+            for scheduler, notes in list(sparsifier.schedulers.items())
+            if notes.stepped == sparsifier.step_count
         )
 
+    def _noted(self) -> _Notes:
+        """The notes on this scheduler. With the sparsifier, so that states and copies have none."""
+        notes: _Notes = self.data_sparsifier.schedulers.setdefault(self, _Notes())
+        return notes
+
     def _updates_masks(self) -> bool:
-        """Whether the sparsifier's next step updates masks: always, for a scheduler written by a user."""
+        """Whether the sparsifier's next step updates masks: always, if a user wrote the class."""
         return True
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raise ``error`` on every rank: the others wait for this one in the agreement of their first step."""
+        """Raise ``error`` on every rank: the others wait in the agreement of their first step."""
         group_over(world_ranks()).agree(f"construction of {type(self).__name__}", {}, error)
         raise error
 
     def _check_order(self) -> None:
         """Warn at the second step ever if the sparsifier has not stepped since the first."""
-        if "step" in vars(self.data_sparsifier):
+        sparsifier = self.data_sparsifier
+        notes = sparsifier.schedulers.get(self)  # none: a copy
+        if "step" in vars(sparsifier):
             warnings.warn(
-                "The step of the data sparsifier has been replaced, so its calls cannot be counted. Call "
-                "`data_sparsifier.step()` before `scheduler.step()`.",
+                "The step of the data sparsifier has been replaced, so its calls cannot be counted."
+                " Call `data_sparsifier.step()` before `scheduler.step()`.",
                 UserWarning,
                 stacklevel=3,
             )
-        elif self in _notes and self.data_sparsifier.step_count == _notes[self].constructed:
+        elif notes is not None and sparsifier.step_count == notes.constructed:
             warnings.warn(
-                "`scheduler.step()` was called before `data_sparsifier.step()`: the first scheduled value has never "
-                "been used. Call `data_sparsifier.step()` first.",
+                "`scheduler.step()` was called before `data_sparsifier.step()`: the first "
+                "scheduled value has never been used. Call `data_sparsifier.step()` first.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -298,23 +336,25 @@ def _differing(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def _python(value: Any) -> Any:
-    """``value`` with Python numbers in place of 0-D tensors and NumPy scalars, in lists and tuples too."""
+    """``value`` with Python numbers for 0-D tensors and NumPy scalars, in lists and tuples too."""
     if type(value) in (list, tuple):
         return type(value)(_python(item) for item in value)
-    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    return value.item() if is_scalar else value
 
 
 def _to_wire(value: Any) -> Any:
     """``value`` as JSON keeps it: tuples as lists."""
     if isinstance(value, Mapping):
         return {name: _to_wire(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_to_wire(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(
-        f"Invalid {type(value).__name__} in the values of get_schedule_param(): with several ranks, values must be "
-        "None, bools, numbers, strings, or lists and tuples of those, because they cross ranks as JSON."
+        f"Invalid {type(value).__name__} in the values of get_schedule_param(): with several "
+        "ranks, values must be None, bools, numbers, strings, or lists and tuples of those, "
+        "because they cross ranks as JSON."
     )
 
 

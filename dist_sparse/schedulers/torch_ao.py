@@ -1,36 +1,38 @@
 """torch.ao's ``LambdaSL`` and ``CubicSL`` for data sparsifiers.
 
-In torch.ao they schedule the groups of a module sparsifier; here the ``sparsity_level`` of each name of a data
-sparsifier. Levels by step are theirs, to the last bit: one formula for every step, and no grid of updates. So masks are
-updated at step 0 and where a level differs from that of the step before; at all other steps nothing is written, and
-``sparsifier.step()`` returns at once. New code should use :class:`~dist_sparse.CubicDataScheduler` and
-:class:`~dist_sparse.LambdaDataScheduler`, whose ``every`` sets how often masks are updated.
+In torch.ao they schedule the groups of a module sparsifier; here the ``sparsity_level`` of each
+name of a data sparsifier. Levels are torch.ao's at every step, to the last bit: one formula, and no
+grid of updates. So masks are updated at step 0 and where a level has changed since the step before;
+at all other steps nothing is written, and ``sparsifier.step()`` returns at once. New code should
+use :class:`~dist_sparse.CubicDataScheduler` and
+:class:`~dist_sparse.schedulers.LambdaDataScheduler`, whose ``every`` sets how often masks are
+updated.
 """
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from dist_sparse.checks import number
-from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import ReadyDataScheduler
+from dist_sparse.schedulers.windowed import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["CubicSL", "LambdaSL"]
 
 T = TypeVar("T")
+Each: TypeAlias = T | Sequence[T] | Mapping[str, T]
+"""One value for all names, a list in their order, or a dict by name."""
 
 _TORCH_AO_ONLY = {"base_sl", "_last_sl", "_get_sl_called_within_step", "sl_lambdas"}
 
 
 class _SlScheduler(ReadyDataScheduler):
-    """Base class of both: schedule the names that the sparsifier has at construction, relative to the levels that those
-    have then (``base_param``)."""
+    """Base class of both: schedule present names relative to their levels, ``base_param``."""
 
     def __init__(self, sparsifier: BaseDataSparsifier, last_epoch: int, verbose: bool) -> None:
-        known = isinstance(sparsifier, BaseDataSparsifier)  # anything else is refused by the base class
+        known = isinstance(sparsifier, BaseDataSparsifier)  # anything else is refused below
         groups = sparsifier.data_groups if known else {}
         self.base_param = {name: config.get("sparsity_level") for name, config in groups.items()}
         super().__init__(sparsifier, "sparsity_level", 0.0, 0, None, 1, last_epoch, verbose)
@@ -40,18 +42,21 @@ class _SlScheduler(ReadyDataScheduler):
         return list(self._last_param.values())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, or a state of torch.ao's class of the same name, whose levels are assigned to the
-        names in their order and whose functions are ignored. Collective."""
+        """Restore :meth:`state_dict`, or a state of torch.ao's class of the same name. Collective.
+
+        Levels of torch.ao's are assigned to the names in their order, its functions are ignored.
+        """
         super().load_state_dict(state_dict)
 
     def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         if "base_sl" not in state_dict:  # torch.ao's name for base_param
             return state_dict
+        levels = _for_each("base_sl", state_dict["base_sl"], self.base_param)
         state = {key: value for key, value in state_dict.items() if key not in _TORCH_AO_ONLY}
-        return {**state, "base_param": _for_each("base_sl", state_dict["base_sl"], self.base_param)}
+        return {**state, "base_param": levels}
 
     def _bases(self) -> dict[str, Any]:
-        """The levels at construction of the names that the sparsifier still has (squashed tables are removed)."""
+        """The levels at construction, without those of tables squashed since."""
         known = self.data_sparsifier.data_groups
         return {name: level for name, level in self.base_param.items() if name in known}
 
@@ -65,30 +70,35 @@ class _SlScheduler(ReadyDataScheduler):
 
 
 class LambdaSL(_SlScheduler):
-    """The level of each name at construction, times a function of the step. After torch.ao's ``LambdaSL``.
+    """The level of each name at construction, times a function of the step.
+
+    After torch.ao's ``LambdaSL``.
 
     As there, a level may leave [0, 1]: it is written unchanged and acts as 0 or 1.
 
-    The functions may differ between ranks (one may read a clock), so rank 0's levels are used, and **every** step is
-    collective over all ranks. On several ranks a :class:`~dist_sparse.LambdaDataScheduler` with ``every`` costs less.
+    The functions may differ between ranks (one may read a clock), so rank 0's levels are used, and
+    **every** step is collective over all ranks. On several ranks a
+    :class:`~dist_sparse.schedulers.LambdaDataScheduler` with ``every`` costs less.
 
     Args:
         sparsifier: the sparsifier to schedule, with the names that it has now.
-        sl_lambda: ``sl_lambda(step) -> factor``; a list of such functions, in the order of the names; or a dict by
-            name. Called once a step, from step 0 on. Not saved in the state.
+        sl_lambda: ``sl_lambda(step) -> factor``; a list of such functions, in the order of the
+            names; or a dict by name. Called once a step, from step 0 on. Not saved in the state.
         last_epoch: the last step already taken, to resume; -1 to start. The current levels of the
-            sparsifier are multiplied: resume before a saved state is loaded into it, or by ``state_dict``.
+            sparsifier are multiplied: resume before a saved state is loaded into it, or by
+            ``state_dict``.
         verbose: print each level that is written.
 
     Raises:
         TypeError: ``sparsifier`` is not a ``BaseDataSparsifier``.
-        ValueError: not one function for each name, or a level that is no finite number, from :meth:`step` too; on every
-            rank.
+        ValueError: not one function for each name, or a level that is no finite number, from
+            :meth:`step` too; on every rank.
 
     Example::
 
         >>> import torch
-        >>> from dist_sparse import DataNormSparsifier, LambdaSL
+        >>> from dist_sparse import DataNormSparsifier
+        >>> from dist_sparse.compat import LambdaSL
         >>> sparsifier = DataNormSparsifier([("table", torch.ones(8, 4))], sparsity_level=0.5)
         >>> scheduler = LambdaSL(sparsifier, lambda step: min(1.0, step / 2))
         >>> sparsifier.step()
@@ -100,7 +110,7 @@ class LambdaSL(_SlScheduler):
     def __init__(
         self,
         sparsifier: BaseDataSparsifier,
-        sl_lambda: Callable[[int], float] | Sequence[Callable[[int], float]] | Mapping[str, Callable[[int], float]],
+        sl_lambda: Each[Callable[[int], float]],
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
@@ -111,14 +121,16 @@ class LambdaSL(_SlScheduler):
 
     def get_schedule_param(self) -> dict[str, float]:
         """Return the levels at step ``last_epoch``."""
-        step, functions = self.last_epoch, _for_each("sl_lambda", self.sl_lambda, self.base_param)
-        return {
-            name: self._checked(f"{base} * sl_lambda({step}) of {name!r}", base * functions[name](step))
-            for name, base in self._bases().items()
-        }
+        step = self.last_epoch
+        functions = _for_each("sl_lambda", self.sl_lambda, self.base_param)
+        levels = {}
+        for name, base in self._bases().items():
+            what = f"{base} * sl_lambda({step}) of {name!r}"
+            levels[name] = self._checked(what, base * functions[name](step))
+        return levels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every attribute but the sparsifier and the functions, which a safe load refuses."""
+        """Return every attribute but the sparsifier and the functions: a safe load refuses them."""
         return {key: value for key, value in super().state_dict().items() if key != "sl_lambda"}
 
     def _checked(self, what: str, value: object) -> float:
@@ -127,26 +139,28 @@ class LambdaSL(_SlScheduler):
     def _check_plan(self) -> None:
         super()._check_plan()
         for name, function in _for_each("sl_lambda", self.sl_lambda, self.base_param).items():
+            what = f"sl_lambda={function!r} of {name!r}"
             if not callable(function):
-                raise ValueError(f"Invalid sl_lambda={function!r} of {name!r}: must be a function of the step.")
+                raise ValueError(f"Invalid {what}: must be a function of the step.")
 
     def _next_values(self) -> Mapping[str, Any]:
         if self._step_count == 1:
             return self._agreed_values()
-        levels = self._moved(BaseDataScheduler._next_values(self))
+        levels = self._moved(self._values_of_rank_0())
         return levels if self._moves else {}
 
     def _agreed_values(self) -> Mapping[str, Any]:
-        """At construction and after loading, compute the levels of the step before as well. Collective."""
+        """After construction and loading: compare with the step before. Collective."""
         self._levels = {}
         if self.last_epoch > 0:
             self.last_epoch -= 1
-            self._levels = BaseDataScheduler._next_values(self)
+            self._levels = self._values_of_rank_0()
             self.last_epoch += 1
-        return self._moved(BaseDataScheduler._next_values(self))
+        return self._moved(self._values_of_rank_0())
 
     def _moved(self, levels: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._moves = self.last_epoch == 0 or any(level != self._levels.get(name) for name, level in levels.items())
+        changed = [name for name, level in levels.items() if level != self._levels.get(name)]
+        self._moves = self.last_epoch == 0 or bool(changed)
         self._levels = levels
         return levels
 
@@ -155,33 +169,38 @@ class LambdaSL(_SlScheduler):
 
 
 class CubicSL(_SlScheduler):
-    """From ``init_sl`` to the level of each name at construction, fast at first. After torch.ao's ``CubicSL``.
+    """From ``init_sl`` to the level of each name at construction, fast at first.
+
+    After torch.ao's ``CubicSL``.
 
     With ``s_f`` for the level at construction and ``n = delta_t * total_t``, the level at step t is
-    ``s_f + (init_sl - s_f) * (1 - (t - init_t) / n) ** 3``: ``init_sl`` until ``init_t``, ``s_f`` from ``init_t + n``
-    on, and a new one at **every** step between, whatever ``delta_t``. As in torch.ao, a level never falls: if
-    ``init_sl`` is above ``s_f``, it stays ``init_sl``. :class:`~dist_sparse.CubicDataScheduler` has neither trait.
+    ``s_f + (init_sl - s_f) * (1 - (t - init_t) / n) ** 3``: ``init_sl`` until ``init_t``, ``s_f``
+    from ``init_t + n`` on, and a new one at **every** step between, whatever ``delta_t``. As in
+    torch.ao, a level never falls: if ``init_sl`` is above ``s_f``, it stays ``init_sl``.
+    :class:`~dist_sparse.CubicDataScheduler` has neither trait.
 
     Steps are local, as those of all ready schedulers; construction is collective over all ranks.
 
     Args:
         sparsifier: the sparsifier to schedule, with the names that it has now.
-        init_sl, init_t, delta_t, total_t, initially_zero: one value for all; a list in the order of the names; or a
-            dict by name. ``init_t``, ``delta_t`` and ``total_t`` are numbers, whole or not; ``initially_zero`` makes
-            the level 0 before ``init_t``.
+        init_sl, init_t, delta_t, total_t, initially_zero: one value for all; a list in the order of
+            the names; or a dict by name. ``init_t``, ``delta_t`` and ``total_t`` are numbers, whole
+            or not; ``initially_zero`` makes the level 0 before ``init_t``.
         last_epoch: the last step already taken, to resume; -1 to start. Levels end at the current
-            ones of the sparsifier: resume before a saved state is loaded into it, or by ``state_dict``.
+            ones of the sparsifier: resume before a saved state is loaded into it, or by
+            ``state_dict``.
         verbose: print each level that is written.
 
     Raises:
         TypeError: ``sparsifier`` is not a ``BaseDataSparsifier``.
-        ValueError: not one value for each name, a level outside [0, 1], ``delta_t * total_t`` below 1, or ranks
-            have different plans; on every rank.
+        ValueError: not one value for each name, a level outside [0, 1], ``delta_t * total_t`` below
+            1, or ranks have different plans; on every rank.
 
     Example::
 
         >>> import torch
-        >>> from dist_sparse import CubicSL, DataNormSparsifier
+        >>> from dist_sparse import DataNormSparsifier
+        >>> from dist_sparse.compat import CubicSL
         >>> sparsifier = DataNormSparsifier([("table", torch.ones(8, 4))], sparsity_level=0.8)
         >>> scheduler = CubicSL(sparsifier, delta_t=1, total_t=2)
         >>> sparsifier.step()
@@ -193,11 +212,11 @@ class CubicSL(_SlScheduler):
     def __init__(
         self,
         sparsifier: BaseDataSparsifier,
-        init_sl: float | Sequence[float] | Mapping[str, float] = 0.0,
-        init_t: float | Sequence[float] | Mapping[str, float] = 0,
-        delta_t: float | Sequence[float] | Mapping[str, float] = 10,
-        total_t: float | Sequence[float] | Mapping[str, float] = 100,
-        initially_zero: bool | Sequence[bool] | Mapping[str, bool] = False,
+        init_sl: Each[float] = 0.0,
+        init_t: Each[float] = 0,
+        delta_t: Each[float] = 10,
+        total_t: Each[float] = 100,
+        initially_zero: Each[bool] = False,
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
@@ -214,15 +233,16 @@ class CubicSL(_SlScheduler):
         return {name: _cubic(step, base, **plans[name]) for name, base in self._bases().items()}
 
     def _updates_masks(self) -> bool:
-        return self.last_epoch == 0 or self._levels_at(self.last_epoch) != self._levels_at(self.last_epoch - 1)
+        step = self.last_epoch
+        return step == 0 or self._levels_at(step) != self._levels_at(step - 1)
 
     def _plans(self) -> dict[str, dict[str, Any]]:
         """The arguments for each name."""
-        given = {
-            key: _for_each(key, getattr(self, key), self.base_param)
-            for key in ("init_sl", "init_t", "delta_t", "total_t", "initially_zero")
-        }
-        return {name: {key: values[name] for key, values in given.items()} for name in self.base_param}
+        plans: dict[str, dict[str, Any]] = {name: {} for name in self.base_param}
+        for key in ("init_sl", "init_t", "delta_t", "total_t", "initially_zero"):
+            for name, value in _for_each(key, getattr(self, key), self.base_param).items():
+                plans[name][key] = value
+        return plans
 
     def _check_plan(self) -> None:
         super()._check_plan()
@@ -230,21 +250,31 @@ class CubicSL(_SlScheduler):
             self._checked(f"init_sl of {name!r}", plan["init_sl"])
             for key in ("init_t", "delta_t", "total_t"):
                 number(f"{key} of {name!r}", plan[key])
-            if plan["delta_t"] * plan["total_t"] < 1:
+            delta_t, total_t, zero = plan["delta_t"], plan["total_t"], plan["initially_zero"]
+            if delta_t * total_t < 1:
                 raise ValueError(
-                    f"Invalid delta_t={plan['delta_t']!r}, total_t={plan['total_t']!r} of {name!r}: their product, the "
-                    "number of steps from init_sl to the final level, must be >= 1."
+                    f"Invalid {delta_t=}, {total_t=} of {name!r}: their product, the number of "
+                    "steps from init_sl to the final level, must be >= 1."
                 )
-            if not isinstance(plan["initially_zero"], bool):
-                raise ValueError(f"Invalid initially_zero={plan['initially_zero']!r} of {name!r}: must be a bool.")
+            if not isinstance(zero, bool):
+                raise ValueError(f"Invalid initially_zero={zero!r} of {name!r}: must be a bool.")
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        plans = {f"plan of {name!r}": repr(sorted(plan.items())) for name, plan in self._plans().items()}
-        return {**super()._facts(answer), **plans, "final levels": repr(self.base_param)}
+        facts = {**super()._facts(answer), "final levels": repr(self.base_param)}
+        for name, plan in self._plans().items():
+            facts[f"plan of {name!r}"] = repr(sorted(plan.items()))
+        return facts
 
 
 def _cubic(
-    step: int, final: float, *, init_sl: float, init_t: float, delta_t: float, total_t: float, initially_zero: bool
+    step: int,
+    final: float,
+    *,
+    init_sl: float,
+    init_t: float,
+    delta_t: float,
+    total_t: float,
+    initially_zero: bool,
 ) -> float:
     """torch.ao's order of operations and of clamping, so that levels are equal to the last bit."""
     if initially_zero and step < init_t:
@@ -253,19 +283,20 @@ def _cubic(
     return float(max(init_sl, min(final, level)))
 
 
-def _for_each(what: str, given: T | Sequence[T] | Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """Return one value for each name: the same for all, those of a list in the order of the names, or of a dict.
+def _for_each(what: str, given: Each[T], names: Iterable[str]) -> dict[str, T]:
+    """Return the value of each name.
 
     Raises:
         ValueError: a list of another length, or a dict with other names.
     """
     names = list(names)
+    rule = f"must have a value for each of the names {names}"
     if isinstance(given, Mapping):
         if set(given) != set(names):
-            raise ValueError(f"Invalid {what} for {list(given)}: must have a value for each of the names {names}.")
+            raise ValueError(f"Invalid {what} for {list(given)}: {rule}.")
         return {name: given[name] for name in names}
-    if isinstance(given, (list, tuple)):
+    if isinstance(given, list | tuple):
         if len(given) != len(names):
-            raise ValueError(f"Invalid {what} of length {len(given)}: must have a value for each of the names {names}.")
+            raise ValueError(f"Invalid {what} of length {len(given)}: {rule}.")
         return dict(zip(names, given, strict=True))
     return dict.fromkeys(names, given)  # type: ignore[arg-type]

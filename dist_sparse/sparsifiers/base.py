@@ -13,6 +13,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ __all__ = ["BaseDataSparsifier"]
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
-_UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "step"}
+_UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "schedulers", "step"}
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
 
 _MOST_SHOWN, _FEW_SHOWN = 10, 3
@@ -58,13 +59,14 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
         rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.
+        schedulers: those that have stepped on this sparsifier and are still alive, with their notes.
         counts_lookups: whether an enforcer counts lookups of the rows of fused tables; set before ``add_model``.
         trains_removed: whether scores need the gradients of removed rows, whose ids an enforcer drops otherwise.
 
     Example::
 
         >>> import torch
-        >>> from dist_sparse import BaseDataSparsifier
+        >>> from dist_sparse.extend import BaseDataSparsifier
         >>> class DropNegative(BaseDataSparsifier):
         ...     def update_mask(self, name, data, **config):
         ...         self.get_mask(name)[data < config["below"]] = 0
@@ -86,6 +88,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self.enforcer: Enforcer | None = None
         self.rotation: Rotation | None = None
         self.recorder: Recorder | None = None
+        self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         for name, data in data_list or ():
             self.add_data(name, data)
 
@@ -363,6 +366,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self.__dict__.update({key: value for key, value in state.items() if key not in ("state", "_container")})
         self.dense_store, self.packed_store = DenseStore(), PackedStore()
         self.enforcer = self.rotation = self.recorder = None
+        self.schedulers = WeakKeyDictionary()  # a copy is scheduled by none
         self.dense_store.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:

@@ -88,7 +88,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     Example::
 
         >>> import torch
-        >>> from dist_sparse import ScoreSparsifier
+        >>> from dist_sparse.extend import ScoreSparsifier
         >>> class LeastRead(ScoreSparsifier):
         ...     reads = torch.tensor([5, 0, 7, 1])
         ...     def score(self, name, data, *, offset, **config):

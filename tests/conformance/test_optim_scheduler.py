@@ -69,7 +69,7 @@ def test_signature_is_the_ancestors() -> None:
     assert list(inspect.signature(OptimScheduler.step).parameters) == step
     with pytest.raises(TypeError, match="abstract"):
         OptimScheduler("SGD", {"lr": 0.1}, Two())  # type: ignore[abstract]
-    assert {"OptimScheduler", "Noamlr", "ExponentDecayLr"} <= set(dist_sparse.__all__)
+    assert {"OptimScheduler", "Noamlr", "ExponentDecayLr"} <= set(dist_sparse.optim.__all__)
 
 
 @pytest.mark.parametrize("accum_grad", [1, 3])

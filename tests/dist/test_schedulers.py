@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 from dist_sparse import sparsify
 from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import CubicDataScheduler, LambdaDataScheduler, LinearDataScheduler
+from dist_sparse.schedulers.ready import (
+    CubicDataScheduler,
+    CurveDataScheduler,
+    LambdaDataScheduler,
+    LinearDataScheduler,
+)
 from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from tests.dist.plugin import on_ranks
@@ -212,6 +218,11 @@ def test_other_plan() -> None:
         assert levels(sparsifier) == {"a": 0.5}
     globs = per_rank({"*": 0.5, "a": 0.7}, {"a": 0.7, "*": 0.5})
     refused(lambda: CubicDataScheduler(sparsifier_of("a"), final=globs, end=9), "final is", "rank 1")
+    curve = per_rank(curves.linear, curves.cosine)
+    refused(
+        lambda: CurveDataScheduler(sparsifier_of("a"), curve=curve, final=0.5, end=9),
+        "curve is cosine on rank 1 and linear on rank 0",
+    )
 
 
 @on_ranks(2)

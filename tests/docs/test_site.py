@@ -17,15 +17,24 @@ from tests.report.browser import chromium, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "site", "runs")
-IN_MODULES = {"groups": ["set_timeout", "traffic", "reset_traffic"], "lightning": None}
+CURVES = {f"{curve}DataScheduler" for curve in ("Constant", "Cosine", "Exponential", "Linear", "OneShot")}
+"""Names of CurveDataScheduler, whose example has their levels; CubicDataScheduler has its own."""
+IN_MODULES = {
+    "compat": ["CubicSL", "LambdaSL"],
+    "extend": None,
+    "groups": ["set_timeout", "traffic", "reset_traffic"],
+    "lightning": None,
+    "optim": ["OptimScheduler", "Noamlr", "ExponentDecayLr"],
+    "schedulers": [*sorted(CURVES), "CurveDataScheduler", "LambdaDataScheduler", "ReadyDataScheduler"],
+}
 """Public names of modules; None is all of ``__all__``."""
 RETURNED = {
     *("Artifact", "Choice", "CompactIds", "Exported", "Frontier", "Inspection", "Plan"),
     *("Resumed", "Run", "Served", "ServedBytes", "ServedModel", "TableShape", "Traffic"),
 }
 """What functions return: their examples show it."""
-NO_EXAMPLE = {"ReadyDataScheduler", "row_wise"} | {"COL", "ROW"}
-"""A base class, a module; and strings, whose example is on their page."""
+NO_EXAMPLE = {"ReadyDataScheduler", "row_wise"} | {"COL", "ROW"} | CURVES
+"""A base class, a module; strings, whose example is on their page; and names of a class that has one."""
 
 
 def documented() -> list[str]:

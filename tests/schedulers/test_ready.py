@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
+from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.ready import (
     ConstantDataScheduler,
     CubicDataScheduler,
+    CurveDataScheduler,
     ExponentialDataScheduler,
     LambdaDataScheduler,
     LinearDataScheduler,
@@ -95,6 +98,40 @@ class TestLoop:
         sparsifier.add_data("w", torch.ones(2, 2))
         run(sparsifier, scheduler, 4)
         assert level_of(sparsifier) == 0.8
+
+
+def steps_of(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
+    """A curve of a user's own, which needs no end."""
+    return min(final, initial + (step - begin) / 10)
+
+
+class TestOwnCurve:
+    @pytest.mark.parametrize("kind", list(GROWING), ids=lambda kind: kind.__name__)
+    def test_a_name_is_the_class_with_its_curve(self, kind: Any) -> None:
+        plan: dict[str, Any] = {"final": {"*": 0.8}, "initial": 0.1, "begin": 2, "end": 9, "every": 3}
+        named, general = sparsifier_of("w"), sparsifier_of("w")
+        one, other = kind(named, **plan), CurveDataScheduler(general, curve=GROWING[kind], **plan)
+        assert isinstance(one, CurveDataScheduler) and one.curve is other.curve
+        assert run(named, one, 12) == run(general, other, 12)
+        assert one.state_dict() == other.state_dict() and "curve" not in one.state_dict()
+
+    def test_a_function_of_the_user(self) -> None:
+        sparsifier = sparsifier_of("w")
+        scheduler = CurveDataScheduler(sparsifier, curve=steps_of, final=0.3, begin=1, end=None)
+        assert [level for level, _ in run(sparsifier, scheduler, 6)] == [0.0, 0.0, 0.1, 0.2, 0.3, 0.3]
+        twin = pickle.loads(pickle.dumps(scheduler))
+        assert twin.curve is steps_of and twin.state_dict() == scheduler.state_dict()
+        restored = CurveDataScheduler(sparsifier_of("w"), curve=steps_of, final=0.9, end=None)
+        restored.load_state_dict(scheduler.state_dict())
+        assert restored.get_last_param() == {"w": 0.3}
+
+    def test_rules_of_the_curve_are_checked(self) -> None:
+        with pytest.raises(ValueError, match="Invalid end=None: CurveDataScheduler must have an end"):
+            CurveDataScheduler(sparsifier_of("w"), curve=curves.cosine, final=0.5, end=None)
+        with pytest.raises(ValueError, match="final=1: must be < 1"):
+            CurveDataScheduler(sparsifier_of("w"), curve=curves.exponential, final=1, end=9)
+        with pytest.raises(TypeError, match="CurveDataScheduler: missing a required argument: 'curve'"):
+            CurveDataScheduler(sparsifier_of("w"), final=0.5, end=9)  # type: ignore[call-arg]
 
 
 class TestByName:
