@@ -165,20 +165,20 @@ def count_lookups(
     """Add 1 to the count of each row for each time that ``ids`` name it; both as in :class:`Lookup`.
 
     Args:
-        counts: of each table, int32 ``(rows,)``; None where nothing is counted.
+        counts: of each table, int32 or float64 ``(rows,)``; None where nothing is counted.
         features: for each feature the number of its table.
     """
-    one = torch.ones((), dtype=torch.int32, device=ids.device)
     if isinstance(ends, Tensor):  # on a device, without waiting for it
         places = torch.arange(ids.numel(), device=ids.device)
         feature = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
         for number, table in enumerate(features):
             if (count := counts[table]) is not None:
                 mine = feature == number
-                count.index_add_(0, in_table(ids, count.numel()).masked_fill(~mine, 0), mine.to(torch.int32))
+                count.index_add_(0, in_table(ids, count.numel()).masked_fill(~mine, 0), mine.to(count.dtype))
         return
     for table, (start, stop) in zip(features, pairwise(ends), strict=True):
         if (count := counts[table]) is not None and start < stop:
+            one = torch.ones((), dtype=count.dtype, device=ids.device)
             count.index_add_(0, in_table(ids[start:stop], count.numel()), one.expand(stop - start))
 
 

@@ -69,10 +69,11 @@ def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
             continue
         sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
         for dead, lookups in rows:
-            octaves = torch.frexp(lookups.double()).exponent.long().where(lookups > 0, 0)
+            # A count that has decayed below 1 is in the first octave.
+            octaves = torch.frexp(lookups).exponent.long().clamp(min=1).where(lookups > 0, 0)
             for kind, of in enumerate((~dead, dead)):
                 sums[kind, :_OCTAVES] += torch.bincount(octaves[of], minlength=_OCTAVES)
-                sums[kind, _OCTAVES] += lookups[of].sum()
+                sums[kind, _OCTAVES] += lookups[of].sum().round().long()
         summed = group_over(data.ranks).all_reduce(sums).tolist()
         (*kept, kept_lookups), (*removed, removed_lookups) = summed
         last = max([i for i in range(_OCTAVES) if kept[i] or removed[i]], default=-1) + 1

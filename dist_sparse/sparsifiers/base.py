@@ -78,6 +78,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     """
 
     counts_lookups = trains_removed = False
+    count_dtype = torch.int32
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
@@ -422,7 +423,7 @@ class BaseDataSparsifier(Inspection, abc.ABC):
 
     def _register(self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]) -> None:
         blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
-        self.packed_store.add(source, located, blocks, count=self.counts_lookups)
+        self.packed_store.add(source, located, blocks, counted=self.count_dtype if self.counts_lookups else None)
         for data in located:
             self.data_groups[data.name] = configs[data.name]
 

@@ -31,9 +31,6 @@ SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
 _TINY = 2.0**-100
 """Added to a G, so that rows that were never touched are ordered by norm, and after those that are removed already."""
 
-_AGED = 1 << 20
-"""Counts multiplied by the decay at a time."""
-
 
 class _Known(NamedTuple):
     """What is known of the rows of a shard: ``total``, ``(rows,)``, ``(rows, 1)`` or ``(rows, columns)``, counts from
@@ -84,8 +81,9 @@ class ImportanceSparsifier(DataNormSparsifier):
         data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed here.
         score: the score of an element, from the table above.
         norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; the others require ``"L2"``.
-        decay: after each mask update, counts are multiplied by it, in float64, and rounded down, so that old traffic
-            counts less; at 1, all traffic since ``attach()`` counts equally, and counts are left as they are.
+        decay: after each mask update, counts are multiplied by it, so that old traffic counts less: counts are
+            float64 then, 8 bytes per row. At 1, all traffic since ``attach()`` counts equally, and counts are left as
+            they are. Fixed once a table is registered.
 
     Attributes:
         scored_by: the score; may be replaced between mask updates, on all ranks, except by ``"frequency"``.
@@ -124,6 +122,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         self.scored_by = checks.choice("score", score, SCORES)
         self.counts_lookups = self.scored_by == "frequency"
         self.decay = checks.level("decay", decay)
+        # Rounded down, a count of 1 would be forgotten at the next update; in float64 its fraction stays.
+        self.count_dtype = torch.int32 if self.decay == 1 else torch.float64
         if self.scored_by != "norm" and norm not in ("L2", "l2"):
             raise ValueError(f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than 'L2'.")
         self._known: dict[str, list[_Known]] = {}
@@ -178,11 +178,10 @@ class ImportanceSparsifier(DataNormSparsifier):
             self._age_counts()
 
     def _age_counts(self) -> None:
-        """Multiply all counts by the decay, and round down: in float64, which holds every int32."""
+        """Multiply all counts by the decay."""
         for name in self.packed_store.names:
             for counts in self.packed_store.counts(name) or ():
-                for some in torch.split(counts, _AGED):
-                    some.copy_(some.clamp(max=MOST_COUNTED).double().mul_(self.decay))
+                counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
     def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
         try:

@@ -45,7 +45,7 @@ def counted_rows(
         masks, counts: of this rank's shards; counts None where lookups are not counted.
 
     Returns:
-        ``(bool (rows,), int64 (rows,))`` on the CPU; None where that is not known, on every rank alike.
+        ``(bool (rows,), float64 (rows,))`` on the CPU; None where that is not known, on every rank alike.
     """
     whole_rows = all(rect.cols == data.shape[1] for rect in data.rects) or block[1] >= data.shape[1]
     if counts is None or not whole_rows:
@@ -55,13 +55,17 @@ def counted_rows(
     for mask, rows in zip(masks, counts, strict=True):
         # Shards of the same rows have the same counts: the leftmost is read.
         if mask.rect.col == 0 and mask.rect in owned:
-            found.append((dead_flags(mask), rows.cpu().long()))
+            found.append((dead_flags(mask), rows.cpu().double()))
     return found
 
 
 def sum_lookups(rows: Sequence[tuple[Tensor, Tensor]]) -> Lookups:
-    """Return the sums over this rank's part of a table, from :func:`counted_rows`."""
-    return sum(int(counts.sum()) for _, counts in rows), sum(int(counts[dead].sum()) for dead, counts in rows)
+    """Return the sums over this rank's part of a table, from :func:`counted_rows`, rounded."""
+    counted, removed = 0.0, 0.0
+    for dead, counts in rows:
+        counted += float(counts.sum())
+        removed += float(counts[dead].sum())
+    return round(counted), round(removed)
 
 
 def removed_lookups(sparsifier: Counting, action: str) -> dict[str, Lookups]:

@@ -29,6 +29,7 @@ class Held(Protocol):
     block: Block
     masks: list[BlockMask]
     counts: list[Tensor] | None
+    counted: torch.dtype | None
 
 
 def brought(
@@ -49,8 +50,8 @@ def brought(
                 parcels.send(receiver, count[rect.row - old.row : rect.row_end - old.row])
         for sender, _, rect, _ in _transfers(table.tiling, tiling, receiver=group.rank):
             masks[name].append((rect, parcels.expect(sender, (mask_bytes(rect, table.block),))))
-            if table.counts is not None:
-                counts[name].append((rect, parcels.expect(sender, (rect.rows,), torch.int32)))
+            if table.counted is not None:
+                counts[name].append((rect, parcels.expect(sender, (rect.rows,), table.counted)))
     parcels.exchange(torch.device("cpu"))
     found: dict[str, list[BlockMask]] = {}
     counted: dict[str, list[tuple[Rect, Tensor]]] = {}

@@ -48,6 +48,7 @@ class _Table:
     block: Block
     masks: list[BlockMask]
     counts: list[Tensor] | None
+    counted: torch.dtype | None
     removed: int | None = 0
     updates: int = 0
 
@@ -126,15 +127,19 @@ class PackedStore:
                 raise ValueError(f"Table {name!r} is registered already, as {known!r}: they share memory.")
 
     def add(
-        self, source: Source, located: Sequence[ShardedData], blocks: Mapping[str, Block], *, count: bool = False
+        self,
+        source: Source,
+        located: Sequence[ShardedData],
+        blocks: Mapping[str, Block],
+        *,
+        counted: torch.dtype | None = None,
     ) -> None:
-        """Register what ``source`` has just located, all blocks kept; ``count`` makes room for :meth:`counts`."""
+        """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts` of that dtype."""
         for data in located:
             block = blocks[data.name]
             masks = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
-            self._tables[data.name] = _Table(
-                source, data.shape, data.ranks, data.tiling, block, masks, new_counts(data) if count else None
-            )
+            counts = None if counted is None else new_counts(data, counted)
+            self._tables[data.name] = _Table(source, data.shape, data.ranks, data.tiling, block, masks, counts, counted)
             self._spans[data.name] = _spans(data)
         self._groups = None
         self.version += 1
@@ -217,8 +222,8 @@ class PackedStore:
         return self._tables[name].masks
 
     def counts(self, name: str) -> list[Tensor] | None:
-        """Return how often training has looked up each row of this rank's shards, live: int32 ``(rect.rows,)``; None if
-        that is not counted."""
+        """Return how often training has looked up each row of this rank's shards, live: ``(rect.rows,)``, int32, or
+        float64 where counts decay; None if that is not counted."""
         return self._tables[name].counts
 
     def all_masks(self) -> dict[str, list[BlockMask]]:
@@ -334,10 +339,10 @@ class PackedStore:
         masks, counts = {}, {}
         for name, table in self._tables.items():
             masks[name] = saved_mask(table.shape, table.block, writes[name], table.masks)
-            if table.counts is not None:
+            if table.counts is not None and table.counted is not None:
                 rank = group_over(table.ranks).rank
                 rects, owned = table.tiling[rank], owners(table.tiling)[rank]
-                counts[name] = saved_counts(table.shape[0], rects, owned, table.counts)
+                counts[name] = saved_counts(table.shape[0], table.counted, rects, owned, table.counts)
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         return {**saved, "counts": counts} if counts else saved
 
@@ -361,8 +366,8 @@ class PackedStore:
                 f"The state has masks of tables {unknown} that are not registered: call add_model() before loading."
             )
         masks = {name: masks_from(located[name], entry) for name, entry in saved.items()}
-        for name in self._counted:
-            counts_from(located[name], saved[name])
+        for name, dtype in self._counted.items():
+            counts_from(located[name], saved[name], dtype)
         return masks
 
     def load(self, located: Mapping[str, ShardedData], masks: Mapping[str, list[BlockMask]], saved: Any) -> None:
@@ -370,8 +375,8 @@ class PackedStore:
         for name, loaded in masks.items():
             entry = saved[name]
             self.replace(located[name], loaded, block_of(entry), entry.get("removed"), entry.get("updates", 0))
-            if name in self._counted:
-                self._tables[name].counts = counts_from(located[name], entry)
+            if (dtype := self._counted.get(name)) is not None:
+                self._tables[name].counts = counts_from(located[name], entry, dtype)
 
     def note_loaded(
         self,
@@ -392,8 +397,8 @@ class PackedStore:
                     facts.replicas |= shared_bits(data, block, masks[name], group_over(data.ranks).rank)
 
     @property
-    def _counted(self) -> list[str]:
-        return [name for name, table in self._tables.items() if table.counts is not None]
+    def _counted(self) -> dict[str, torch.dtype]:
+        return {name: table.counted for name, table in self._tables.items() if table.counted is not None}
 
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
@@ -421,8 +426,8 @@ class PackedStore:
                 assembled(shard.rect, table.block, parts[data.name], shard.tensor.device) for shard in data.shards
             ]
             table.tiling = data.tiling
-            if table.counts is not None:
-                table.counts = new_counts(data)
+            if table.counted is not None:
+                table.counts = new_counts(data, table.counted)
                 for rect, count in counted[data.name]:
                     copy_counts(table.counts, [shard.rect for shard in data.shards], count, rect)
 

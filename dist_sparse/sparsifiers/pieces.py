@@ -1,7 +1,7 @@
 """Saved masks of tables, and how often each row was looked up: what a state holds, and how the shards of now read it.
 
 A state has a tensor of each table for torch.distributed.checkpoint, in global coordinates: eight blocks of a row of
-blocks to a byte, each row of blocks beginning a new byte; the lookups of each row as int32. It also has this rank's
+blocks to a byte, each row of blocks beginning a new byte; the lookups of each row. It also has this rank's
 pieces, keyed by their global rectangle, for torch.save.
 """
 
@@ -22,6 +22,7 @@ from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
 __all__ = [
+    "COUNTED",
     "MOST_COUNTED",
     "block_of",
     "copy_counts",
@@ -34,6 +35,10 @@ __all__ = [
     "tables_of",
     "written",
 ]
+
+COUNTED = (torch.int32, torch.float64)
+"""Dtypes of counts: lookups that are never forgotten are integers; those that decay have fractions, so that a row that
+is looked up once between two mask updates keeps its share of the traffic."""
 
 MOST_COUNTED = 1 << 30
 """Lookups of a row from which on more make no difference. Half of what its int32 holds, so that so many more can be
@@ -72,11 +77,14 @@ def saved_mask(
     return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, pieces)
 
 
-def saved_counts(rows: int, rects: Sequence[Rect], owned: Sequence[Rect], counts: Sequence[Tensor]) -> ChunkedTensor:
+def saved_counts(
+    rows: int, dtype: torch.dtype, rects: Sequence[Rect], owned: Sequence[Rect], counts: Sequence[Tensor]
+) -> ChunkedTensor:
     """Return what a state holds of a table's lookups.
 
     Args:
         rows: of the table.
+        dtype: of the counts.
         rects: of this rank's shards.
         owned: those that no other rank holds before this one. Shards of the same rows have the same counts: the
             leftmost is written.
@@ -85,7 +93,7 @@ def saved_counts(rows: int, rects: Sequence[Rect], owned: Sequence[Rect], counts
     kepts = [count.to("cpu", copy=True) for count in counts]
     pieces = [{"rect": tuple(rect), "counts": kept} for rect, kept in zip(rects, kepts, strict=True)]
     writes = [((rect.row,), kept) for rect, kept in zip(rects, kepts, strict=True) if rect in owned and rect.col == 0]
-    return ChunkedTensor((rows,), torch.int32, writes, [((rect.row,), (rect.rows,)) for rect in rects], pieces)
+    return ChunkedTensor((rows,), dtype, writes, [((rect.row,), (rect.rows,)) for rect in rects], pieces)
 
 
 def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -204,29 +212,29 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
     return masks
 
 
-def counts_from(data: ShardedData, entry: Mapping[str, Any]) -> list[Tensor]:
-    """Return the lookup counts of this rank's shards of one table from its saved ``entry``: int32 ``(rect.rows,)``.
+def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    """Return the lookup counts of this rank's shards of one table from its saved ``entry``: ``(rect.rows,)``.
 
     The pieces cover the shards, or :func:`masks_from` has refused them. Shards of the same rows have the same counts.
 
     Raises:
         ValueError: a piece has no counts, or what it has can't be.
     """
-    found = new_counts(data)
+    found = new_counts(data, dtype)
     for piece in entry["pieces"]:
         rect, saved = Rect(*piece["rect"]), piece.get("counts")
         if saved is None:
             raise ValueError(f"Table {data.name!r}: the state has no counts of lookups; it is of another score.")
-        fits = isinstance(saved, Tensor) and saved.dtype == torch.int32 and saved.shape == (rect.rows,)
-        if not fits or bool((saved < 0).any()):
-            raise ValueError(f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 >= 0.")
+        fits = isinstance(saved, Tensor) and saved.dtype in COUNTED and saved.shape == (rect.rows,)
+        if not fits or not bool(((saved >= 0) & (saved < torch.inf)).all()):
+            raise ValueError(f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 or float64 >= 0.")
         copy_counts(found, [shard.rect for shard in data.shards], saved, rect)
     return found
 
 
-def new_counts(data: ShardedData) -> list[Tensor]:
-    """Return a count of 0 for each row of this rank's shards: int32 ``(rect.rows,)`` on the shard's device."""
-    return [torch.zeros(shard.rect.rows, dtype=torch.int32, device=shard.tensor.device) for shard in data.shards]
+def new_counts(data: ShardedData, dtype: torch.dtype) -> list[Tensor]:
+    """Return a count of 0 for each row of this rank's shards: ``(rect.rows,)`` on the shard's device."""
+    return [torch.zeros(shard.rect.rows, dtype=dtype, device=shard.tensor.device) for shard in data.shards]
 
 
 def copy_counts(counts: Sequence[Tensor], rects: Sequence[Rect], rows: Tensor, rect: Rect) -> None:
