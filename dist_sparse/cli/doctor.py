@@ -32,7 +32,6 @@ _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OPTIONAL: Final = {
     "safetensors": "export() and load_served()",
     "tensorboard": "numbers of a run in TensorBoard",
-    "matplotlib": "pictures in reports",
     "lightning": "callbacks for Lightning",
     "torchx": "launching with torchx, which wants urllib3 older than 1.27",
 }

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file, and PNGs of its charts.
+"""The report of a run: one HTML file, and each chart as an SVG file of its own.
 
 The page needs no network, font or image, and no script but to sort a table. Its content security policy allows its own
 style (``page.css``) and script (``page.js``) only; everything from the log is escaped.
@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.report.axes import escape
 from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import HEAD, compare, headline, row_cells, whole_bytes
-from dist_sparse.report.drawing import drawn
+from dist_sparse.report.drawing import figure_of, svg_of
 from dist_sparse.report.figures import Chart, LineChart, ScoreChart
 from dist_sparse.report.folder import replace_files
-from dist_sparse.report.png import png_files
+from dist_sparse.report.rendering import color_style
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.summary import against, bytes_of, numbers, status, target_text, time_text
 from dist_sparse.report.table_charts import MOST_TABLES
-from dist_sparse.text import amount, block_shape_text, count, number_of, percent, shape_text, size
+from dist_sparse.text import amount, block_shape_text, count, number_of, percent, printable, shape_text, size
 
 __all__ = ["page", "write_report"]
 
 _REPORT = "report.html"
 
 
-def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: bool = True) -> Path:
+def write_report(run: Run | str | Path, out: str | Path | None = None, *, svg: str | Path | None = None) -> Path:
     """Write the report of a run, readable by the user only (0600).
 
     Files that are there are replaced once all new ones are whole; a symbolic link is replaced, not followed.
@@ -38,15 +38,14 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: 
     Args:
         run: folder that a :class:`~dist_sparse.RunLog` wrote, or the :class:`~dist_sparse.report.Run` read from it.
         out: the HTML file; ``report.html`` in the folder by default.
-        pngs: also write each chart as ``<name of out>-<chart>.png`` beside it; needs matplotlib.
+        svg: folder, created if missing, in which each chart is written as ``<chart>.svg`` too.
 
     Returns:
         ``out``.
 
     Raises:
         ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file; names the file.
-        ImportError: matplotlib is not installed. OSError: a file can't be written. In each case old files are as they
-            were.
+        ImportError: jinja2 is not installed. OSError: a file can't be written. In each case old files are as they were.
 
     Example::
 
@@ -56,16 +55,17 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: 
         >>> folder = tempfile.mkdtemp()
         >>> with RunLog(folder) as log:
         ...     log.step(0, loss=0.5)
-        >>> write_report(folder, pngs=False).name
+        >>> write_report(folder).name
         'report.html'
     """
     run = run if isinstance(run, Run) else read_run(run)
     out = run.folder / _REPORT if out is None else Path(out)
     figures = charts(run)
     contents = {out: page(run, figures).encode()}
-    if pngs:
-        contents |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(figures).items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if svg is not None:
+        contents |= {Path(svg) / f"{chart.key}.svg": svg_of(chart).encode() for chart in figures}
+    for file in contents:
+        file.parent.mkdir(parents=True, exist_ok=True)
     replace_files(contents)
     return out
 
@@ -74,10 +74,10 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
     """Return the HTML of a run and its charts."""
     found = numbers(run)
     style, script = _part("page.css"), _part("page.js")
-    over_steps = [drawn(c) for c in figures if isinstance(c, LineChart) and c.key not in ("churn", "dead_rows")]
-    masks = [drawn(c) for c in figures if c.key in ("churn", "dead_rows")]
-    scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]
-    tables = [drawn(c) for c in figures if c.key.startswith(("bytes", "traffic"))]
+    over_steps = [figure_of(c) for c in figures if isinstance(c, LineChart) and c.key not in ("churn", "dead_rows")]
+    masks = [figure_of(c) for c in figures if c.key in ("churn", "dead_rows")]
+    scores = [figure_of(c) for c in figures if isinstance(c, ScoreChart)]
+    tables = [figure_of(c) for c in figures if c.key.startswith(("bytes", "traffic"))]
     ranks = number_of(run.world, "rank")
     versions = "".join(f", {name} {version}" for name, version in run.versions.items())
     state = f'<p class="{"soft" if run.finished else "warn"}">{escape(status(run))}</p>'
@@ -86,12 +86,12 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         f'<p class="soft">Started {escape(run.started)} on {ranks}{escape(versions)}.</p>{_command(run)}',
         f"{state}{_heads(run, found)}</header><main>",
         _comparison(run),
-        _section("Quality and bytes", [drawn(c) for c in figures if c.key == "auc_bytes"]),
+        _section("Quality and bytes", [figure_of(c) for c in figures if c.key == "auc_bytes"]),
         _section("Over steps", over_steps),
         _section("Tables", tables),
         _section("Mask updates", masks),
         _section("Scores and thresholds", scores),
-        _section("Time", [drawn(c) for c in figures if c.key == "time"]),
+        _section("Time", [figure_of(c) for c in figures if c.key == "time"]),
         _runs_table(run),
         _all_tables(found),
         _config(run),
@@ -102,10 +102,14 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}: report of dist_sparse</title><style>{style}</style></head>\n<body>"
+        f"<title>{escape(run.name)}: report of dist_sparse</title><style>{color_style()}{style}</style></head>\n<body>"
         + "\n".join(body)
         + f"<script>{script}</script></body></html>\n"
     )
+
+
+def escape(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def _part(name: str) -> str:

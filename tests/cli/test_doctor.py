@@ -81,7 +81,6 @@ def test_torch_alone_trains_plain_models() -> None:
         ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is too old", '"tensorboard>=2.16"'),
         (GOOD, "safetensors", "missing", "for export() and load_served()", '-m pip install "safetensors>=0.5"'),
         (GOOD, "torchx", "missing", "older than 1.27", '-m pip install "torchx>=0.7"'),
-        (GOOD, "matplotlib", "missing", "not installed; for pictures", '-m pip install "matplotlib>=3.8"'),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
