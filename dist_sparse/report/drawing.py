@@ -15,7 +15,7 @@ from dist_sparse.report.figures import BarChart, Bin, Chart, DotChart, Dots, Lin
 from dist_sparse.report.rendering import render
 from dist_sparse.text import amount, count, percent, size
 
-__all__ = ["HEIGHT", "WIDTH", "Plot", "Spot", "Tip", "figure_of", "log_ticks", "plot_of", "svg_of", "ticks"]
+__all__ = ["HEIGHT", "WIDTH", "Plot", "Spot", "Tip", "log_ticks", "plot_of", "svg_of", "ticks"]
 
 WIDTH, HEIGHT = 1000, 400
 
@@ -105,28 +105,14 @@ def plot_of(chart: LineChart | ScoreChart | DotChart) -> Plot:
     return _score_plot(chart) if isinstance(chart, ScoreChart) else _dot_plot(chart)
 
 
-def figure_of(chart: Chart) -> str:
-    """Return the ``<figure>`` of a chart; its caption says the same to a screen reader.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    return render(
-        "figure.html", chart=chart, plot=_plot_or_none(chart), wide=is_wide(chart), WIDTH=WIDTH, HEIGHT=HEIGHT
-    )
-
-
 def svg_of(chart: Chart) -> str:
     """Return a chart as a file of its own: axes, text and style within, light and dark.
 
     Raises:
         ImportError: jinja2 is not installed.
     """
-    return render("chart.svg", chart=chart, plot=_plot_or_none(chart), WIDTH=WIDTH, HEIGHT=HEIGHT)
-
-
-def _plot_or_none(chart: Chart) -> Plot | None:
-    return None if isinstance(chart, BarChart) else plot_of(chart)
+    plot = None if isinstance(chart, BarChart) else plot_of(chart)
+    return render("chart.svg", chart=chart, plot=plot, WIDTH=WIDTH, HEIGHT=HEIGHT)
 
 
 def is_wide(chart: Chart) -> bool:

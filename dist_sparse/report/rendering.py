@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dist_sparse.text import percent, printable
+from dist_sparse.text import count, percent, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -56,11 +56,6 @@ def render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(values)
 
 
-def color_style() -> str:
-    light, dark = ("".join(f"--{name}:{both[shade]};" for name, both in COLORS.items()) for shade in (0, 1))
-    return f":root{{color-scheme:light dark;{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-
-
 def part(name: str) -> str:
     """Return a file of the page, which Jinja2 takes for markup: never text from a run."""
     from markupsafe import Markup  # jinja2 needs it
@@ -84,7 +79,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.globals["colors"] = COLORS
-    environment.filters |= {"percent": percent, "short": _short}
+    environment.filters |= {"count": count, "percent": percent, "short": _short}
     return environment
 
 

@@ -176,7 +176,7 @@ def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("sys.argv", ["train.py", "--data", "a b"])
     log(tmp_path / "run")
     text = write_report(tmp_path / "run").read_text()
-    assert "train.py --data &#x27;a b&#x27;</p>" in text and "dist_sparse 0" in text
+    assert "train.py --data &#39;a b&#39;</p>" in text and "dist_sparse 0" in text
 
 
 def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:
