@@ -30,7 +30,7 @@ _REPORT = f"""examples:
 RUN is a folder that RunLog wrote; runs/latest is a link to the run in runs that
 was started last. The first RUN is compared with the others; one alone with the
 runs in folders inside its own. The page needs no network. A run that crashed or
-still runs is shown as far as it went. The page needs jinja2, which torch brings.
+still runs is shown as far as it went. jinja2 is needed, which torch brings.
 
 {STATUS}
 """
@@ -50,8 +50,6 @@ def add_inspect(commands: Commands) -> None:
                 return show(summary(options.folder))
             run = read_run(options.folder)
             text = json.dumps(inspect_json(run), indent=2, allow_nan=False) if options.json else inspect_text(run)
-        except (RecursionError, MemoryError) as error:
-            return fail("inspect", _too_much(options.folder, error))
         except (ValueError, OSError, ImportError) as error:
             return fail("inspect", error)
         return show(text)
@@ -75,8 +73,6 @@ def add_report(commands: Commands) -> None:
             out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
             written = write_report(run, out, svg=options.svg)
             text = json.dumps(numbers(run), indent=2, allow_nan=False) if options.json else summary(run, written)
-        except (RecursionError, MemoryError) as error:
-            return fail("report", _too_much(", ".join(options.folders), error))
         except (ValueError, OSError, ImportError) as error:
             return fail("report", error)
         shown = show(text)
@@ -92,8 +88,3 @@ def add_report(commands: Commands) -> None:
     parser.add_argument("--svg", metavar="DIR", help="writes each chart as an SVG file too, into this folder")
     add_json(parser)
     parser.set_defaults(run=run)
-
-
-def _too_much(folder: str, error: BaseException) -> str:
-    why = "its JSON is nested too deeply" if isinstance(error, RecursionError) else "there is not enough memory"
-    return f"{folder} holds no run that can be read: {why}."

@@ -18,7 +18,7 @@ from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import HEAD, compare, headline, row_cells, whole_bytes
 from dist_sparse.report.drawing import HEIGHT, WIDTH, is_wide, plot_of, svg_of
 from dist_sparse.report.figures import BarChart, Chart, LineChart, ScoreChart
-from dist_sparse.report.folder import replace_files
+from dist_sparse.report.folder import write_whole
 from dist_sparse.report.rendering import part, render
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.summary import against, bytes_of, numbers, status, target_text, time_text
@@ -75,7 +75,7 @@ class Table:
 def write_report(run: Run | str | Path, out: str | Path | None = None, *, svg: str | Path | None = None) -> Path:
     """Write the report of a run, readable by the user only (0600).
 
-    Files that are there are replaced once all new ones are whole; a symbolic link is replaced, not followed.
+    A file that is there is replaced once the new one is whole; a symbolic link is replaced, not followed.
 
     Args:
         run: folder that a :class:`~dist_sparse.RunLog` wrote, or the :class:`~dist_sparse.report.Run` read from it.
@@ -87,7 +87,7 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, svg: s
 
     Raises:
         ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file; names the file.
-        ImportError: jinja2 is not installed. OSError: a file can't be written. In each case old files are as they were.
+        ImportError: jinja2 is not installed. OSError: a file can't be written. The old one is as it was.
 
     Example::
 
@@ -106,9 +106,9 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, svg: s
     contents = {out: page(run, figures).encode()}
     if svg is not None:
         contents |= {Path(svg) / f"{chart.key}.svg": svg_of(chart).encode() for chart in figures}
-    for file in contents:
+    for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-    replace_files(contents)
+        write_whole(file, content)
     return out
 
 

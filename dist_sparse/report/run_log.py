@@ -227,7 +227,9 @@ class RunLog:
             stats, dead = self._sparsifier.table_stats(), self._sparsifier.dead_rows()
             tables = [table_json(table) | {"dead_rows": dead[table.name]} for table in stats]
             rows = traffic(self._sparsifier)
-            tables = [t | ({"traffic": rows[t["name"]].to_json()} if t["name"] in rows else {}) for t in tables]
+            for table in tables:
+                if table["name"] in rows:
+                    table["traffic"] = dataclasses.asdict(rows[table["name"]])
             seconds["masks"] = self._masks_seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dist_sparse.records import MaskChange
 from dist_sparse.report.figures import Bar, BarChart, Bin, Chart, ScoreChart
 from dist_sparse.report.histograms import Scored, edge_of, much
-from dist_sparse.report.run import Run
+from dist_sparse.report.run import Run, Traffic
 from dist_sparse.report.summary import numbers
-from dist_sparse.report.traffic import Traffic
 from dist_sparse.text import amount, count, number_of, percent, size
 
 __all__ = ["MOST_TABLES", "table_charts"]

@@ -5,60 +5,23 @@ Known of tables whose sparsifier counts lookups (``counts_lookups``), if rows ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import torch
+from torch import Tensor
 
-from dist_sparse.report.lines import count
+from dist_sparse.groups import group_over
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.report.run import Traffic
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.stats import dead_flags
 
-if TYPE_CHECKING:
-    from dist_sparse.sparsifiers.base import BaseDataSparsifier
-
-__all__ = ["Traffic", "read_traffic", "traffic"]
+__all__ = ["traffic"]
 
 _OCTAVES = 33
 """Rows of no lookup, of 1, of 2 and 3, of 4 to 7 and so on up to int32's largest."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Rows of a table by their lookups: of none, of 1, of 2 and 3, of 4 to 7 and so on; and the lookups of all of them.
-
-    ``kept``: rows with a kept weight; ``removed``: all others.
-    """
-
-    kept: tuple[int, ...]
-    removed: tuple[int, ...]
-    kept_lookups: int
-    removed_lookups: int
-
-    @property
-    def share(self) -> float | None:
-        """Share of the lookups that kept rows had; None without lookups."""
-        lookups = self.kept_lookups + self.removed_lookups
-        return self.kept_lookups / lookups if lookups else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-able values."""
-        return asdict(self)
-
-
-def read_traffic(held: Mapping[str, Any]) -> Traffic:
-    """Return what :meth:`Traffic.to_json` wrote, checked."""
-    kept, removed = (tuple(count(rows) for rows in held[name]) for name in ("kept", "removed"))
-    if not len(kept) == len(removed) <= _OCTAVES:
-        raise ValueError(f"{len(kept)} and {len(removed)} groups of rows")
-    lookups = {name: count(held[name]) for name in ("kept_lookups", "removed_lookups")}
-    return Traffic(kept=kept, removed=removed, **lookups)
-
-
 def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
     """Return the traffic of each table of which it is known. Collective: one small all-reduce per table."""
-    import torch  # a run is read without it
-
-    from dist_sparse.groups import group_over
-    from dist_sparse.sparsifiers.stats import dead_flags
-
     packed = sparsifier.packed_store
     if not sparsifier.counts_lookups:
         return {}
@@ -72,20 +35,30 @@ def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
         owned = set(data.owned(group.rank))
         sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
         for mask, rows in zip(packed.masks(name), counts, strict=True):
-            if mask.rect.col or mask.rect not in owned:
-                continue
-            lookups = rows.cpu().long()
-            octaves = torch.frexp(lookups.double()).exponent.long().where(lookups > 0, 0)
-            for kind, dead in enumerate((False, True)):
-                of = dead_flags(mask) == dead
-                sums[kind, :_OCTAVES] += torch.bincount(octaves[of], minlength=_OCTAVES)
-                sums[kind, _OCTAVES] += lookups[of].sum()
-        (*kept, kept_lookups), (*removed, removed_lookups) = group.all_reduce(sums).tolist()
-        last = max([i for i in range(_OCTAVES) if kept[i] or removed[i]], default=-1) + 1
-        found[name] = Traffic(
-            kept=tuple(kept[:last]),
-            removed=tuple(removed[:last]),
-            kept_lookups=kept_lookups,
-            removed_lookups=removed_lookups,
-        )
+            # Other column shards of a row have the same lookups.
+            if mask.rect.col == 0 and mask.rect in owned:
+                _add_rows(sums, mask, rows.cpu().long())
+        found[name] = _traffic_of(group.all_reduce(sums))
     return found
+
+
+def _add_rows(sums: Tensor, mask: BlockMask, lookups: Tensor) -> None:
+    """Add the rows of a shard to ``sums``: of kept and of removed rows, how many by octave, and all their lookups."""
+    octaves = torch.frexp(lookups.double()).exponent.long().where(lookups > 0, 0)
+    dead = dead_flags(mask)
+    for kind, rows in enumerate((~dead, dead)):
+        sums[kind, :_OCTAVES] += torch.bincount(octaves[rows], minlength=_OCTAVES)
+        sums[kind, _OCTAVES] += lookups[rows].sum()
+
+
+def _traffic_of(sums: Tensor) -> Traffic:
+    (*kept, kept_lookups), (*removed, removed_lookups) = sums.tolist()
+    while kept and not kept[-1] and not removed[-1]:
+        kept.pop()
+        removed.pop()
+    return Traffic(
+        kept=tuple(kept),
+        removed=tuple(removed),
+        kept_lookups=kept_lookups,
+        removed_lookups=removed_lookups,
+    )

@@ -85,8 +85,8 @@ def test_auc_over_bytes(tmp_path: Path) -> None:
             add_artifact(tmp_path / "run", wrong, auc=2 if wrong == tmp_path else 0.5)
     with pytest.raises(ValueError, match="holds no run"):
         add_artifact(tmp_path, served, auc=0.5)
-    (tmp_path / "run" / "artifacts.json").write_text('[{"name": "x", "bytes": -1, "auc": 0.5}]')
-    with pytest.raises(ValueError, match=r"artifacts\.json is not one that add_artifact\(\) writes: .*negative"):
+    (tmp_path / "run" / "artifacts.json").write_text('[{"name": "x", "size": 1, "auc": 0.5}]')
+    with pytest.raises(ValueError, match=r"artifacts\.json is not one that add_artifact\(\) writes: .*'size'"):
         read_run(tmp_path / "run")
 
 
