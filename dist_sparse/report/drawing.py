@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from dist_sparse.report.figures import BarChart, Bin, Chart, DotChart, Dots, Line, LineChart, ScoreChart
 from dist_sparse.report.rendering import render
@@ -27,10 +27,12 @@ _LABEL = 60
 """Of WIDTH and of HEIGHT: dots so near to each other have labels that may overlap."""
 
 _KINDS = (("gone", "pruned"), ("kept", "kept"), ("both", "both"))
+_NAMED = ("main", "target", "other")
 _LAYERS = ("table", "raw", "other", "main", "target")
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
 
 Place = Callable[[float], float]
+Pair = tuple[float, float]
 Label = tuple[float, str]
 Shape = tuple[str, str]
 
@@ -52,12 +54,14 @@ class Tip:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """Label of a dot, and text under a pointer. Places in percent; ``under``: the label is below the dot."""
+    """Label of a dot, and text under a pointer. Places in percent; ``said``: to a screen reader; ``under``: the label
+    is below the dot."""
 
     left: float
     top: float
     label: str
     text: tuple[str, ...]
+    said: str
     under: bool
 
     @property
@@ -164,26 +168,55 @@ def _grid(marks: Sequence[Label]) -> list[Shape]:
     return [("grid", f"M0 {y * HEIGHT / 100:.1f}H{WIDTH}") for y, _ in marks]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Axes:
+    """Where values are in a plot, and the round numbers beside it."""
+
+    x_of: Place
+    y_of: Place
+    below: Sequence[float]
+    levels: Sequence[float]
+
+
 def _line_plot(chart: LineChart) -> Plot:
-    values = [y for line in chart.lines for _, y in line.points if y is not None]
-    places = [x for line in chart.lines for x, _ in line.points]
-    left, right = min(0.0, *places), max(float(chart.end), 1.0, *places)
-    low, high = _range(values, chart.share)
-    x_of, y_of = _across(left, right), _up(low, high)
+    axes = _line_axes(chart)
     text_of = percent if chart.share else amount
-    named = [line for line in chart.lines if line.role in ("main", "target", "other")]
-    ends = [f"{line.name} ends at {text_of(y)}" for line in named if (y := _last(line)) is not None]
-    marks = _beside(ticks(low, high, 4), y_of, _percent_tick if chart.share else _tick)
-    layered = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
+    named = [line for line in chart.lines if line.role in _NAMED]
+    marks = _beside(axes.levels, axes.y_of, _percent_tick if chart.share else _tick)
+    shapes = _grid(marks)
+    for line in sorted(chart.lines, key=lambda line: _LAYERS.index(line.role)):
+        shapes.append((_look(line), _path(line, axes.x_of, axes.y_of)))
     return Plot(
-        caption=f"{chart.title} over steps: {'; '.join(ends)}.",
-        shapes=(*_grid(marks), *((_look(line), _path(line, x_of, y_of)) for line in layered)),
+        caption=f"{chart.title} over steps: {_ends(named, text_of)}.",
+        shapes=tuple(shapes),
         marks=marks,
-        below=_below([x for x in ticks(left, right, 4) if x.is_integer()], x_of, _short),
+        below=_below(axes.below, axes.x_of, _short),
         label="step",
-        legend=tuple((_look(line), line.name) for line in named) if len(named) > 1 else (),
-        tips=_tips(chart, x_of, text_of),
+        legend=_legend(named) if len(named) > 1 else (),
+        tips=_tips(chart, axes.x_of, text_of),
     )
+
+
+def _line_axes(chart: LineChart) -> _Axes:
+    # A compared run may have gone further than the run itself.
+    places = [0.0, max(float(chart.end), 1.0), *(x for line in chart.lines for x, _ in line.points)]
+    left, right = min(places), max(places)
+    low, high = _range([y for line in chart.lines for y in _finite(line)], chart.share)
+    return _Axes(
+        x_of=_across(left, right),
+        y_of=_up(low, high),
+        below=[x for x in ticks(left, right, 4) if x.is_integer()],
+        levels=ticks(low, high, 4),
+    )
+
+
+def _legend(lines: Sequence[Line | Dots]) -> tuple[Shape, ...]:
+    return tuple((_look(line), line.name) for line in lines)
+
+
+def _ends(named: Sequence[Line], text_of: Callable[[float], str]) -> str:
+    """Return the last value of each line."""
+    return "; ".join(f"{line.name} ends at {text_of(_finite(line)[-1])}" for line in named if _finite(line))
 
 
 def _score_plot(chart: ScoreChart) -> Plot:
@@ -229,57 +262,71 @@ def _score_plot(chart: ScoreChart) -> Plot:
 
 
 def _dot_plot(chart: DotChart) -> Plot:
-    dots = [dot for run in chart.runs for dot in run.dots]
-    heights = [height for *_, height in dots]
-    if chart.level is not None:
-        heights.append(chart.level[1])
-    across, y_of, visible, levels = _dot_axes([taken for _, taken, _ in dots], heights)
-
-    def x_of(taken: float) -> float:
-        return across(math.log10(taken))
-
-    decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in levels)
-    marks = _beside(levels, y_of, lambda y: f"{y:.{decimals}f}")
-    shapes, legend = _grid(marks), [(_look(run), run.name) for run in chart.runs]
+    axes = _dot_axes(chart)
+    decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in axes.levels)
+    marks = _beside(axes.levels, axes.y_of, lambda y: f"{y:.{decimals}f}")
+    shapes, legend = _grid(marks), _legend(chart.runs)
     if chart.level is not None:
         name, height = chart.level
-        shapes.append(("target", f"M0 {y_of(height)}H{WIDTH}"))
-        legend.append(("target", name))
-    everywhere = [(x_of(taken), y_of(height)) for _, taken, height in dots]
-    spots, said = [], []
-    for run in chart.runs:
-        places = [(x_of(taken), y_of(height)) for _, taken, height in run.dots]
-        shapes.append((f"{_look(run)} joined", f"M{'L'.join(f'{x} {y}' for x, y in places)}"))
-        shapes += [(f"{_look(run)} dot", f"M{x} {y}h0") for x, y in places]
-        for number, ((x, y), (label, taken, height)) in enumerate(zip(places, run.dots, strict=True)):
-            under = _is_under(x, y, everywhere, number)
-            text = ", ".join(filter(None, (run.name, label))), f"{size(taken)}, {chart.metric} {height:.4f}"
-            spots.append(Spot(left=x / 10, top=100 * y / HEIGHT, label=label, text=text, under=under))
-            said.append(f"{text[0]}: {size(taken)}, {height:.4f}")
+        shapes.append(("target", f"M0 {axes.y_of(height)}H{WIDTH}"))
+        legend = (*legend, ("target", name))
+    places = [_places(run, axes) for run in chart.runs]
+    spots: list[Spot] = []
+    for run, own in zip(chart.runs, places, strict=True):
+        shapes.append((f"{_look(run)} joined", "M" + "L".join(f"{x} {y}" for x, y in own)))
+        shapes += [(f"{_look(run)} dot", f"M{x} {y}h0") for x, y in own]
+        spots += _spots(run, own, [*chain(*places)], chart.metric)
     return Plot(
-        caption=f"{chart.title}: {'; '.join(said)}",
+        caption=f"{chart.title}: {'; '.join(spot.said for spot in spots)}",
         shapes=tuple(shapes),
         marks=marks,
-        below=_below(visible, x_of, lambda taken: size(taken).replace(".00", "").replace(".0", "")),
+        below=_below(axes.below, axes.x_of, lambda taken: size(taken).replace(".00", "").replace(".0", "")),
         label="bytes, logarithmic",
-        legend=tuple(legend),
+        legend=legend,
         spots=tuple(spots),
     )
 
 
-def _dot_axes(taken: Sequence[float], heights: Sequence[float]) -> tuple[Place, Place, list[float], list[float]]:
-    """Return where logarithms of bytes and heights are, with room for labels, and the round numbers beside them."""
-    left, right = math.log10(min(taken)), math.log10(max(taken))
-    room = 0.06 * (right - left) + 0.02
-    left, right = left - room, right + room
+def _places(run: Dots, axes: _Axes) -> list[Pair]:
+    return [(axes.x_of(taken), axes.y_of(height)) for _, taken, height in run.dots]
+
+
+def _dot_axes(chart: DotChart) -> _Axes:
+    dots = [dot for run in chart.runs for dot in run.dots]
+    logs, heights = [math.log10(taken) for _, taken, _ in dots], [height for *_, height in dots]
+    if chart.level is not None:
+        heights.append(chart.level[1])
+    room = 0.06 * (max(logs) - min(logs)) + 0.02
+    left, right = min(logs) - room, max(logs) + room
     low, high = _range(heights, share=False)
-    low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)
+    low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
     visible = [each for each in _SIZES if left <= math.log10(each) <= right]
-    every = max(1, -(-len(visible) // 5))
-    return _across(left, right), _up(low, high), visible[::every], ticks(low, high, 4)
+    across = _across(left, right)
+    return _Axes(
+        x_of=lambda taken: across(math.log10(taken)),
+        y_of=_up(low, high),
+        below=visible[:: max(1, -(-len(visible) // 5))],
+        levels=ticks(low, high, 4),
+    )
 
 
-def _is_under(x: float, y: float, everywhere: Sequence[tuple[float, float]], number: int) -> bool:
+def _spots(run: Dots, places: Sequence[Pair], everywhere: Sequence[Pair], metric: str) -> list[Spot]:
+    spots = []
+    for number, ((x, y), (label, taken, height)) in enumerate(zip(places, run.dots, strict=True)):
+        name = f"{run.name}, {label}" if label else run.name
+        spot = Spot(
+            left=100 * x / WIDTH,
+            top=100 * y / HEIGHT,
+            label=label,
+            text=(name, f"{size(taken)}, {metric} {height:.4f}"),
+            said=f"{name}: {size(taken)}, {height:.4f}",
+            under=_is_under(x, y, everywhere, number),
+        )
+        spots.append(spot)
+    return spots
+
+
+def _is_under(x: float, y: float, everywhere: Sequence[Pair], number: int) -> bool:
     """Return whether a dot's label is below it: away from the dots nearby, else below every other dot."""
     near = [y - other for at, other in everywhere if abs(x - at) < _LABEL and 0 < abs(y - other) < _LABEL]
     return all(up > 0 for up in near) if near else number % 2 == 1
@@ -325,8 +372,8 @@ def _look(one: Line | Dots) -> str:
     return f"other other{one.number % _COLORS}" if one.role == "other" else one.role
 
 
-def _last(line: Line) -> float | None:
-    return next((y for _, y in reversed(line.points) if y is not None), None)
+def _finite(line: Line) -> list[float]:
+    return [y for _, y in line.points if y is not None]
 
 
 def _range(values: Sequence[float], share: bool) -> tuple[float, float]:

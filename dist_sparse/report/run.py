@@ -12,7 +12,7 @@ import dataclasses
 import os
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
 from dist_sparse.text import shortened
 
-__all__ = ["DueStep", "Run", "Series", "Spent", "Traffic", "read_run", "read_runs"]
+__all__ = ["DueStep", "Run", "Series", "Spent", "Traffic", "read_run", "read_runs", "share_of", "total"]
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
@@ -67,8 +67,7 @@ class Traffic:
     @property
     def share(self) -> float | None:
         """Share of the lookups that kept rows had; None without lookups."""
-        lookups = self.kept_lookups + self.removed_lookups
-        return self.kept_lookups / lookups if lookups else None
+        return share_of(self.kept_lookups, self.kept_lookups + self.removed_lookups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +118,15 @@ class Run:
     compared: Mapping[str, Run] = field(default_factory=dict)
 
     @property
+    def last_changes(self) -> dict[str, MaskChange]:
+        """The last change of each table."""
+        last: dict[str, MaskChange] = {}
+        for due in self.due:
+            for change in due.record.tables:
+                last[change.name] = change
+        return last
+
+    @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
         registered = {table.name for table in self.tables}
@@ -142,9 +150,26 @@ class Run:
         dense = self.bytes_dense
         return None if dense is None else dense - sum(t.table_bytes - t.kept_bytes for t in self.tables)
 
+    @property
+    def sparsity_share(self) -> float | None:
+        """Share of the time that mask updates and enforcement took; None without updates, or where it is unknown."""
+        if not self.due or self.spent.enforcement is None:
+            return None
+        return share_of(self.spent.masks + self.spent.enforcement, self.spent.total)
+
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""
         return next((value for _, value in reversed(self.values.get(name, ())) if value is not None), None)
+
+
+def total(tables: Iterable[object], field: str) -> int:
+    """Return the sum of a field over tables, without those where it is unknown."""
+    return sum(getattr(table, field) or 0 for table in tables)
+
+
+def share_of(part: float | None, whole: float | None) -> float | None:
+    """Return ``part / whole``; None where one is unknown or the whole is 0."""
+    return part / whole if part is not None and whole else None
 
 
 def read_run(folder: str | Path) -> Run:

@@ -288,27 +288,38 @@ class RunLog:
                 continue  # an update before this log was made
             step = self._steps_of.pop(record.number, self._last)
             self._masks_seconds += record.seconds
-            if not self._writes:
-                continue
-            tables = [{name: getattr(change, name) for name in _NOTED} for change in record.tables]
-            line = {name: getattr(record, name) for name in ("number", "seconds", "collectives", "bytes")}
-            self._write({"kind": "masks", "step": step, **line, "tables": tables})
-            for change in record.tables:
-                new = scored(step, change, change.scores)
-                if new is not None and self._scores.take(new):
-                    self._unwritten[new.name] = None
-            if self._unwritten and record.number >= self._scores_from:
-                self._write_scores()
-                self._scores_from = record.number + self._scores_every
-            if self._sinks:
-                shown = [(f"{name}/{change['name']}", change[of]) for change in tables for name, of in _SHOWN.items()]
-                self._tell(step, {name: float(value) for name, value in shown if value is not None})
+            if self._writes:
+                self._write_update(step, record)
+
+    def _write_update(self, step: int, record: StepRecord) -> None:
+        tables = [{name: getattr(change, name) for name in _NOTED} for change in record.tables]
+        cost = {name: getattr(record, name) for name in ("number", "seconds", "collectives", "bytes")}
+        self._write({"kind": "masks", "step": step, **cost, "tables": tables})
+        for change in record.tables:
+            new = scored(step, change, change.scores)
+            if new is not None and self._scores.take(new):
+                self._unwritten[new.name] = None
+        if self._unwritten and record.number >= self._scores_from:
+            self._write_scores()
+            self._scores_from = record.number + self._scores_every
+        if self._sinks:
+            self._tell(step, _scalars(record))
 
     def _write_scores(self) -> None:
         tables = [self._scores.of[name].to_json() for name in self._unwritten]
         self._unwritten.clear()
         if tables:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
+
+
+def _scalars(record: StepRecord) -> dict[str, float]:
+    """Return what sinks get of a mask update: its known numbers, by name and table."""
+    found = {}
+    for change in record.tables:
+        for name, field in _SHOWN.items():
+            if (value := getattr(change, field)) is not None:
+                found[f"{name}/{change.name}"] = float(value)
+    return found
 
 
 def _check_kinds(sparsifier: object, enforcer: object, name: object, config: object, resume: object) -> None:
