@@ -63,12 +63,14 @@ def add_artifact(
     files = [artifact] if artifact.is_file() else [file for file in artifact.rglob("*") if file.is_file()]
     if not files:
         raise ValueError(f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files.")
-    size = sum(file.stat().st_size for file in files)
     new = Artifact(
-        name=artifact.name if name is None else name, bytes=size, auc=checks.number("auc", auc, least=0, most=1)
+        name=artifact.name if name is None else name,
+        bytes=sum(file.stat().st_size for file in files),
+        auc=checks.number("auc", auc, least=0, most=1),
     )
-    others = [old for old in read_artifacts(run) if old.name != new.name]
-    text = json.dumps([asdict(one) for one in (*others, new)], indent=2, allow_nan=False)
+    known = {old.name: old for old in read_artifacts(run)}
+    known.pop(new.name, None)  # the new one is the last
+    text = json.dumps([*map(asdict, known.values()), asdict(new)], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())
     return new
 

@@ -92,6 +92,7 @@ def _values(run: Run) -> list[LineChart]:
     names = [name for name, series in run.values.items() if len(series) > 1]
     first = [name for name in _TITLES if name in names]
     others = sorted(set(names) - set(first))
+    # A script may log hundreds of series: the table of last values has them all.
     return [_value_chart(run, name) for name in [*first, *others[:_MOST_OTHERS]]]
 
 
@@ -99,7 +100,7 @@ def _value_chart(run: Run, name: str) -> LineChart:
     lines = smoothed(run.name if run.compared else name, run.values[name], "main")
     for other, number in _numbers(run).items():
         series = run.compared[other].values.get(name, ())
-        if len(series) > 1:
+        if len(series) > 1:  # a single value is in the table of last values
             curve = smoothed(other, series, "other")[-1]  # the running mean if there is one
             lines.append(dataclasses.replace(curve, number=number))
     note = _NOTES.get(name, "As logged by the training script.")
@@ -129,6 +130,7 @@ def _churn(run: Run) -> list[LineChart]:
 def _dead_rows(run: Run) -> list[LineChart]:
     lines = [_held(run, "all tables", "main", _points(run, _dead_rows_of))]
     lines += _table_lines(run, lambda change: change.dead_rows)
+    # No rank sees a whole row of a table that is cut by columns, so a mask update can't count its dead rows.
     note = f"Rows without a kept weight. {_thin_lines(run)}"
     cut = {change.name for due in run.due for change in due.record.tables if change.dead_rows is None}
     if cut:
@@ -147,6 +149,7 @@ def _time(run: Run) -> list[BarChart]:
         note += " The time of enforcement is unknown and part of everything else."
     else:
         known["keeping pruned weights at zero"] = spent.enforcement
+    # Times are rounded, and each has its own clock.
     known["everything else"] = max(spent.total - sum(known.values()), 0.0)
     whole = sum(known.values())
     bars = [
@@ -194,6 +197,7 @@ def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict
     few = len(_tables(run)) <= MOST_TABLES
     found: dict[str, list[Point]] = {}
     for due in run.due:
+        # Unknown where the block shape has changed, or where rows are cut by columns.
         values = {t.name: value for t in due.record.tables if (value := value_of(t)) is not None}
         for name, value in (values if few else _percentiles(values.values())).items():
             found.setdefault(name, []).append((float(due.step), value))
@@ -248,7 +252,12 @@ def _seen(lines: Sequence[Line]) -> bool:
 
 
 def _drawn(lines: Sequence[Line]) -> tuple[Line, ...]:
-    return tuple(line for line in lines if any(y is not None for _, y in line.points))
+    """Return the lines with a point that can be drawn."""
+    return tuple(filter(_has_value, lines))
+
+
+def _has_value(line: Line) -> bool:
+    return any(y is not None for _, y in line.points)
 
 
 def _not_finite(series: Series) -> str:

@@ -74,6 +74,7 @@ def baseline(run: Run) -> Run | None:
     else ``run`` itself. None without others."""
     if not run.compared:
         return None
+    # A narrow or hashed model has no mask updates either: the baseline is the one with the largest tables.
     dense = [one for one in _all(run) if not one.due]
     return max(dense, key=lambda one: one.bytes_dense or 0, default=run)
 
@@ -104,6 +105,7 @@ def points(run: Run) -> list[Point]:
     found = []
     for one in _all(run):
         found += [Point(run=one.name, **asdict(artifact)) for artifact in one.artifacts]
+        # Of a run that serves nothing yet, the weights that it keeps stand for an artifact.
         kept, auc = one.bytes_kept, quality(one)
         if not one.artifacts and kept and auc is not None:
             found.append(Point(run=one.name, name="weights", bytes=kept, auc=auc[1]))
@@ -150,7 +152,7 @@ def _kept_text(run: Run) -> str:
 
 def delta_text(delta: float) -> str:
     """Return ``+0.0019``, ``-24.63``."""
-    if abs(delta) < 5e-5:
+    if abs(delta) < 5e-5:  # rounds to 0, and +0.0000 would look like a gain
         return "±0.0000"
     return f"{delta:+.4f}" if abs(delta) < 1 else f"{delta:+.4g}"
 
@@ -212,6 +214,7 @@ def _delta(one: Run, base: Run | None) -> float | None:
     if base is None or base is one:
         return None
     auc, other = quality(one), quality(base)
+    # AUC while training is of other examples than AUC of the test set.
     if auc is None or other is None or auc[0] != other[0]:
         return None
     return auc[1] - other[1]

@@ -130,6 +130,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
+    # 1e-9: a rough step that is round but for a rounding error is taken as it is.
     step = next(power * times for times in (1, 2, 2.5, 5, 10) if power * times >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
@@ -221,6 +222,7 @@ def _ends(named: Sequence[Line], text_of: Callable[[float], str]) -> str:
 
 def _score_plot(chart: ScoreChart) -> Plot:
     edges = [edge for piece in chart.bins for edge in (piece.low, piece.high)]
+    # At 0, nothing but blocks that scored 0 is pruned: the logarithmic axis has no place for the line.
     pruned = chart.threshold > 0
     if pruned:
         edges.append(chart.threshold)
@@ -328,6 +330,7 @@ def _spots(run: Dots, places: Sequence[Pair], everywhere: Sequence[Pair], metric
 
 def _is_under(x: float, y: float, everywhere: Sequence[Pair], number: int) -> bool:
     """Return whether a dot's label is below it: away from the dots nearby, else below every other dot."""
+    # Neighbors on the same height don't count: their labels are beside each other.
     near = [y - other for at, other in everywhere if abs(x - at) < _LABEL and 0 < abs(y - other) < _LABEL]
     return all(up > 0 for up in near) if near else number % 2 == 1
 
@@ -336,6 +339,7 @@ def _tips(chart: LineChart, x_of: Place, text_of: Callable[[float], str]) -> tup
     """Return the values at each step: one strip per point, halfway to its neighbors on both sides."""
     lines = [line for line in chart.lines if line.role != "raw"]
     at = sorted({x for line in lines for x, _ in line.points})
+    # Each strip is an element of the page: a line of 400 points has strips of several steps.
     at = at[:: -(-len(at) // _MOST_TIPS)]
     edges = [0.0, *((x_of(a) + x_of(b)) / 20 for a, b in pairwise(at)), 100.0]
     tips = []
@@ -359,7 +363,7 @@ def _path(line: Line, x_of: Place, y_of: Place) -> str:
         if y is None:
             begun = False
         elif not begun:
-            path, begun = f"{path}M{x_of(x)} {y_of(y)}h0", True
+            path, begun = f"{path}M{x_of(x)} {y_of(y)}h0", True  # h0: with round ends, a point alone is a dot
         elif line.steps:
             path += f"H{x_of(x)}V{y_of(y)}"
         else:

@@ -114,6 +114,7 @@ def bucket_of(score: float) -> int:
     """
     if not 0 < score < math.inf:
         raise ValueError(f"{score!r} is not a positive score")
+    # The bits of positive floats are ordered as the floats are.
     try:
         return int(struct.unpack("<i", struct.pack("<f", score))[0]) >> LEADING_SHIFT
     except OverflowError as error:

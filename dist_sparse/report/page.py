@@ -183,6 +183,7 @@ def _time_head(run: Run, found: Mapping[str, Any]) -> Head:
     share = found["seconds"]["share"]
     if share is not None:
         return _head("time", "Time for sparsity", share, percent(share), time_text(run, found))
+    # Without the time of enforcement the share of sparsity is unknown, and a program that reads the page gets none.
     masks = percent(run.spent.masks / max(run.spent.total, 1e-9))
     return _head("time", "Time for masks", None, masks, time_text(run, found))
 
@@ -208,13 +209,15 @@ def _last_values(run: Run) -> Table | None:
     """Return the last value of every series, of the run and of the compared ones."""
     runs = {run.name: run, **run.compared}
     names = list(dict.fromkeys(name for one in runs.values() for name in one.values))
-    rows = [[Cell(label, label), *(_number(one.last(name)) for name in names)] for label, one in runs.items()]
+    rows = []
+    for label, one in runs.items():
+        rows.append([Cell(label, label), *map(_number, map(one.last, names))])
     return Table("Last values", ["run", *names], rows, sortable=False) if names else None
 
 
 def _all_tables(found: Mapping[str, Any]) -> Table | None:
     """Return the registered tables and the others, the largest first."""
-    tables = [*found["tables"]]
+    tables = [*found["tables"]]  # numbers() keeps the two apart
     for name, taken in found["other_tables"].items():
         unknown = dict.fromkeys((*_UNKNOWN, *_COUNTS))
         tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})

@@ -71,12 +71,12 @@ def _environment() -> Environment:
         raise ImportError("Reports need jinja2: pip install jinja2.") from error
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
+        autoescape=True,  # by name it would leave .svg out
         undefined=StrictUndefined,
         finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
+        keep_trailing_newline=True,  # a file ends with one
     )
     environment.globals["colors"] = COLORS
     environment.filters |= {"count": count, "percent": percent, "short": _short}

@@ -130,7 +130,7 @@ class Run:
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
         registered = {table.name for table in self.tables}
-        for due in self.due[-1:]:
+        for due in self.due[-1:]:  # before its end, a run's last mask update names the tables
             registered |= {change.name for change in due.record.tables}
         return {name: size for name, size in self.model_tables.items() if name not in registered}
 
@@ -139,6 +139,7 @@ class Run:
         """Bytes of all tables without sparsity: of the model's, else of the registered ones; None if unknown."""
         if not self.tables and not self.model_tables:
             return None
+        # Both name registered tables: their bytes at the end count.
         registered = {table.name: table.table_bytes for table in self.tables}
         return sum({**self.model_tables, **registered}.values())
 
@@ -146,7 +147,7 @@ class Run:
     def bytes_kept(self) -> int | None:
         """Bytes of the kept weights of those tables, masks not counted; None before the end of a run that prunes."""
         if self.due and not self.tables:
-            return None
+            return None  # bytes of tables are logged at the end
         dense = self.bytes_dense
         return None if dense is None else dense - sum(t.table_bytes - t.kept_bytes for t in self.tables)
 
@@ -221,6 +222,7 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
     """
     different: dict[str, Path] = {}
     for folder in folders:
+        # runs/latest is one of runs/*, under another name.
         different.setdefault(os.path.realpath(folder), Path(folder))
     if len(different) == 1:
         return read_run(folders[0])
@@ -322,6 +324,7 @@ class _Reader:
         scores = Latest()
         for one in self._scores:
             scores.take(one)
+        # Enforcement is logged at the end alone: with a session that crashed the sum would be too small.
         enforced = self._enforced and self._ends == self._sessions
         return {
             "finished": self._ended,
@@ -341,7 +344,7 @@ class _Reader:
         }
 
     def _take_values(self, line: Mapping[str, Any]) -> None:
-        self._tell_session(line["seconds"])
+        self._tell_session(line["seconds"])  # first: what an older session logged of these steps is dropped below
         step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
@@ -367,7 +370,7 @@ class _Reader:
         known = len(self._due)
         while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
             self._due.pop()
-        if len(self._due) < known:
+        if len(self._due) < known:  # else every histogram is of an update that counts
             self._scores = [one for one in self._scores if one.step < step]
 
     def _take_scores(self, line: Mapping[str, Any]) -> None:
@@ -415,6 +418,7 @@ def _mask_update(line: Mapping[str, Any]) -> StepRecord:
 
 def _histogram(table: Mapping[str, Any]) -> Scored:
     known = {name: table[name] for name in ("step", "name", "threshold", "blocks", "removed_blocks", "zeros")}
+    # A long run has very many counts: an array takes 8 bytes for each.
     return Scored(first=bucket_of(table["low"]), counts=array("q", table["counts"]), **known)
 
 

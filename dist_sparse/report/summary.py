@@ -116,6 +116,7 @@ def table_json(stats: TableStats) -> dict[str, Any]:
 
 def target_of(tables: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the configured level of all blocks; None where a table has none."""
+    # Weighted by blocks, so that it compares with the sparsity of all blocks.
     targets = [table["target"] for table in tables]
     if None in targets:
         return None
@@ -227,6 +228,7 @@ def _table_text(known: Mapping[str, Any]) -> list[str]:
     if not known["tables"]:
         return []
     rows = [[*_cells(table), *_sizes(table)] for table in known["tables"]]
+    # Tables without a sparsifier have nothing to show but their bytes: one line for all.
     others = known["other_tables"]
     if others:
         taken = mib(sum(others.values()))
@@ -244,6 +246,7 @@ def _tables(run: Run) -> list[dict[str, Any]]:
         if name in last:
             row |= _fields(last[name], "target", "sparsity", "blocks", "removed_blocks")
             row |= _fields(last[name], "threshold", "churn", "dead_rows")
+        # The end is newer than the last mask update, and knows more.
         if name in ended:
             row |= _ended_fields(ended[name])
         if name in run.dead_rows:

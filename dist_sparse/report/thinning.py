@@ -36,6 +36,7 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     point."""
     if len(points) <= _MOST_POINTS:
         return _drawable(points)
+    # Two points of each stretch are kept, and the last one.
     stretch = -(-2 * len(points) // (_MOST_POINTS - 2))
     kept: list[Point] = []
     for start in range(0, len(points), stretch):

@@ -27,6 +27,7 @@ def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
         return {}
     found = {}
     for name, data in packed.current("RunLog.close()").items():
+        # A row that is cut by columns may be dead on one rank and alive on another, unless it is removed as a whole.
         counts = packed.counts(name)
         whole = all(rect.cols == data.shape[1] for rect in data.rects) or packed.block(name)[1] >= data.shape[1]
         if counts is None or not whole:
@@ -44,6 +45,7 @@ def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
 
 def _add_rows(sums: Tensor, mask: BlockMask, lookups: Tensor) -> None:
     """Add the rows of a shard to ``sums``: of kept and of removed rows, how many by octave, and all their lookups."""
+    # The exponent of 1 is 1, of 2 and 3 it is 2: rows without a lookup are octave 0.
     octaves = torch.frexp(lookups.double()).exponent.long().where(lookups > 0, 0)
     dead = dead_flags(mask)
     for kind, rows in enumerate((~dead, dead)):
