@@ -16,7 +16,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import stat
 import sys
 import time
@@ -292,6 +291,8 @@ def _write_all(held: FileIO, content: bytes) -> None:
 
 
 def _about() -> dict[str, Any]:
+    import shlex  # which `import dist_sparse` need not load
+
     import torch.distributed as dist  # a run is read without it
 
     versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
