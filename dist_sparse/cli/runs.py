@@ -25,12 +25,12 @@ tensor is shown, for which torch is needed.
 _REPORT = f"""examples:
   dist-sparse report runs/latest
   dist-sparse report runs/latest --open
-  dist-sparse report runs/a runs/b runs/c --out comparison.html --no-png
+  dist-sparse report runs/a runs/b runs/c --out comparison.html --svg charts
 
 RUN is a folder that RunLog wrote; runs/latest is a link to the run in runs that
 was started last. The first RUN is compared with the others; one alone with the
 runs in folders inside its own. The page needs no network. A run that crashed or
-still runs is shown as far as it went. PNGs are written if matplotlib is there.
+still runs is shown as far as it went. jinja2 is needed, which torch brings.
 
 {STATUS}
 """
@@ -50,8 +50,6 @@ def add_inspect(commands: Commands) -> None:
                 return show(summary(options.folder))
             run = read_run(options.folder)
             text = json.dumps(inspect_json(run), indent=2, allow_nan=False) if options.json else inspect_text(run)
-        except (RecursionError, MemoryError) as error:
-            return fail("inspect", _too_much(options.folder, error))
         except (ValueError, OSError, ImportError) as error:
             return fail("inspect", error)
         return show(text)
@@ -65,7 +63,6 @@ def add_inspect(commands: Commands) -> None:
 def add_report(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         import webbrowser
-        from importlib.util import find_spec
 
         from dist_sparse.report.page import write_report
         from dist_sparse.report.run import read_runs
@@ -74,30 +71,20 @@ def add_report(commands: Commands) -> None:
         try:
             run = read_runs(options.folders)
             out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
-            pngs = not options.no_png and find_spec("matplotlib") is not None
-            written = write_report(run, out, pngs=pngs)
+            written = write_report(run, out, svg=options.svg)
             text = json.dumps(numbers(run), indent=2, allow_nan=False) if options.json else summary(run, written)
-        except (RecursionError, MemoryError) as error:
-            return fail("report", _too_much(", ".join(options.folders), error))
         except (ValueError, OSError, ImportError) as error:
             return fail("report", error)
         shown = show(text)
-        if not (pngs or options.no_png):
-            fail("report", "no PNGs, which need matplotlib: pip install matplotlib")  # not a failure
         if options.open and not webbrowser.open(written.resolve().as_uri()):
             return fail("report", f"no browser was found to open {written.resolve().as_uri()}")
         return shown
 
-    parser = subcommand(commands, "report", "writes charts of runs as one HTML file, and PNGs beside it", _REPORT)
+    parser = subcommand(commands, "report", "writes charts of runs as one HTML file", _REPORT)
     parser.add_argument("folders", nargs="+", metavar="RUN", help="the folder of a run")
     default = f"RUN/report.html, of several runs {_COMPARISON} in the first"
     parser.add_argument("--out", metavar="FILE", help=f"the HTML file; default: {default}")
     parser.add_argument("--open", action="store_true", help="opens the page in the browser")
-    parser.add_argument("--no-png", action="store_true", help="writes the page alone")
+    parser.add_argument("--svg", metavar="DIR", help="writes each chart as an SVG file too, into this folder")
     add_json(parser)
     parser.set_defaults(run=run)
-
-
-def _too_much(folder: str, error: BaseException) -> str:
-    why = "its JSON is nested too deeply" if isinstance(error, RecursionError) else "there is not enough memory"
-    return f"{folder} holds no run that can be read: {why}."

@@ -80,7 +80,7 @@ def frontier(
         metric: by which methods are compared; None is the first that ``evaluate`` returns.
         lower_is_better: metrics for which less is better.
         tolerance: a smaller difference of the metric does not count.
-        out: a folder for ``trials.jsonl``, ``frontier.json``, ``frontier.md`` and, with matplotlib, ``frontier.png``.
+        out: a folder for ``trials.jsonl``, ``frontier.json``, ``frontier.md`` and ``frontier.svg``.
             An interrupted run continues from ``trials.jsonl``.
 
     Raises:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dist_sparse import checks
-from dist_sparse.report.folder import RUN, replace_files
-from dist_sparse.report.lines import WRONG, count, number, string
+from dist_sparse.report.folder import RUN, write_whole
 from dist_sparse.text import shortened
 
 __all__ = ["Artifact", "add_artifact", "read_artifacts"]
@@ -66,13 +63,15 @@ def add_artifact(
     files = [artifact] if artifact.is_file() else [file for file in artifact.rglob("*") if file.is_file()]
     if not files:
         raise ValueError(f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files.")
-    size = sum(file.stat().st_size for file in files)
     new = Artifact(
-        name=artifact.name if name is None else name, bytes=size, auc=checks.number("auc", auc, least=0, most=1)
+        name=artifact.name if name is None else name,
+        bytes=sum(file.stat().st_size for file in files),
+        auc=checks.number("auc", auc, least=0, most=1),
     )
-    others = [old for old in read_artifacts(run) if old.name != new.name]
-    text = json.dumps([asdict(one) for one in (*others, new)], indent=2, allow_nan=False)
-    replace_files({run / _FILE: f"{text}\n".encode()})
+    known = {old.name: old for old in read_artifacts(run)}
+    known.pop(new.name, None)  # the new one is the last
+    text = json.dumps([*map(asdict, known.values()), asdict(new)], indent=2, allow_nan=False)
+    write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
 
@@ -86,10 +85,6 @@ def read_artifacts(run: Path) -> tuple[Artifact, ...]:
     if not file.is_file():
         return ()
     try:
-        return tuple(_artifact(held) for held in json.loads(file.read_text(encoding="utf-8")))
-    except (*WRONG, RecursionError) as error:
+        return tuple(Artifact(**held) for held in json.loads(file.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{file} is not one that add_artifact() writes: {shortened(error, most=200)}.") from error
-
-
-def _artifact(held: Mapping[str, Any]) -> Artifact:
-    return Artifact(name=string(held["name"]), bytes=count(held["bytes"]), auc=number(held["auc"]))

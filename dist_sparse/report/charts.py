@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dist_sparse.records import MaskChange
 from dist_sparse.report.comparison import baseline, named, points
 from dist_sparse.report.figures import Bar, BarChart, Chart, DotChart, Dots, Line, LineChart, Point
-from dist_sparse.report.run import Run, Series
-from dist_sparse.report.summary import due_totals
+from dist_sparse.report.run import DueStep, Run, Series, share_of, total
+from dist_sparse.report.summary import target_of
 from dist_sparse.report.table_charts import MOST_TABLES, table_charts
 from dist_sparse.report.thinning import smoothed, thinned
 from dist_sparse.text import duration, number_of, percent
@@ -27,75 +27,56 @@ _MOST_OTHERS = 12
 
 _PERCENTILES = {"10% of tables are below": 0.1, "median table": 0.5, "10% of tables are above": 0.9}
 
-Totals = list[tuple[float, dict[str, float | None]]]
-"""Step and totals of all tables, per mask update."""
+_TITLES = {"loss": "Loss", "auc": "AUC", "ne": "Normalized entropy (NE)"}
+_NOTES = {
+    "loss": "Of the logged steps.",
+    "auc": "Area under the ROC curve of the predictions since the last point; higher is better.",
+    "ne": "Log loss over that of predicting the mean label; lower is better, 1 is no better than the mean.",
+}
 
 
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
-    found: list[Chart] = []
-    totals = _totals(run)
-    if (dots := _auc_over_bytes(run)) is not None:
-        found.append(dots)
+    found: list[Chart] = [*_auc_over_bytes(run)]
     if run.due:
-        found.append(_sparsity(run, totals))
-    found += _values(run)
-    found += table_charts(run)
+        found.append(_sparsity(run))
+    found += [*_values(run), *table_charts(run)]
     if run.due:
-        found += _changes(run, totals)
-    if (time := _time(run)) is not None:
-        found.append(time)
+        found += [*_churn(run), *_dead_rows(run), *_time(run)]
     return _named_apart([chart for chart in found if not isinstance(chart, LineChart) or chart.lines])
 
 
-def _numbers(run: Run) -> dict[str, int]:
-    """Number the compared runs, once for the page.
-
-    A chart that leaves a run out, or sorts them, keeps the colors of the others.
-    """
-    return {name: number for number, name in enumerate(run.compared)}
-
-
-def _totals(run: Run) -> Totals:
-    return [(float(due.step), due_totals(due)) for due in run.due]
-
-
-def _auc_over_bytes(run: Run) -> DotChart | None:
-    """Return the artifacts of all runs, or their weights; None of fewer than two."""
+def _auc_over_bytes(run: Run) -> list[DotChart]:
+    """Return the artifacts of all runs, or their weights; nothing of fewer than two."""
     found = points(run)
     if len(found) < 2:
-        return None
+        return []
     numbers = _numbers(run)
-    runs = [
-        Dots(
-            name=name,
-            role="main" if name == run.name else "other",
-            number=numbers.get(name, 0),
-            dots=tuple((point.name, point.bytes, point.auc) for point in of),
-        )
-        for name, of in named(found).items()
-    ]
+    runs = []
+    for name, of in named(found).items():
+        role = "main" if name == run.name else "other"
+        dots = tuple((point.name, point.bytes, point.auc) for point in of)
+        runs.append(Dots(name=name, role=role, number=numbers.get(name, 0), dots=dots))
+    runs.sort(key=lambda dots: (dots.role != "main", dots.number))
     base = baseline(run)
     note = (
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to the left is better."
     )
     if base is not None and base is not run:
         note += f" Baseline: {base.name}."
-    runs.sort(key=lambda dots: (dots.role != "main", dots.number))
-    return DotChart(key="auc_bytes", title="AUC over bytes", note=note, runs=tuple(runs))
+    return [DotChart(key="auc_bytes", title="AUC over bytes", note=note, runs=tuple(runs))]
 
 
-def _sparsity(run: Run, totals: Totals) -> LineChart:
+def _sparsity(run: Run) -> LineChart:
     lines = [
-        _held(run, run.name if run.compared else "all blocks", "main", _known(totals, "sparsity")),
-        _held(run, "target", "target", _known(totals, "target")),
+        _held(run, run.name if run.compared else "all blocks", "main", _points(run, _sparsity_of)),
+        _held(run, "target", "target", _points(run, _target_of)),
     ]
     for name, number in _numbers(run).items():
         other = run.compared[name]
-        if other.due:
-            line = _held(other, name, "other", _known(_totals(other), "sparsity"))
-            lines.append(dataclasses.replace(line, number=number))
-    lines += [_held(run, name, "table", points) for name, points in _per_table(run, lambda t: t.sparsity).items()]
+        line = _held(other, name, "other", _points(other, _sparsity_of))
+        lines.append(dataclasses.replace(line, number=number))
+    lines += _table_lines(run, lambda change: change.sparsity)
     return LineChart(
         key="sparsity",
         title="Sparsity",
@@ -106,116 +87,152 @@ def _sparsity(run: Run, totals: Totals) -> LineChart:
     )
 
 
-def _values(run: Run) -> list[Chart]:
+def _values(run: Run) -> list[LineChart]:
     """Return charts of loss, AUC, NE and other series with more than one point, with those of the compared runs."""
     names = [name for name, series in run.values.items() if len(series) > 1]
-    first = [name for name in ("loss", "auc", "ne") if name in names]
-    titles = {"loss": "Loss", "auc": "AUC", "ne": "Normalized entropy (NE)"}
-    notes = {
-        "loss": "Of the logged steps.",
-        "auc": "Area under the ROC curve of the predictions since the last point; higher is better.",
-        "ne": "Log loss over that of predicting the mean label; lower is better, 1 is no better than the mean.",
-    }
-    found: list[Chart] = []
-    for name in [*first, *sorted(set(names) - set(first))[:_MOST_OTHERS]]:
-        lines = smoothed(run.name if run.compared else name, run.values[name], "main")
-        for other, number in _numbers(run).items():
-            series = run.compared[other].values.get(name, ())
-            if len(series) > 1:
-                *_, curve = smoothed(other, series, "other")  # the running mean if there is one
-                lines.append(dataclasses.replace(curve, number=number))
-        note, lost = notes.get(name, "As logged by the training script."), _not_finite(run.values[name])
-        if any(line.role == "raw" for line in lines):
-            note += " Thin: as logged. Thick: running mean."
-        found.append(
-            LineChart(
-                key=_key("value", name),
-                title=titles.get(name, name),
-                note=note + lost,
-                lines=_drawn(lines),
-                end=_end(run),
-            )
-        )
-    return found
+    first = [name for name in _TITLES if name in names]
+    others = sorted(set(names) - set(first))
+    # A script may log hundreds of series: the table of last values has them all.
+    return [_value_chart(run, name) for name in [*first, *others[:_MOST_OTHERS]]]
 
 
-def _changes(run: Run, totals: Totals) -> list[Chart]:
-    churn = [
-        Line(name="flipped", points=thinned(_known(totals, "churn"))),
-        Line(name="regrown", role="other", points=thinned(_known(totals, "regrown"))),
+def _value_chart(run: Run, name: str) -> LineChart:
+    lines = smoothed(run.name if run.compared else name, run.values[name], "main")
+    for other, number in _numbers(run).items():
+        series = run.compared[other].values.get(name, ())
+        if len(series) > 1:  # a single value is in the table of last values
+            curve = smoothed(other, series, "other")[-1]  # the running mean if there is one
+            lines.append(dataclasses.replace(curve, number=number))
+    note = _NOTES.get(name, "As logged by the training script.")
+    if any(line.role == "raw" for line in lines):
+        note += " Thin: as logged. Thick: running mean."
+    return LineChart(
+        key=_key("value", name),
+        title=_TITLES.get(name, name),
+        note=note + _not_finite(run.values[name]),
+        lines=_drawn(lines),
+        end=_end(run),
+    )
+
+
+def _churn(run: Run) -> list[LineChart]:
+    lines = [
+        Line(name="flipped", points=thinned(_points(run, _churn_of))),
+        Line(name="regrown", role="other", points=thinned(_points(run, _regrown_of))),
     ]
-    churn += [
-        Line(name=name, role="table", points=thinned(points))
-        for name, points in _per_table(run, lambda t: t.churn).items()
-    ]
-    dead = [_held(run, "all tables", "main", _known(totals, "dead_rows"))]
-    dead += [_held(run, name, "table", points) for name, points in _per_table(run, lambda t: t.dead_rows).items()]
-    cut = sorted({t.name for due in run.due for t in due.record.tables if t.dead_rows is None})
-    unknown = f" Known at the end only for {number_of(len(cut), 'table')} cut by columns." if cut else ""
-    found: list[Chart] = []
-    if _seen(churn):
-        note = f"Share of blocks that a mask update flipped, and of those that it regrew. {_thin_lines(run)}"
-        found.append(LineChart(key="churn", title="Churn", note=note, lines=_drawn(churn), end=_end(run), share=True))
-    if _seen(dead):
-        note = f"Rows without a kept weight. {_thin_lines(run)}{unknown}"
-        found.append(LineChart(key="dead_rows", title="Dead rows", note=note, lines=_drawn(dead), end=_end(run)))
-    return found
+    for name, shares in _per_table(run, lambda t: t.churn).items():
+        lines.append(Line(name=name, role="table", points=thinned(shares)))
+    note = f"Share of blocks that a mask update flipped, and of those that it regrew. {_thin_lines(run)}"
+    chart = LineChart(key="churn", title="Churn", note=note, lines=_drawn(lines), end=_end(run), share=True)
+    return [chart] if _seen(lines) else []
 
 
-def _time(run: Run) -> BarChart | None:
+def _dead_rows(run: Run) -> list[LineChart]:
+    lines = [_held(run, "all tables", "main", _points(run, _dead_rows_of))]
+    lines += _table_lines(run, lambda change: change.dead_rows)
+    # No rank sees a whole row of a table that is cut by columns, so a mask update can't count its dead rows.
+    note = f"Rows without a kept weight. {_thin_lines(run)}"
+    cut = {change.name for due in run.due for change in due.record.tables if change.dead_rows is None}
+    if cut:
+        note += f" Known at the end only for {number_of(len(cut), 'table')} cut by columns."
+    chart = LineChart(key="dead_rows", title="Dead rows", note=note, lines=_drawn(lines), end=_end(run))
+    return [chart] if _seen(lines) else []
+
+
+def _time(run: Run) -> list[BarChart]:
     spent = run.spent
-    if not spent.total or not run.due:
-        return None
-    known = [("mask updates", spent.masks)]
-    if spent.enforcement is not None:
-        known.append(("keeping pruned weights at zero", spent.enforcement))
-    rest = max(spent.total - sum(seconds for _, seconds in known), 0.0)
-    known.append(("everything else", rest))
-    whole = sum(seconds for _, seconds in known)
+    if not spent.total:
+        return []
+    known = {"mask updates": spent.masks}
     note = f"Of {duration(spent.total)} on rank 0 while the log was open."
     if spent.enforcement is None:
         note += " The time of enforcement is unknown and part of everything else."
-    bars = tuple(
+    else:
+        known["keeping pruned weights at zero"] = spent.enforcement
+    # Times are rounded, and each has its own clock.
+    known["everything else"] = max(spent.total - sum(known.values()), 0.0)
+    whole = sum(known.values())
+    bars = [
         Bar(name=name, share=seconds / whole, text=f"{duration(seconds)}, {percent(seconds / whole)}")
-        for name, seconds in known
-    )
-    return BarChart(key="time", title="Time", note=note, bars=bars, stacked=True)
+        for name, seconds in known.items()
+    ]
+    return [BarChart(key="time", title="Time", note=note, bars=tuple(bars), stacked=True)]
 
 
-def _seen(lines: Sequence[Line]) -> bool:
-    """Return whether a line has a value other than 0: a chart without one shows nothing."""
-    return any(y for line in lines for _, y in line.points)
+def _sparsity_of(due: DueStep) -> float | None:
+    return share_of(total(due.record.tables, "removed_blocks"), total(due.record.tables, "blocks"))
+
+
+def _target_of(due: DueStep) -> float | None:
+    return target_of([{"target": t.target, "blocks": t.blocks} for t in due.record.tables])
+
+
+def _churn_of(due: DueStep) -> float | None:
+    tables = _compared_tables(due)
+    return share_of(total(tables, "flipped_blocks"), total(tables, "blocks"))
+
+
+def _regrown_of(due: DueStep) -> float | None:
+    tables = _compared_tables(due)
+    return share_of(total(tables, "regrown_blocks"), total(tables, "blocks"))
+
+
+def _compared_tables(due: DueStep) -> list[MaskChange]:
+    """Return the tables whose blocks are those of the update before."""
+    return [change for change in due.record.tables if change.flipped_blocks is not None]
+
+
+def _dead_rows_of(due: DueStep) -> float | None:
+    known = [change.dead_rows for change in due.record.tables if change.dead_rows is not None]
+    return sum(known) if known else None
+
+
+def _points(run: Run, value_of: Callable[[DueStep], float | None]) -> list[Point]:
+    """Return a total over all tables, per mask update where it is known."""
+    return [(float(due.step), value) for due in run.due if (value := value_of(due)) is not None]
+
+
+def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:
+    """Return the points of each table; of more than 30 their median, and what a tenth of them is below and above."""
+    few = len(_tables(run)) <= MOST_TABLES
+    found: dict[str, list[Point]] = {}
+    for due in run.due:
+        # Unknown where the block shape has changed, or where rows are cut by columns.
+        values = {t.name: value for t in due.record.tables if (value := value_of(t)) is not None}
+        for name, value in (values if few else _percentiles(values.values())).items():
+            found.setdefault(name, []).append((float(due.step), value))
+    return found
+
+
+def _table_lines(run: Run, value_of: Callable[[MaskChange], float | None]) -> list[Line]:
+    return [_held(run, name, "table", held) for name, held in _per_table(run, value_of).items()]
+
+
+def _percentiles(values: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {name: ordered[round(place * (len(ordered) - 1))] for name, place in _PERCENTILES.items()}
 
 
 def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
     """Return a line that stays constant between mask updates and after the last one."""
     end = float(_end(run))
-    last = [(end, points[-1][1])] if points and points[-1][0] < end else []
-    return Line(name=name, role=role, points=thinned([*points, *last]), steps=True)
+    if points and points[-1][0] < end:
+        points = [*points, (end, points[-1][1])]
+    return Line(name=name, role=role, points=thinned(points), steps=True)
+
+
+def _numbers(run: Run) -> dict[str, int]:
+    """Number the compared runs, once for the page.
+
+    A chart that leaves a run out, or sorts them, keeps the colors of the others.
+    """
+    return dict(zip(run.compared, range(len(run.compared)), strict=True))
 
 
 def _end(run: Run) -> int:
     return max([run.last_step or 0, *(due.step for due in run.due[-1:])])
-
-
-def _known(totals: Totals, name: str) -> list[Point]:
-    return [(step, value) for step, of in totals if (value := of[name]) is not None]
-
-
-def _per_table(run: Run, value: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:
-    """Return the points of each table; of more than 30 their median, and what a tenth of them is below and above."""
-    found: dict[str, list[Point]] = {}
-    if len(_tables(run)) <= MOST_TABLES:
-        for due in run.due:
-            for change in due.record.tables:
-                if (known := value(change)) is not None:
-                    found.setdefault(change.name, []).append((float(due.step), known))
-        return found
-    for due in run.due:
-        values = sorted(known for change in due.record.tables if (known := value(change)) is not None)
-        for name, place in _PERCENTILES.items() if values else ():
-            found.setdefault(name, []).append((float(due.step), values[round(place * (len(values) - 1))]))
-    return found
 
 
 def _tables(run: Run) -> set[str]:
@@ -229,8 +246,18 @@ def _thin_lines(run: Run) -> str:
     return f"Thin: of {len(tables):,} tables the median, and the values that a tenth of them are below and above."
 
 
+def _seen(lines: Sequence[Line]) -> bool:
+    """Return whether a line has a value other than 0: a chart without one shows nothing."""
+    return any(y for line in lines for _, y in line.points)
+
+
 def _drawn(lines: Sequence[Line]) -> tuple[Line, ...]:
-    return tuple(line for line in lines if any(y is not None for _, y in line.points))
+    """Return the lines with a point that can be drawn."""
+    return tuple(filter(_has_value, lines))
+
+
+def _has_value(line: Line) -> bool:
+    return any(y is not None for _, y in line.points)
 
 
 def _not_finite(series: Series) -> str:

@@ -6,21 +6,25 @@ One denominator for bytes everywhere: all tables of the baseline, or of the run 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dist_sparse.report.run import Run
+from dist_sparse.records import MaskChange, TableStats
+from dist_sparse.report.run import Run, share_of, total
 from dist_sparse.text import percent, printable, shortened, size
 
 __all__ = [
     "Point",
     "Row",
     "baseline",
+    "blocks_of",
     "change_text",
     "compare",
     "delta_text",
     "headline",
+    "known_text",
+    "named",
     "points",
     "quality",
     "row_cells",
@@ -70,6 +74,7 @@ def baseline(run: Run) -> Run | None:
     else ``run`` itself. None without others."""
     if not run.compared:
         return None
+    # A narrow or hashed model has no mask updates either: the baseline is the one with the largest tables.
     dense = [one for one in _all(run) if not one.due]
     return max(dense, key=lambda one: one.bytes_dense or 0, default=run)
 
@@ -99,43 +104,62 @@ def points(run: Run) -> list[Point]:
     """Return the artifacts of all runs; of a run without any its kept weights, where both numbers are known."""
     found = []
     for one in _all(run):
-        if one.artifacts:
-            found += [Point(run=one.name, name=a.name, bytes=a.bytes, auc=a.auc) for a in one.artifacts]
-            continue
+        found += [Point(run=one.name, **asdict(artifact)) for artifact in one.artifacts]
+        # Of a run that serves nothing yet, the weights that it keeps stand for an artifact.
         kept, auc = one.bytes_kept, quality(one)
-        if kept and auc is not None:
+        if not one.artifacts and kept and auc is not None:
             found.append(Point(run=one.name, name="weights", bytes=kept, auc=auc[1]))
-    return [point for point in found if point.bytes and 0 <= point.auc <= 1]
+    return [point for point in found if point.bytes]
+
+
+def named(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Return points by run, the largest first within each."""
+    found: dict[str, list[Point]] = {}
+    for point in sorted(points, key=lambda point: -point.bytes):
+        found.setdefault(point.run, []).append(point)
+    return found
+
+
+def blocks_of(run: Run) -> tuple[int, int]:
+    """Return the blocks of all registered tables, and how many of them are removed."""
+    tables: Sequence[TableStats | MaskChange] = run.tables or [*run.last_changes.values()]
+    return total(tables, "blocks"), total(tables, "removed_blocks")
 
 
 def headline(run: Run) -> str:
     """Return a sentence about what the run kept, what that cost, and how long it took; "" where nothing is known."""
-    blocks, removed = _blocks(run)
-    kept, whole = run.bytes_kept, whole_bytes(run)
-    if kept is not None and whole and (run.tables or kept != whole):
-        said = f"Keeps {percent(kept / whole)} of table bytes ({size(kept)} of {size(whole)})"
-    elif kept is not None and whole:
-        said = f"Keeps all table bytes ({size(kept)})"
-    elif blocks:
-        said = f"Keeps {percent(1 - removed / blocks)} of blocks so far"
-    else:
+    said = _kept_text(run)
+    if not said:
         return ""
-    auc, base = quality(run), baseline(run)
+    auc, delta = quality(run), _delta(run, baseline(run))
     if auc is not None:
         called = "test AUC" if auc[0] == "test_auc" else "AUC"
-        other = None if base is None or base is run else _same(base, auc[0])
-        said += f" at {auc[1]:.4f} {called}" if other is None else f" at {delta_text(auc[1] - other)} {called}"
-    spent = run.spent
-    if run.due and spent.total > 0 and spent.enforcement is not None:
-        said += f"; sparsity took {percent((spent.masks + spent.enforcement) / spent.total)} of the time"
+        said += f" at {auc[1]:.4f} {called}" if delta is None else f" at {delta_text(delta)} {called}"
+    if (share := run.sparsity_share) is not None:
+        said += f"; sparsity took {percent(share)} of the time"
     return f"{said}."
+
+
+def _kept_text(run: Run) -> str:
+    kept, whole = run.bytes_kept, whole_bytes(run)
+    if kept is None or not whole:
+        blocks, removed = blocks_of(run)
+        return f"Keeps {percent(1 - removed / blocks)} of blocks so far" if blocks else ""
+    if kept == whole and not run.tables:
+        return f"Keeps all table bytes ({size(kept)})"
+    return f"Keeps {percent(kept / whole)} of table bytes ({size(kept)} of {size(whole)})"
 
 
 def delta_text(delta: float) -> str:
     """Return ``+0.0019``, ``-24.63``."""
-    if abs(delta) < 5e-5:
+    if abs(delta) < 5e-5:  # rounds to 0, and +0.0000 would look like a gain
         return "±0.0000"
     return f"{delta:+.4f}" if abs(delta) < 1 else f"{delta:+.4g}"
+
+
+def known_text(value: float | None, text: Callable[[Any], str], unknown: str = "-") -> str:
+    """Return a number as text, a dash for None."""
+    return unknown if value is None else text(value)
 
 
 def row_cells(row: Row) -> list[str]:
@@ -143,11 +167,11 @@ def row_cells(row: Row) -> list[str]:
     return [
         row.name,
         percent(row.sparsity),
-        "-" if row.bytes is None else size(row.bytes),
+        known_text(row.bytes, size),
         percent(row.share),
-        "-" if row.auc is None else f"{row.auc:.4f}",
-        "" if row.delta is None else delta_text(row.delta),
-        "-" if row.ms_per_step is None else f"{row.ms_per_step:.1f}",
+        known_text(row.auc, "{:.4f}".format),
+        known_text(row.delta, delta_text, unknown=""),
+        known_text(row.ms_per_step, "{:.1f}".format),
         change_text(row.changed),
     ]
 
@@ -161,7 +185,9 @@ def change_text(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return "-" if value is None else shortened(value, most=40) if isinstance(value, str) else json.dumps(value)[:40]
+    if isinstance(value, str):
+        return shortened(value, most=40)
+    return "-" if value is None else json.dumps(value)[:40]
 
 
 def _all(run: Run) -> list[Run]:
@@ -169,36 +195,37 @@ def _all(run: Run) -> list[Run]:
 
 
 def _row(one: Run, base: Run | None, whole: int | None) -> Row:
-    blocks, removed = _blocks(one)
-    kept, auc = one.bytes_kept, quality(one)
-    other = None if auc is None or base is None or base is one else _same(base, auc[0])
-    ms = one.last("ms_per_step")
-    if ms is None and one.last_step is not None and one.spent.total:
-        ms = 1000 * one.spent.total / (one.last_step + 1)
+    blocks, removed = blocks_of(one)
+    auc = quality(one)
     return Row(
         name=one.name,
-        sparsity=removed / blocks if blocks else None,
-        bytes=kept,
-        share=kept / whole if kept is not None and whole else None,
+        sparsity=share_of(removed, blocks),
+        bytes=one.bytes_kept,
+        share=share_of(one.bytes_kept, whole),
         auc=None if auc is None else auc[1],
-        delta=None if other is None or auc is None else auc[1] - other,
-        ms_per_step=ms,
-        changed={} if base is None or base is one else _changed(base.config, one.config),
+        delta=_delta(one, base),
+        ms_per_step=_ms_per_step(one),
+        changed={} if base is None else _changed(base.config, one.config),
     )
 
 
-def _same(base: Run, key: str) -> float | None:
-    """Return the baseline's AUC, if it is of the same kind."""
-    found = quality(base)
-    return found[1] if found is not None and found[0] == key else None
+def _delta(one: Run, base: Run | None) -> float | None:
+    """Return the AUC less the baseline's; None for the baseline itself, or where they are not of the same kind."""
+    if base is None or base is one:
+        return None
+    auc, other = quality(one), quality(base)
+    # AUC while training is of other examples than AUC of the test set.
+    if auc is None or other is None or auc[0] != other[0]:
+        return None
+    return auc[1] - other[1]
 
 
-def _blocks(run: Run) -> tuple[int, int]:
-    """Return the blocks of all registered tables, and how many of them are removed."""
-    if run.tables:
-        return sum(t.blocks for t in run.tables), sum(t.removed_blocks for t in run.tables)
-    last = {change.name: change for due in run.due for change in due.record.tables}
-    return sum(t.blocks for t in last.values()), sum(t.removed_blocks for t in last.values())
+def _ms_per_step(one: Run) -> float | None:
+    """Return what was logged, else the mean of rank 0 while the log was open."""
+    logged = one.last("ms_per_step")
+    if logged is not None or one.last_step is None or not one.spent.total:
+        return logged
+    return 1000 * one.spent.total / (one.last_step + 1)
 
 
 def _changed(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,12 +241,4 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             found |= _flat(value, f"{prefix}{key}.")
         elif value is not None:
             found[f"{prefix}{key}"] = value
-    return found
-
-
-def named(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Return points by run, the largest first within each."""
-    found: dict[str, list[Point]] = {}
-    for point in sorted(points, key=lambda point: -point.bytes):
-        found.setdefault(point.run, []).append(point)
     return found

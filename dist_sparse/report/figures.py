@@ -1,7 +1,7 @@
 """Charts as data: names, points, bars, bins.
 
-:mod:`dist_sparse.report.charts` makes them of a run; :mod:`dist_sparse.report.drawing` draws them as HTML and
-:mod:`dist_sparse.report.png` as PNG, without the run.
+:mod:`dist_sparse.report.charts` makes them of a run; :mod:`dist_sparse.report.drawing` turns them into shapes, without
+the run.
 """
 
 from __future__ import annotations
@@ -71,12 +71,15 @@ class Dots:
 
 @dataclass(frozen=True, kw_only=True)
 class DotChart:
-    """Dots over bytes, on a logarithmic axis."""
+    """Dots over bytes, on a logarithmic axis. ``metric``: of the heights; ``level``: a name and a height, drawn as a
+    horizontal line."""
 
     key: str
     title: str
     note: str
     runs: tuple[Dots, ...]
+    metric: str = "AUC"
+    level: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,8 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreChart:
-    """Histogram of one table. ``zeros``: share of the blocks that scored 0, which a logarithmic axis can't show."""
+    """Histogram of one table, with at least one bin. ``zeros``: share of the blocks that scored 0, which a logarithmic
+    axis can't show."""
 
     key: str
     title: str

@@ -1,8 +1,9 @@
 """Files of a run's folder: ``run.json`` describes the run, ``log.jsonl`` has one line per event.
 
-- A crash leaves both readable. ``run.json`` appears whole, by a rename; of ``log.jsonl`` at most the last line is cut
-  short, which :func:`read_lines` skips and a resumed run removes.
-- One process at a time writes a log: :class:`LogFile` holds a lock on it, which ends with the process.
+- A crash leaves both readable. ``run.json`` appears whole, by a rename. ``log.jsonl`` is only appended to: at most its
+  last line is cut short, which readers skip, also after a resumed run has gone on below it.
+- One process at a time writes a log. It locks ``log.lock``; the lock ends with the process, however that ends. Where a
+  file system has no locks, or does not share them between hosts, two writers are not noticed.
 - Files are private to the user (0600), because a config may hold anything. No symbolic link is followed to write.
 - In a folder called ``runs``, the link ``latest`` refers to the run that was started or resumed last.
 """
@@ -10,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -20,12 +20,11 @@ import stat
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import dist_sparse
 from dist_sparse.text import shortened
@@ -34,6 +33,7 @@ __all__ = [
     "FORMAT",
     "LATEST",
     "LINES",
+    "LOCK",
     "RUN",
     "LogFile",
     "check_config",
@@ -41,95 +41,87 @@ __all__ = [
     "open_log",
     "read_about",
     "read_lines",
-    "replace_files",
+    "write_whole",
 ]
 
-FORMAT = 1
+FORMAT: Final = 1
 """Version of the folder's layout; a reader refuses others."""
 
-RUN, LINES = "run.json", "log.jsonl"
+RUN, LINES, LOCK = "run.json", "log.jsonl", "log.lock"
 
-LATEST = "latest"
+LATEST: Final = "latest"
 """Beside the runs in a folder called ``runs``: a symbolic link to the one that was started or resumed last."""
 
-_LONGEST = 1 << 26
-"""Bytes of a line, and of run.json, that are read: 64 MiB, some 250,000 tables."""
-
-_CHUNK = 1 << 16
-
-_decode = json.JSONDecoder().decode  # json.loads() looks at seven options first, of each line of a long log
+_RESUMED: Final = "resumed"
 
 
 class LogFile:
     """An open, locked log. A write that fails (a full disk) is a warning and the end of the log; training continues.
 
     Args:
-        file: created if missing.
+        folder: exists; files are created if missing.
 
     Raises:
-        ValueError: another :class:`LogFile` has it open, in this process or another, or it is not a regular file.
+        ValueError: another :class:`LogFile` has it open, in this process or another, or a file is not a regular one.
         OSError: it can't be opened.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._held: FileIO | None = _open_locked(file)
-        _OPEN.add(self)
+    def __init__(self, folder: Path) -> None:
+        self._file, self._place = folder / LINES, os.path.realpath(folder)
+        for file in (self._file, folder / LOCK):
+            _refuse_special(file, links=True)
+        # A process's locks don't exclude itself, and they end when it closes the locked file anywhere: hence both the
+        # table of open logs and a file of its own to lock, which nothing else opens.
+        if self._place in _OPEN:
+            raise _taken(self._file)
+        self._lock = FileIO(folder / LOCK, "a", opener=_private)
+        try:
+            # Unlike flock(), lockf() isn't inherited: a DataLoader's worker that outlives a killed rank has no lock.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            self._lock.close()
+            raise _taken(self._file) from error
+        except OSError:
+            pass  # a file system without locks, such as Lustre mounted without them
+        self._held: FileIO | None = FileIO(self._file, "a", opener=_private)
+        _OPEN[self._place] = self
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one line; numbers that are not finite become null."""
-        if self._held is None:
-            return
-        try:
-            text = json.dumps(line, allow_nan=False, separators=(",", ":"))
-        except ValueError:
-            text = json.dumps(_finite(line), allow_nan=False, separators=(",", ":"))
-        try:
-            _write_all(self._held, f"{text}\n".encode())
-        except OSError as error:
-            message = f"{self._file} could not be written ({error}): the log ends here."
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-            self.close()
+        self._append(f"{json.dumps(_finite(line), allow_nan=False, separators=(',', ':'))}\n".encode())
 
-    def cut(self) -> int:
-        """Remove what follows the last end of a line; return the bytes that are left."""
-        assert self._held is not None
-        fd = self._held.fileno()
-        end = os.fstat(fd).st_size
-        while end:
-            start = max(0, end - _CHUNK)
-            found = os.pread(fd, end - start, start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        os.ftruncate(fd, end)
-        return end
+    def begin_session(self) -> None:
+        """Write the first line of a resumed run, below a line that a crash has cut short. An empty log stays empty."""
+        with self._file.open("rb") as held:
+            if not held.seek(0, os.SEEK_END):
+                return
+            held.seek(-1, os.SEEK_END)
+            cut = held.read(1) != b"\n"
+        if cut:
+            self._append(b"\n")
+        self.write({"kind": _RESUMED, "started": _now()})
 
     def close(self) -> None:
         """Close the file and release its lock. Further calls do nothing."""
-        held, self._held = self._held, None
-        if held is not None:
-            with contextlib.suppress(OSError):  # nothing is buffered, so nothing is lost
-                fcntl.flock(held, fcntl.LOCK_UN)
-            held.close()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+            self._lock.close()
+            _OPEN.pop(self._place, None)
 
-    def _leave_to_parent(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()  # the parent's lock stays
-
-
-_OPEN: weakref.WeakSet[LogFile] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Close logs in a forked child. A DataLoader's worker that outlives a killed rank would keep the lock."""
-    for log in _OPEN:
-        log._leave_to_parent()
+    def _append(self, content: bytes) -> None:
+        if self._held is None:
+            return
+        try:
+            _write_all(self._held, content)
+        except OSError as error:
+            message = f"{self._file} could not be written ({error}): the log ends here."
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            self.close()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()
+"""Logs that this process writes, by the real path of their folders."""
 
 
 def check_config(config: Mapping[str, Any]) -> Any:
@@ -171,14 +163,14 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
             written. In both cases no line was.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log = LogFile(folder / LINES)
+    log = LogFile(folder)
     try:
         check_log(folder, resume)  # again: only now that the log is locked no other process can have started one
         run = folder / RUN
-        if not run.exists():
-            replace_files({run: (json.dumps(_about() | dict(about), indent=2) + "\n").encode()})
-        elif log.cut():
-            log.write({"kind": "resumed", "started": _now()})
+        if run.exists():
+            log.begin_session()
+        else:
+            write_whole(run, (json.dumps(_about() | dict(about), indent=2) + "\n").encode())
     except BaseException:
         log.close()
         raise
@@ -191,103 +183,105 @@ def _link_latest(folder: Path) -> None:
     link = folder.with_name(LATEST)
     if folder.parent.name != "runs" or folder == link or (link.exists() and not link.is_symlink()):
         return
-    part = link.with_name(f".{os.urandom(8).hex()}.part")
+    part = _part_of(link)
     with contextlib.suppress(OSError):  # a file system without links: the run has its name
         part.symlink_to(folder.name)
         part.replace(link)
 
 
-def replace_files(files: Mapping[Path, bytes]) -> None:
-    """Write files whole and private to the user (0600), replacing what is there.
-
-    All contents are written to temporary files beside them before the first one is renamed, so that a full disk leaves
-    every old file as it was. A symbolic link is replaced, not followed.
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file whole and private to the user (0600), replacing the one that is there; a link is not followed.
 
     Raises:
-        ValueError: a file exists and is not a regular file. OSError: a file can't be written; names it.
+        ValueError: it exists and is not a regular file. OSError: it can't be written; names it. The old one is whole.
     """
-    parts: dict[Path, Path] = {}
-    file = Path()
+    _refuse_special(file)
+    part = _part_of(file)
     try:
-        for file in files:
-            _check_kind(file)
-        for file, content in files.items():
-            part = file.with_name(f".{os.urandom(8).hex()}.part")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with FileIO(os.open(part, flags, 0o600), "w") as held:
-                parts[file] = part
-                _write_all(held, content)
-        for file, part in parts.items():
-            part.replace(file)
+        with FileIO(part, "x", opener=_private) as held:
+            _write_all(held, content)
+        part.replace(file)
     except OSError as error:  # that of a full disk names no file
         raise OSError(error.errno, error.strerror, str(file)) from error
     finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
 
 
 def read_about(file: Path) -> dict[str, Any]:
-    """Return the contents of a ``run.json``; numbers that are not finite become None.
+    """Return the contents of a ``run.json``.
 
     Raises:
         ValueError: it is not JSON, or has another format; names the file.
     """
-    with file.open("rb") as held:
-        text = held.read(_LONGEST + 1)
     try:
-        about = _finite(_parsed(text))
+        about = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {_why(error)}.") from error
+        raise ValueError(f"{file} is not JSON: {error}.") from error
     found = about.get("format") if isinstance(about, dict) else None
     if found != FORMAT:
         raise ValueError(f"{file} has format {shortened(found)}; this release reads and writes {FORMAT}.")
     return dict(about)
 
 
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log in order, without a last one that a crash has cut short.
+def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and content of the lines of a log, without those that a crash has cut short.
 
     Raises:
         ValueError: another line is not a JSON object; names file and line.
     """
+    broken: ValueError | None = None
     with file.open("rb") as held:
-        for number, line in enumerate(iter(partial(held.readline, _LONGEST + 1), b""), start=1):
+        text = b"\n"
+        for number, text in enumerate(held, start=1):
             try:
-                read = _parsed(line)
-                if not isinstance(read, dict):
-                    raise ValueError("not an object")
+                line = _parsed(text)
             except (ValueError, RecursionError) as error:
-                if not line.endswith(b"\n") and len(line) <= _LONGEST:
-                    return
-                raise ValueError(f"{file}, line {number}: {_why(error)}.") from error
-            yield read
+                broken = broken or ValueError(f"{file}, line {number}: {error}.")
+                continue
+            # A crash cuts the last line short; after it, only another session can have gone on.
+            if broken is not None and line.get("kind") != _RESUMED:
+                raise broken
+            broken = None
+            yield number, line
+        if broken is not None and text.endswith(b"\n"):
+            raise broken
 
 
-def _open_locked(file: Path) -> FileIO:
-    _check_kind(file, follow=True)
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    held = FileIO(os.open(file, flags, 0o600), "a+")
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # Any other error: a file system without locks, such as Lustre mounted without them. Then none are checked.
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            held.close()
-            raise ValueError(
-                f"{file} is being written by another RunLog, of a job that still runs or of this process: choose "
-                "another folder, or end that one first."
-            ) from error
-    return held
+def _parsed(text: bytes) -> dict[str, Any]:
+    line = _decode(text.decode())
+    if not isinstance(line, dict):
+        raise ValueError("not an object")
+    return line
 
 
-def _check_kind(file: Path, follow: bool = False) -> None:
-    """Refuse pipes, devices and folders; links too where writing would ``follow`` them."""
+_decode = json.JSONDecoder().decode  # json.loads() looks at seven options first, of each line of a long log
+
+
+def _refuse_special(file: Path, links: bool = False) -> None:
+    """Refuse pipes, which would block, devices and folders; ``links`` too, where writing would follow them."""
     try:
         mode = file.lstat().st_mode
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(mode) and (follow or not stat.S_ISLNK(mode)):
+    replaced = stat.S_ISLNK(mode) and not links
+    if not (stat.S_ISREG(mode) or replaced):
         raise ValueError(f"{file} is not a regular file: nothing is written to it.")
+
+
+def _taken(file: Path) -> ValueError:
+    return ValueError(
+        f"{file} is being written by another RunLog, of a job that still runs or of this process: choose another "
+        "folder, or end that one first."
+    )
+
+
+def _private(file: str, flags: int) -> int:
+    return os.open(file, flags, 0o600)
+
+
+def _part_of(file: Path) -> Path:
+    """Return a new name beside ``file``, for what is renamed to it once it is whole."""
+    return file.with_name(f".{os.urandom(8).hex()}.part")
 
 
 def _write_all(held: FileIO, content: bytes) -> None:
@@ -296,28 +290,21 @@ def _write_all(held: FileIO, content: bytes) -> None:
         left = left[held.write(left) :]
 
 
-def _parsed(text: bytes) -> Any:
-    if len(text) > _LONGEST:
-        raise ValueError(f"longer than {_LONGEST >> 20} MiB")
-    return _decode(text.decode("utf-8"))
-
-
-def _why(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
 def _about() -> dict[str, Any]:
     import shlex  # which `import dist_sparse` need not load
 
     import torch.distributed as dist  # a run is read without it
 
+    versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
+    for name in ("torch", "torchrec"):
+        if name in sys.modules:
+            versions[name] = str(sys.modules[name].__version__)
     return {
         "format": FORMAT,
         "started": _now(),
         "world": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         "command": shlex.join(sys.argv),
-        "versions": {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
-        | {name: str(sys.modules[name].__version__) for name in ("torch", "torchrec") if name in sys.modules},
+        "versions": versions,
     }
 
 

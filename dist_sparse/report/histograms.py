@@ -13,16 +13,13 @@ from typing import Any
 
 from dist_sparse.records import LEADING_SHIFT, MaskChange
 
-__all__ = ["LAST_BUCKET", "Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
+__all__ = ["Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
 
 _MUCH = 0.01
 """Share of blocks that a mask update must have pruned, blocks that scored 0 not counted, to be shown."""
 
 _LARGEST = 0x7F7FFFFF
 """Bits of the largest finite float32."""
-
-LAST_BUCKET = _LARGEST >> LEADING_SHIFT
-"""Bucket of the largest finite float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +114,7 @@ def bucket_of(score: float) -> int:
     """
     if not 0 < score < math.inf:
         raise ValueError(f"{score!r} is not a positive score")
+    # The bits of positive floats are ordered as the floats are.
     try:
         return int(struct.unpack("<i", struct.pack("<f", score))[0]) >> LEADING_SHIFT
     except OverflowError as error:

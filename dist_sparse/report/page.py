@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file, and PNGs of its charts.
+"""The report of a run: one HTML file, and each chart as an SVG file of its own.
 
-The page needs no network, font or image, and no script but to sort a table. Its content security policy allows its own
-style (``page.css``) and script (``page.js``) only; everything from the log is escaped.
+This module decides what is on the page; ``page.html`` lays it out. The page needs no network, font or image, and no
+script but to sort and filter its tables.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from dist_sparse.report.axes import escape
 from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import HEAD, compare, headline, row_cells, whole_bytes
-from dist_sparse.report.drawing import drawn
-from dist_sparse.report.figures import Chart, LineChart, ScoreChart
-from dist_sparse.report.folder import replace_files
-from dist_sparse.report.png import png_files
+from dist_sparse.report.drawing import HEIGHT, WIDTH, is_wide, plot_of, svg_of
+from dist_sparse.report.figures import BarChart, Chart, LineChart, ScoreChart
+from dist_sparse.report.folder import write_whole
+from dist_sparse.report.rendering import part, render
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.summary import against, bytes_of, numbers, status, target_text, time_text
 from dist_sparse.report.table_charts import MOST_TABLES
@@ -27,26 +27,67 @@ from dist_sparse.text import amount, block_shape_text, count, number_of, percent
 
 __all__ = ["page", "write_report"]
 
-_REPORT = "report.html"
+_REPORT: Final = "report.html"
+_SECTIONS: Final = ("Quality and bytes", "Over steps", "Tables", "Mask updates", "Scores and thresholds", "Time")
+_BY_KEY: Final = {
+    "auc_bytes": "Quality and bytes",
+    "churn": "Mask updates",
+    "dead_rows": "Mask updates",
+    "time": "Time",
+}
+_TABLE_HEAD: Final = (
+    *("table", "shape", "sharding", "block", "target", "sparsity", "blocks", "pruned"),
+    *("bytes kept", "bytes dense", "mask bytes", "threshold", "dead rows"),
+)
+_COUNTS: Final = ("blocks", "removed_blocks", "bytes_kept", "bytes_dense", "bytes_masks", "threshold", "dead_rows")
+_UNKNOWN: Final = ("shape", "sharding", "sparse_block_shape", "target", "sparsity")
 
 
-def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: bool = True) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Number at the top. ``value``: all digits, for programs that read the page."""
+
+    key: str
+    name: str
+    value: str
+    text: str
+    more: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Cell of a table, and the key by which its column is sorted."""
+
+    text: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of the page."""
+
+    label: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    sortable: bool
+
+
+def write_report(run: Run | str | Path, out: str | Path | None = None, *, svg: str | Path | None = None) -> Path:
     """Write the report of a run, readable by the user only (0600).
 
-    Files that are there are replaced once all new ones are whole; a symbolic link is replaced, not followed.
+    A file that is there is replaced once the new one is whole; a symbolic link is replaced, not followed.
 
     Args:
         run: folder that a :class:`~dist_sparse.RunLog` wrote, or the :class:`~dist_sparse.report.Run` read from it.
         out: the HTML file; ``report.html`` in the folder by default.
-        pngs: also write each chart as ``<name of out>-<chart>.png`` beside it; needs matplotlib.
+        svg: folder, created if missing, in which each chart is written as ``<chart>.svg`` too.
 
     Returns:
         ``out``.
 
     Raises:
         ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file; names the file.
-        ImportError: matplotlib is not installed. OSError: a file can't be written. In each case old files are as they
-            were.
+        ImportError: jinja2 is not installed. OSError: a file can't be written. The old one is as it was.
 
     Example::
 
@@ -56,216 +97,152 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, pngs: 
         >>> folder = tempfile.mkdtemp()
         >>> with RunLog(folder) as log:
         ...     log.step(0, loss=0.5)
-        >>> write_report(folder, pngs=False).name
+        >>> write_report(folder).name
         'report.html'
     """
     run = run if isinstance(run, Run) else read_run(run)
     out = run.folder / _REPORT if out is None else Path(out)
     figures = charts(run)
     contents = {out: page(run, figures).encode()}
-    if pngs:
-        contents |= {out.with_name(f"{out.stem}-{key}.png"): png for key, png in png_files(figures).items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_files(contents)
+    if svg is not None:
+        contents |= {Path(svg) / f"{chart.key}.svg": svg_of(chart).encode() for chart in figures}
+    for file, content in contents.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, content)
     return out
 
 
 def page(run: Run, figures: Sequence[Chart]) -> str:
-    """Return the HTML of a run and its charts."""
-    found = numbers(run)
-    style, script = _part("page.css"), _part("page.js")
-    over_steps = [drawn(c) for c in figures if isinstance(c, LineChart) and c.key not in ("churn", "dead_rows")]
-    masks = [drawn(c) for c in figures if c.key in ("churn", "dead_rows")]
-    scores = [drawn(c) for c in figures if isinstance(c, ScoreChart)]
-    tables = [drawn(c) for c in figures if c.key.startswith(("bytes", "traffic"))]
-    ranks = number_of(run.world, "rank")
-    versions = "".join(f", {name} {version}" for name, version in run.versions.items())
-    state = f'<p class="{"soft" if run.finished else "warn"}">{escape(status(run))}</p>'
-    body = [
-        f'<header><p class="soft">dist_sparse, report of a run</p><h1>{escape(run.name)}</h1>{_lead(run)}',
-        f'<p class="soft">Started {escape(run.started)} on {ranks}{escape(versions)}.</p>{_command(run)}',
-        f"{state}{_heads(run, found)}</header><main>",
-        _comparison(run),
-        _section("Quality and bytes", [drawn(c) for c in figures if c.key == "auc_bytes"]),
-        _section("Over steps", over_steps),
-        _section("Tables", tables),
-        _section("Mask updates", masks),
-        _section("Scores and thresholds", scores),
-        _section("Time", [drawn(c) for c in figures if c.key == "time"]),
-        _runs_table(run),
-        _all_tables(found),
-        _config(run),
-        "</main><footer><p>Written by dist_sparse. Bytes kept count kept weights: the tables in memory stay as "
-        "large as they were.</p></footer>",
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}: report of dist_sparse</title><style>{style}</style></head>\n<body>"
-        + "\n".join(body)
-        + f"<script>{script}</script></body></html>\n"
+    """Return the HTML of a run and its charts.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    found, script = numbers(run), part("page.js")
+    sections: dict[str, list[Any]] = {title: [] for title in _SECTIONS}
+    for chart in figures:
+        plot = None if isinstance(chart, BarChart) else plot_of(chart)
+        sections[_section_of(chart)].append((chart, plot, is_wide(chart)))
+    return render(
+        "page.html",
+        run=run,
+        lead=headline(run),
+        ranks=number_of(run.world, "rank"),
+        status=status(run),
+        heads=_heads(run, found),
+        compared=_compared_runs(run),
+        sections=sections,
+        last=_last_values(run),
+        tables=_all_tables(found),
+        most_tables=MOST_TABLES,
+        config=json.dumps(run.config, indent=2, ensure_ascii=False).split("\n") if run.config else [],
+        style=part("page.css"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        WIDTH=WIDTH,
+        HEIGHT=HEIGHT,
     )
 
 
-def _part(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+def _section_of(chart: Chart) -> str:
+    if chart.key in _BY_KEY:
+        return _BY_KEY[chart.key]
+    if isinstance(chart, ScoreChart):
+        return "Scores and thresholds"
+    return "Over steps" if isinstance(chart, LineChart) else "Tables"
 
 
-def _policy(script: str) -> str:
-    own = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
-    )
+def _heads(run: Run, found: Mapping[str, Any]) -> list[Head]:
+    heads = []
+    if (sparsity := found["sparsity"]) is not None:
+        heads.append(_head("sparsity", "Sparsity", sparsity, percent(sparsity), target_text(found)))
+    whole, kept = whole_bytes(run), found["bytes_kept"]
+    if whole and kept is not None:
+        more = f"{percent(kept / whole)} of {size(whole)} in {bytes_of(run)}"
+        if found["bytes_masks"]:
+            more += f"; masks take {size(found['bytes_masks'])}"
+        heads.append(_head("bytes", "Bytes kept", kept, size(kept), more))
+    heads += _quality_heads(run, found["last"])
+    if found["due_steps"]:
+        heads.append(_time_head(run, found))
+    return heads
 
 
-def _heads(run: Run, found: dict[str, Any]) -> str:
-    """Return the numbers at the top; ``data-value`` has all digits, for programs that read the page."""
-    heads: list[str] = []
-
-    def add(key: str, name: str, value: float | None, text: str, more: str) -> None:
-        held = "" if value is None else repr(value)
-        heads.append(
-            f'<div class="head"><dt>{escape(name)}</dt><dd><div class="big" id="head-{key}" data-value="{held}">'
-            f'{escape(text)}</div><div class="more">{escape(more)}</div></dd></div>'
-        )
-
-    if found["sparsity"] is not None:
-        add("sparsity", "Sparsity", found["sparsity"], percent(found["sparsity"]), target_text(found))
-    whole = whole_bytes(run)
-    if whole and found["bytes_kept"] is not None:
-        more = f"{percent(found['bytes_kept'] / whole)} of {size(whole)} in {bytes_of(run)}"
-        more += f"; masks take {size(found['bytes_masks'])}" if found["bytes_masks"] else ""
-        add("bytes", "Bytes kept", found["bytes_kept"], size(found["bytes_kept"]), more)
+def _quality_heads(run: Run, last: Mapping[str, float]) -> list[Head]:
+    """Return AUC, NE and loss: of the test set where that was logged, else the last of training."""
+    heads = []
     for key, name in (("auc", "AUC"), ("ne", "NE"), ("loss", "Loss")):
         tested = f"test_{key}"
-        noted = tested if tested in found["last"] else key
-        if noted in found["last"]:
-            value = found["last"][noted]
-            called = f"{name}, test" if noted == tested else f"{name}, last"
-            add(key, called, value, amount(value), against(run, noted))
-    if found["due_steps"]:
-        share = found["seconds"]["share"]
-        text = percent(share) if share is not None else percent(run.spent.masks / max(run.spent.total, 1e-9))
-        add("time", "Time for sparsity" if share is not None else "Time for masks", share, text, time_text(run, found))
-    return f'<dl class="heads">{"".join(heads)}</dl>' if heads else ""
+        series, kind = (tested, "test") if tested in last else (key, "last")
+        if series in last:
+            heads.append(_head(key, f"{name}, {kind}", last[series], amount(last[series]), against(run, series)))
+    return heads
 
 
-def _lead(run: Run) -> str:
-    said = headline(run)
-    return f'<p class="lead">{escape(said)}</p>' if said else ""
+def _time_head(run: Run, found: Mapping[str, Any]) -> Head:
+    share = found["seconds"]["share"]
+    if share is not None:
+        return _head("time", "Time for sparsity", share, percent(share), time_text(run, found))
+    # Without the time of enforcement the share of sparsity is unknown, and a program that reads the page gets none.
+    masks = percent(run.spent.masks / max(run.spent.total, 1e-9))
+    return _head("time", "Time for masks", None, masks, time_text(run, found))
 
 
-def _command(run: Run) -> str:
-    return f'<p class="soft command">{escape(run.command)}</p>' if run.command else ""
+def _head(key: str, name: str, value: float | None, text: str, more: str) -> Head:
+    return Head(key=key, name=name, value=_key(value), text=text, more=more)
 
 
-def _comparison(run: Run) -> str:
-    """Return the runs beside each other; nothing for a run without others."""
+def _compared_runs(run: Run) -> Table | None:
+    """Return the runs beside each other; None for a run without others."""
     if not run.compared:
-        return ""
+        return None
     rows = []
     for row in compare(run):
-        values = (row.sparsity, row.bytes, row.share, row.auc, row.delta, row.ms_per_step)
         name, *numbered, changed = row_cells(row)
-        cells = [(text, _value(value)) for text, value in zip(numbered, values, strict=True)]
-        rows.append([(name, name), *cells, (changed, changed)])
-    return "<h2>Runs</h2>" + _table("Runs", HEAD, rows, sortable=True)
+        values = (row.sparsity, row.bytes, row.share, row.auc, row.delta, row.ms_per_step)
+        cells = [Cell(text, _key(value)) for text, value in zip(numbered, values, strict=True)]
+        rows.append([Cell(name, name), *cells, Cell(changed, changed)])
+    return Table("Runs", HEAD, rows, sortable=True)
 
 
-def _section(title: str, figures: Sequence[str]) -> str:
-    return f'<h2>{title}</h2><div class="grid">{"".join(figures)}</div>' if figures else ""
-
-
-def _runs_table(run: Run) -> str:
+def _last_values(run: Run) -> Table | None:
     """Return the last value of every series, of the run and of the compared ones."""
     runs = {run.name: run, **run.compared}
     names = list(dict.fromkeys(name for one in runs.values() for name in one.values))
-    if not names:
-        return ""
-    rows = [[(label, label), *(_cell(one.last(name)) for name in names)] for label, one in runs.items()]
-    return "<h2>Last values</h2>" + _table("Last values", ["run", *names], rows, sortable=False)
-
-
-def _all_tables(found: dict[str, Any]) -> str:
-    tables = [*found["tables"], *(_other_table(name, taken) for name, taken in found["other_tables"].items())]
-    if not tables:
-        return ""
-    heads = [
-        "table",
-        "shape",
-        "sharding",
-        "block",
-        "target",
-        "sparsity",
-        "blocks",
-        "pruned",
-        "bytes kept",
-        "bytes dense",
-    ]
-    heads += ["mask bytes", "threshold", "dead rows"]
     rows = []
-    for t in sorted(tables, key=lambda t: (-(t["bytes_dense"] or t["blocks"] or 0), t["name"])):
-        block = "" if t["sparse_block_shape"] is None else block_shape_text(t["sparse_block_shape"])
-        rows.append(
-            [
-                (t["name"], t["name"]),
-                ("-", "") if t["shape"] is None else (shape_text([count(n) for n in t["shape"]]), str(t["shape"][0])),
-                (t["sharding"] or "-", t["sharding"] or ""),
-                (block or "-", block),
-                (percent(t["target"]), _value(t["target"])),
-                (percent(t["sparsity"]), _value(t["sparsity"])),
-                *(_cell(t[name]) for name in ("blocks", "removed_blocks", "bytes_kept", "bytes_dense", "bytes_masks")),
-                _cell(t["threshold"]),
-                _cell(t["dead_rows"]),
-            ]
-        )
-    title = "The one table" if len(rows) == 1 else f"All {count(len(rows))} tables"
-    box = f'<p data-filter="Filter {count(len(rows))} tables by name"></p>' if len(rows) > MOST_TABLES else ""
-    return f"<h2>{title}</h2><div>{box}" + _table("All tables", heads, rows, sortable=True) + "</div>"
+    for label, one in runs.items():
+        rows.append([Cell(label, label), *map(_number, map(one.last, names))])
+    return Table("Last values", ["run", *names], rows, sortable=False) if names else None
 
 
-def _other_table(name: str, taken: int) -> dict[str, Any]:
-    """Return the row of a table that no sparsifier prunes."""
-    unknown = ("shape", "sharding", "sparse_block_shape", "target", "sparsity", "removed_blocks", "bytes_masks")
-    known = {
-        "name": name,
-        "blocks": None,
-        "bytes_kept": taken,
-        "bytes_dense": taken,
-        "threshold": None,
-        "dead_rows": None,
-    }
-    return known | dict.fromkeys(unknown)
+def _all_tables(found: Mapping[str, Any]) -> Table | None:
+    """Return the registered tables and the others, the largest first."""
+    tables = [*found["tables"]]  # numbers() keeps the two apart
+    for name, taken in found["other_tables"].items():
+        unknown = dict.fromkeys((*_UNKNOWN, *_COUNTS))
+        tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})
+    tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"] or 0), table["name"]))
+    return Table("All tables", _TABLE_HEAD, [_table_row(table) for table in tables], sortable=True) if tables else None
 
 
-def _cell(value: float | None) -> tuple[str, str]:
+def _table_row(table: Mapping[str, Any]) -> list[Cell]:
+    shape, sharding, block = table["shape"], table["sharding"], block_shape_text(table["sparse_block_shape"])
+    return [
+        Cell(table["name"], table["name"]),
+        Cell("-", "") if shape is None else Cell(shape_text([count(n) for n in shape]), str(shape[0])),
+        Cell(sharding or "-", sharding or ""),
+        Cell(block, block.removeprefix("-")),
+        Cell(percent(table["target"]), _key(table["target"])),
+        Cell(percent(table["sparsity"]), _key(table["sparsity"])),
+        *(_number(table[name]) for name in _COUNTS),
+    ]
+
+
+def _number(value: float | None) -> Cell:
     if value is None:
-        return "-", ""
-    return (count(value) if isinstance(value, int) else amount(value)), _value(value)
+        return Cell("-", "")
+    return Cell(count(value) if isinstance(value, int) else amount(value), _key(value))
 
 
-def _value(value: float | None) -> str:
+def _key(value: float | None) -> str:
     return "" if value is None else repr(value)
-
-
-def _table(label: str, heads: Iterable[str], rows: Iterable[Sequence[tuple[str, str]]], *, sortable: bool) -> str:
-    """Return a table from rows of (text, sort key)."""
-    key = ' data-key="1"' if sortable else ""
-    top = "".join(f'<th scope="col"{key}>{escape(head)}</th>' for head in heads)
-    lines = "".join(
-        "<tr>" + "".join(f'<td data-value="{escape(value)}">{escape(text)}</td>' for text, value in row) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="card scroll" tabindex="0" role="region" aria-label="{label}"><table><thead><tr>{top}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div>"
-    )
-
-
-def _config(run: Run) -> str:
-    if not run.config:
-        return ""
-    text = "\n".join(map(escape, json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")))
-    region = 'class="card scroll" tabindex="0" role="region" aria-label="Configuration"'
-    return f"<h2>Configuration</h2><div {region}><pre>{text}</pre></div>"

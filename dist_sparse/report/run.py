@@ -1,6 +1,6 @@
 """Reads the folder of a run back as a :class:`Run`.
 
-- Everything in it is checked here: names are strings, counts are not negative, numbers are finite or None.
+- The format is checked, not each value: a log is the user's own file. A page escapes all of it.
 - A run that crashed or still runs is read up to its last whole line.
 - Where a resumed run repeats steps, the later ones count. Mask updates logged at one step of one session all count.
 - A run in a folder inside the run's folder, such as a dense one, is a run to compare it with.
@@ -10,32 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.records import StepRecord, TableStats
+from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.report.artifacts import Artifact, read_artifacts
 from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
-from dist_sparse.report.histograms import Latest, Scored, scored
-from dist_sparse.report.lines import (
-    WRONG,
-    count,
-    histogram,
-    integer,
-    mask_update,
-    number,
-    optional,
-    pairs,
-    seconds,
-    string,
-    table_stats,
-)
-from dist_sparse.report.traffic import Traffic, read_traffic
+from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
 from dist_sparse.text import shortened
 
-__all__ = ["DueStep", "Run", "Series", "Spent", "read_run", "read_runs"]
+__all__ = ["DueStep", "Run", "Series", "Spent", "Traffic", "read_run", "read_runs", "share_of", "total"]
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
@@ -62,6 +50,24 @@ class Spent:
     total: float
     masks: float
     enforcement: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Rows of a table by their lookups: of none, of 1, of 2 and 3, of 4 to 7 and so on; and the lookups of all of them.
+
+    ``kept``: rows with a kept weight; ``removed``: all others.
+    """
+
+    kept: tuple[int, ...]
+    removed: tuple[int, ...]
+    kept_lookups: int
+    removed_lookups: int
+
+    @property
+    def share(self) -> float | None:
+        """Share of the lookups that kept rows had; None without lookups."""
+        return share_of(self.kept_lookups, self.kept_lookups + self.removed_lookups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +118,20 @@ class Run:
     compared: Mapping[str, Run] = field(default_factory=dict)
 
     @property
+    def last_changes(self) -> dict[str, MaskChange]:
+        """The last change of each table."""
+        last: dict[str, MaskChange] = {}
+        for due in self.due:
+            for change in due.record.tables:
+                last[change.name] = change
+        return last
+
+    @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
         registered = {table.name for table in self.tables}
-        registered |= {change.name for due in self.due[-1:] for change in due.record.tables}
+        for due in self.due[-1:]:  # before its end, a run's last mask update names the tables
+            registered |= {change.name for change in due.record.tables}
         return {name: size for name, size in self.model_tables.items() if name not in registered}
 
     @property
@@ -123,6 +139,7 @@ class Run:
         """Bytes of all tables without sparsity: of the model's, else of the registered ones; None if unknown."""
         if not self.tables and not self.model_tables:
             return None
+        # Both name registered tables: their bytes at the end count.
         registered = {table.name: table.table_bytes for table in self.tables}
         return sum({**self.model_tables, **registered}.values())
 
@@ -130,13 +147,30 @@ class Run:
     def bytes_kept(self) -> int | None:
         """Bytes of the kept weights of those tables, masks not counted; None before the end of a run that prunes."""
         if self.due and not self.tables:
-            return None
+            return None  # bytes of tables are logged at the end
         dense = self.bytes_dense
         return None if dense is None else dense - sum(t.table_bytes - t.kept_bytes for t in self.tables)
+
+    @property
+    def sparsity_share(self) -> float | None:
+        """Share of the time that mask updates and enforcement took; None without updates, or where it is unknown."""
+        if not self.due or self.spent.enforcement is None:
+            return None
+        return share_of(self.spent.masks + self.spent.enforcement, self.spent.total)
 
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""
         return next((value for _, value in reversed(self.values.get(name, ())) if value is not None), None)
+
+
+def total(tables: Iterable[object], field: str) -> int:
+    """Return the sum of a field over tables, without those where it is unknown."""
+    return sum(getattr(table, field) or 0 for table in tables)
+
+
+def share_of(part: float | None, whole: float | None) -> float | None:
+    """Return ``part / whole``; None where one is unknown or the whole is 0."""
+    return part / whole if part is not None and whole else None
 
 
 def read_run(folder: str | Path) -> Run:
@@ -188,6 +222,7 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
     """
     different: dict[str, Path] = {}
     for folder in folders:
+        # runs/latest is one of runs/*, under another name.
         different.setdefault(os.path.realpath(folder), Path(folder))
     if len(different) == 1:
         return read_run(folders[0])
@@ -197,52 +232,63 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
     """Tell names that occur more than once apart, by folder, or number them."""
-    named: dict[str, Run] = {}
-    taken = {first.name} if first is not None else set()
+    named = {} if first is None else {first.name: first}
     for run in runs:
         name, times = run.name, 1
-        if name in named or name in taken:
+        if name in named:
             name = f"{run.name} ({run.folder.resolve().name})"
-        while name in named or name in taken:
+        while name in named:
             times += 1
             name = f"{run.name} ({times})"
         named[name] = dataclasses.replace(run, name=name)
+    if first is not None:
+        del named[first.name]
     return named
+
+
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a line raises that no RunLog wrote."""
 
 
 def _read(folder: Path) -> Run:
     file, lines = folder / RUN, folder / LINES
     for needed in (file, lines):
         if not needed.is_file():
-            why = f"there is no {needed.name}, which RunLog writes" if folder.is_dir() else "there is no such folder"
-            if folder.is_symlink() and not folder.exists():
-                why = f"it links to {folder.readlink()}, which is gone"
-            latest = folder / LATEST
-            newest = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
-            raise ValueError(f"{folder} holds no run: {why}.{newest}")
+            raise ValueError(_why_no_run(folder, needed.name))
     about = read_about(file)
     reader = _Reader()
-    for place, line in enumerate(read_lines(lines), start=1):
+    for number, line in read_lines(lines):
         try:
             reader.take(line)
-        except WRONG as error:
+        except _UNREADABLE as error:
             why = shortened(error, most=200)
-            raise ValueError(f"{lines}, line {place} is not one that RunLog writes: {why}.") from error
+            raise ValueError(f"{lines}, line {number} is not one that RunLog writes: {why}.") from error
     try:
         return Run(
             folder=folder,
-            name=optional(string, about.get("name")) or folder.resolve().name,
-            command=string(about.get("command", "")),
-            model_tables={string(name): count(size) for name, size in about.get("tables", {}).items()},
+            name=about.get("name") or folder.resolve().name,
+            command=about.get("command", ""),
+            model_tables=about.get("tables", {}),
             artifacts=read_artifacts(folder),
-            started=string(about["started"]),
-            world=integer(about["world"]),
-            versions={string(name): string(version) for name, version in about["versions"].items()},
-            config=dict(about["config"]),
+            started=about["started"],
+            world=about["world"],
+            versions=about["versions"],
+            config=about["config"],
             **reader.read(),
         )
-    except WRONG as error:
-        raise ValueError(f"{file} is not one that RunLog writes: {shortened(error, most=200)}.") from error
+    except KeyError as error:
+        raise ValueError(f"{file} is not one that RunLog writes: it has no {error}.") from error
+
+
+def _why_no_run(folder: Path, missing: str) -> str:
+    why = f"there is no {missing}, which RunLog writes"
+    if folder.is_symlink() and not folder.exists():
+        why = f"it links to {folder.readlink()}, which is gone"
+    elif not folder.is_dir():
+        why = "there is no such folder"
+    latest = folder / LATEST
+    newest = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
+    return f"{folder} holds no run: {why}.{newest}"
 
 
 class _Reader:
@@ -258,82 +304,27 @@ class _Reader:
         self._dead: dict[str, int] = {}
         self._traffic: dict[str, Traffic] = {}
         self._last: int | None = None
-        self._ended = False
-        self._ends = 0
+        self._sessions, self._ends, self._ended = 1, 0, False
         self._elapsed = self._before = self._masks = self._enforcement = 0.0
-        self._sessions, self._enforced = 1, True
+        self._enforced = True
 
     def take(self, line: Mapping[str, Any]) -> None:
-        kind = line["kind"]
-        if kind == "values":
-            self._take_values(integer(line["step"]), line)
-            return
-        if kind == "resumed":
-            self._begin_session()
-            return
-        step = integer(line["step"])
-        if kind == "masks":
-            # Written one update late, so its step says nothing about how far the run is.
-            self._tell_session(None)
-            due = DueStep(step=step, record=mask_update(line))
-            known = len(self._due)
-            while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
-                self._due.pop()  # repeated by a resumed run
-            if len(self._due) < known:
-                self._scores = [one for one in self._scores if one.step < step]
-            self._due.append((self._sessions, due))
-            for change, table in zip(due.record.tables, line["tables"], strict=True):
-                if table.get("scores"):  # of older logs, before scores had lines of their own
-                    self._take_scores(scored(step, change, pairs(table["scores"])))
-            self._masks += due.record.seconds
-            return
-        if kind == "scores":
-            for table in line["tables"]:
-                self._take_scores(histogram(table))
-            return
-        if kind == "end":
-            spent = line["seconds"]
-            self._tell_session(seconds(spent["total"]))
-            # A session without a sparsifier has no tables.
-            if line["tables"]:
-                self._tables = tuple(table_stats(table) for table in line["tables"])
-                self._dead = {t["name"]: count(t["dead_rows"]) for t in line["tables"] if "dead_rows" in t}
-                self._traffic = {t["name"]: read_traffic(t["traffic"]) for t in line["tables"] if "traffic" in t}
-            self._enforcement += seconds(spent.get("enforcement", 0.0))
-            self._enforced &= "enforcement" in spent
-            self._ended, self._ends = True, self._ends + 1
-        else:
-            raise ValueError(f"kind {shortened(kind)}")
-        self._last = step if step >= 0 else self._last
-
-    def _take_values(self, step: int, line: Mapping[str, Any]) -> None:
-        self._tell_session(seconds(line["seconds"]))
-        for name, value in line["values"].items():
-            series = self._series.setdefault(name, [])  # a key of JSON is a string
-            while series and series[-1][0] >= step:
-                series.pop()  # repeated by a resumed run
-            series.append((step, None if value is None else number(value)))
-        self._last = step if step >= 0 else self._last
-
-    def _take_scores(self, new: Scored | None) -> None:
-        if new is not None:
-            self._scores.append(new)
-
-    def _tell_session(self, elapsed: float | None) -> None:
-        """Begin another session where time decreases or a line follows an end."""
-        if self._ended or (elapsed is not None and elapsed < self._elapsed):
-            self._begin_session()
-        self._elapsed = self._elapsed if elapsed is None else elapsed
-
-    def _begin_session(self) -> None:
-        self._sessions += 1
-        self._before, self._elapsed = self._before + self._elapsed, 0.0
-        self._ended = False
+        kinds = {
+            "values": self._take_values,
+            "masks": self._take_masks,
+            "scores": self._take_scores,
+            "resumed": self._begin_session,
+            "end": self._take_end,
+        }
+        if line["kind"] not in kinds:
+            raise ValueError(f"kind {shortened(line['kind'])}")
+        kinds[line["kind"]](line)
 
     def read(self) -> dict[str, Any]:
         scores = Latest()
         for one in self._scores:
             scores.take(one)
+        # Enforcement is logged at the end alone: with a session that crashed the sum would be too small.
         enforced = self._enforced and self._ends == self._sessions
         return {
             "finished": self._ended,
@@ -351,3 +342,97 @@ class _Reader:
                 enforcement=self._enforcement if enforced else None,
             ),
         }
+
+    def _take_values(self, line: Mapping[str, Any]) -> None:
+        self._tell_session(line["seconds"])  # first: what an older session logged of these steps is dropped below
+        step = line["step"]
+        for name, value in line["values"].items():
+            series = self._series.setdefault(name, [])
+            while series and series[-1][0] >= step:
+                series.pop()  # repeated by a resumed run
+            series.append((step, value))
+        self._last = step
+
+    def _take_masks(self, line: Mapping[str, Any]) -> None:
+        # Written one update late, so its step says nothing about how far the run is.
+        self._tell_session(None)
+        due = DueStep(step=line["step"], record=_mask_update(line))
+        self._forget_repeated(due.step)
+        self._due.append((self._sessions, due))
+        self._masks += due.record.seconds
+        for change, table in zip(due.record.tables, line["tables"], strict=True):
+            # Older logs have scores here, which now have lines of their own.
+            if (found := scored(due.step, change, table.get("scores", ()))) is not None:
+                self._scores.append(found)
+
+    def _forget_repeated(self, step: int) -> None:
+        """Drop mask updates of earlier sessions that this one makes again, and their scores."""
+        known = len(self._due)
+        while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
+            self._due.pop()
+        if len(self._due) < known:  # else every histogram is of an update that counts
+            self._scores = [one for one in self._scores if one.step < step]
+
+    def _take_scores(self, line: Mapping[str, Any]) -> None:
+        self._scores += map(_histogram, line["tables"])
+
+    def _take_end(self, line: Mapping[str, Any]) -> None:
+        spent, tables = line["seconds"], line["tables"]
+        self._tell_session(spent["total"])
+        if tables:  # a session without a sparsifier has none
+            self._tables = tuple(map(_table_stats, tables))
+            self._dead = {table["name"]: table["dead_rows"] for table in tables if "dead_rows" in table}
+            self._traffic = {table["name"]: _traffic(table["traffic"]) for table in tables if "traffic" in table}
+        self._enforcement += spent.get("enforcement", 0.0)
+        self._enforced &= "enforcement" in spent
+        self._ended, self._ends = True, self._ends + 1
+        if line["step"] >= 0:  # -1: the log has no step
+            self._last = line["step"]
+
+    def _tell_session(self, elapsed: float | None) -> None:
+        """Begin another session where time decreases or a line follows an end."""
+        if self._ended or (elapsed is not None and elapsed < self._elapsed):
+            self._begin_session()
+        if elapsed is not None:
+            self._elapsed = elapsed
+
+    def _begin_session(self, line: Mapping[str, Any] | None = None) -> None:
+        self._sessions += 1
+        self._before, self._elapsed = self._before + self._elapsed, 0.0
+        self._ended = False
+
+
+_LATER = ("lookups", "removed_lookups")
+"""Fields of a mask update that older logs of this format lack."""
+
+_CHANGE = [one.name for one in dataclasses.fields(MaskChange) if one.name not in ("name", "scores", *_LATER)]
+_STATS = [one.name for one in dataclasses.fields(TableStats) if one.name not in ("shape", "sparse_block_shape")]
+
+
+def _mask_update(line: Mapping[str, Any]) -> StepRecord:
+    tables = []
+    for table in line["tables"]:
+        # A long run has millions of them: one string per name.
+        name = sys.intern(table["name"])
+        change = {field: table[field] for field in _CHANGE} | {field: table.get(field) for field in _LATER}
+        tables.append(MaskChange(name=name, scores=(), **change))
+    cost = {field: line[field] for field in ("number", "seconds", "collectives", "bytes")}
+    return StepRecord(tables=tuple(tables), **cost)
+
+
+def _histogram(table: Mapping[str, Any]) -> Scored:
+    known = {name: table[name] for name in ("step", "name", "threshold", "blocks", "removed_blocks", "zeros")}
+    # A long run has very many counts: an array takes 8 bytes for each.
+    return Scored(first=bucket_of(table["low"]), counts=array("q", table["counts"]), **known)
+
+
+def _table_stats(table: Mapping[str, Any]) -> TableStats:
+    rows, columns = table["shape"]
+    block = table["sparse_block_shape"]
+    known = {name: table[name] for name in _STATS}
+    return TableStats(shape=(rows, columns), sparse_block_shape=block and (block[0], block[1]), **known)
+
+
+def _traffic(table: Mapping[str, Any]) -> Traffic:
+    rows = {name: tuple(table[name]) for name in ("kept", "removed")}
+    return Traffic(**rows, kept_lookups=table["kept_lookups"], removed_lookups=table["removed_lookups"])

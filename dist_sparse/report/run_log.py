@@ -53,6 +53,7 @@ from dist_sparse.training.sparsify import SparseTraining
 __all__ = ["RUN", "RunLog", "Sink"]
 
 _NOTED = (*(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores"), "sparsity", "churn")
+_COSTS = ("number", "seconds", "collectives", "bytes")
 _SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} | {"regrown": "regrown_blocks"}
 """What sinks get of a mask update: name of the scalar, name of the field."""
 
@@ -164,7 +165,7 @@ class RunLog:
         self._sparsifier, self._enforcer = sparsifier, enforcer
         self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
         self._recorder: Recorder | None = None
-        self._attached = False
+        self._attached = False  # a recorder of the user's stays when the log is closed
         self._started = time.perf_counter()
         if sparsifier is not None:
             self._attached = sparsifier.recorder is None
@@ -197,6 +198,7 @@ class RunLog:
         for name, value in given.items():  # on every rank: after an error on rank 0 alone the others would wait for it
             _check(name, value)
         self._last = step
+        # Updates since the last call belong to this step; what they counted arrives with a later one.
         if self._recorder is not None:
             self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
             self._seen = self._recorder.count
@@ -227,7 +229,9 @@ class RunLog:
             stats, dead = self._sparsifier.table_stats(), self._sparsifier.dead_rows()
             tables = [table_json(table) | {"dead_rows": dead[table.name]} for table in stats]
             rows = traffic(self._sparsifier)
-            tables = [t | ({"traffic": rows[t["name"]].to_json()} if t["name"] in rows else {}) for t in tables]
+            for table in tables:
+                if table["name"] in rows:
+                    table["traffic"] = dataclasses.asdict(rows[table["name"]])
             seconds["masks"] = self._masks_seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
@@ -286,27 +290,42 @@ class RunLog:
                 continue  # an update before this log was made
             step = self._steps_of.pop(record.number, self._last)
             self._masks_seconds += record.seconds
-            if not self._writes:
-                continue
-            tables = [{name: getattr(change, name) for name in _NOTED} for change in record.tables]
-            line = {name: getattr(record, name) for name in ("number", "seconds", "collectives", "bytes")}
-            self._write({"kind": "masks", "step": step, **line, "tables": tables})
-            for change in record.tables:
-                new = scored(step, change, change.scores)
-                if new is not None and self._scores.take(new):
-                    self._unwritten[new.name] = None
-            if self._unwritten and record.number >= self._scores_from:
-                self._write_scores()
-                self._scores_from = record.number + self._scores_every
-            if self._sinks:
-                shown = [(f"{name}/{change['name']}", change[of]) for change in tables for name, of in _SHOWN.items()]
-                self._tell(step, {name: float(value) for name, value in shown if value is not None})
+            if self._writes:
+                self._write_update(step, record)
+
+    def _write_update(self, step: int, record: StepRecord) -> None:
+        tables = [_fields(change, _NOTED) for change in record.tables]
+        self._write({"kind": "masks", "step": step, **_fields(record, _COSTS), "tables": tables})
+        for change in record.tables:
+            new = scored(step, change, change.scores)
+            if new is not None and self._scores.take(new):
+                self._unwritten[new.name] = None
+        # One histogram takes 1 to 2 KiB, and early updates are replaced soon: not every one is written.
+        if self._unwritten and record.number >= self._scores_from:
+            self._write_scores()
+            self._scores_from = record.number + self._scores_every
+        if self._sinks:
+            self._tell(step, _scalars(record))
 
     def _write_scores(self) -> None:
         tables = [self._scores.of[name].to_json() for name in self._unwritten]
         self._unwritten.clear()
         if tables:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
+
+
+def _scalars(record: StepRecord) -> dict[str, float]:
+    """Return what sinks get of a mask update: its known numbers, by name and table."""
+    found = {}
+    for change in record.tables:
+        for name, field in _SHOWN.items():
+            if (value := getattr(change, field)) is not None:
+                found[f"{name}/{change.name}"] = float(value)
+    return found
+
+
+def _fields(one: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in names}
 
 
 def _check_kinds(sparsifier: object, enforcer: object, name: object, config: object, resume: object) -> None:

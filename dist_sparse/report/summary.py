@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.records import MaskChange, TableStats
-from dist_sparse.report.comparison import HEAD, baseline, compare, delta_text, headline, row_cells
-from dist_sparse.report.run import DueStep, Run
+from dist_sparse.records import TableStats
+from dist_sparse.report.comparison import HEAD, baseline, compare, delta_text, headline, known_text, row_cells
+from dist_sparse.report.run import Run, share_of
 from dist_sparse.text import (
     amount,
     block_shape_text,
@@ -31,13 +31,13 @@ from dist_sparse.text import (
 __all__ = [
     "against",
     "bytes_of",
-    "due_totals",
     "inspect_json",
     "inspect_text",
     "numbers",
     "status",
     "summary",
     "table_json",
+    "target_of",
     "target_text",
     "time_text",
 ]
@@ -45,6 +45,10 @@ __all__ = [
 _HEAD = (
     *("table", "shape", "dtype", "sharding", "block", "blocks", "target", "sparsity"),
     *("dead rows", "MiB", "kept MiB", "mask MiB"),
+)
+_COLUMNS = (
+    *("name", "shape", "dtype", "sharding", "sparse_block_shape", "target", "sparsity", "blocks", "removed_blocks"),
+    *("bytes_dense", "bytes_kept", "bytes_masks", "threshold", "churn", "dead_rows"),
 )
 
 
@@ -73,12 +77,8 @@ def numbers(run: Run) -> dict[str, Any]:
         >>> numbers(read_run(folder))["last"]
         {'loss': 0.5, 'auc': 0.75}
     """
-    tables = _tables(run)
-    blocks, removed = sum(t["blocks"] for t in tables), sum(t["removed_blocks"] for t in tables)
-    spent = run.spent
-    sparsity_seconds = spent.masks + (spent.enforcement or 0.0)
-    base = baseline(run)
-    known = spent.total > 0 and bool(run.due) and (spent.enforcement is not None)
+    tables, spent, base = _tables(run), run.spent, baseline(run)
+    blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
         "folder": str(run.folder),
         "name": run.name,
@@ -87,28 +87,23 @@ def numbers(run: Run) -> dict[str, Any]:
         "sessions": run.sessions,
         "world": run.world,
         "last_step": run.last_step,
-        "sparsity": removed / blocks if blocks else None,
-        "target": _target(tables),
-        "blocks": blocks,
-        "removed_blocks": removed,
+        "sparsity": share_of(removed, blocks),
+        "target": target_of(tables),
+        "blocks": blocks or 0,
+        "removed_blocks": removed or 0,
         "bytes_dense": run.bytes_dense,
         "bytes_kept": run.bytes_kept,
-        "bytes_masks": sum(t.mask_bytes for t in run.tables) if run.tables else None,
-        "dead_rows": _sum([t["dead_rows"] for t in tables]),
+        "bytes_masks": _sum(tables, "bytes_masks") if run.tables else None,
+        "dead_rows": _sum(tables, "dead_rows"),
         "last": _last(run),
-        "seconds": {
-            "total": spent.total,
-            "masks": spent.masks,
-            "enforcement": spent.enforcement,
-            "share": sparsity_seconds / spent.total if known else None,
-        },
+        "seconds": {**dataclasses.asdict(spent), "share": run.sparsity_share},
         "due_steps": len(run.due),
         "collectives": sum(due.record.collectives for due in run.due),
         "bytes_sent": sum(due.record.bytes for due in run.due),
         "tables": tables,
         "other_tables": run.other_tables,
         "artifacts": [dataclasses.asdict(artifact) for artifact in run.artifacts],
-        "baseline": None if base is None else base.name,
+        "baseline": base and base.name,
         "runs": [row.to_json() for row in compare(run)],
         "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
     }
@@ -116,27 +111,17 @@ def numbers(run: Run) -> dict[str, Any]:
 
 def table_json(stats: TableStats) -> dict[str, Any]:
     """Return the fields of a table's statistics and its ``sparsity`` as JSON-able values."""
-    return {**dataclasses.asdict(stats), "dtype": str(stats.dtype).removeprefix("torch."), "sparsity": stats.sparsity}
+    return {**dataclasses.asdict(stats), "dtype": _dtype(stats), "sparsity": stats.sparsity}
 
 
-def due_totals(due: DueStep) -> dict[str, float | None]:
-    """Return totals over all tables of a mask update.
-
-    Returns:
-        ``sparsity``, ``target``, ``churn``, ``regrown`` (shares of blocks) and ``dead_rows``; None where unknown.
-    """
-    tables = due.record.tables
-    blocks = sum(t.blocks for t in tables)
-    flipped = [(t.flipped_blocks, t.regrown_blocks or 0, t.blocks) for t in tables if t.flipped_blocks is not None]
-    compared = sum(of for _, _, of in flipped)
-    dead = [t.dead_rows for t in tables if t.dead_rows is not None]
-    return {
-        "sparsity": sum(t.removed_blocks for t in tables) / blocks if blocks else None,
-        "target": _target([{"target": t.target, "blocks": t.blocks} for t in tables]),
-        "churn": sum(f for f, _, _ in flipped) / compared if compared else None,
-        "regrown": sum(r for _, r, _ in flipped) / compared if compared else None,
-        "dead_rows": sum(dead) if dead else None,
-    }
+def target_of(tables: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the configured level of all blocks; None where a table has none."""
+    # Weighted by blocks, so that it compares with the sparsity of all blocks.
+    targets = [table["target"] for table in tables]
+    if None in targets:
+        return None
+    weighted = sum(table["target"] * table["blocks"] for table in tables)
+    return share_of(float(weighted), sum(table["blocks"] for table in tables))
 
 
 def status(run: Run) -> str:
@@ -152,41 +137,50 @@ def status(run: Run) -> str:
 
 def against(run: Run, key: str) -> str:
     """Return the last value of a series less that of the baseline as text; "" without a baseline that has it."""
-    base, value = baseline(run), run.last(key)
-    other = None if base is None or base is run else base.last(key)
-    if base is None or other is None or value is None:
+    base = baseline(run)
+    if base is None or base is run:
+        return ""
+    value, other = run.last(key), base.last(key)
+    if value is None or other is None:
         return ""
     return f"{delta_text(value - other)} against {base.name} ({amount(other)})"
 
 
 def summary(run: Run, report: Path | None = None) -> str:
     """Return the numbers in a few lines of text, and where the report is."""
-    found = numbers(run)
-    rows: list[tuple[str, str]] = []
+    rows = _summary_rows(run, numbers(run))
+    if report is not None:
+        rows["report"] = report.resolve().as_uri()
+    width = max(map(len, map(printable, rows)), default=0)
+    lines = [headline(run), status(run)] if headline(run) else [status(run)]
+    lines += [f"{printable(name):<{width}}  {text}" for name, text in rows.items()]
+    if run.compared:
+        lines += _comparison_lines(run)
+    return "\n".join(map(printable, lines))
+
+
+def _summary_rows(run: Run, found: Mapping[str, Any]) -> dict[str, str]:
+    rows = {}
     if found["sparsity"] is not None:
         blocks = f"{percent(found['sparsity'])} of {count(found['blocks'])} blocks"
-        rows.append(("sparsity", f"{blocks}, {target_text(found)}"))
-    if found["bytes_dense"] and found["bytes_kept"] is not None:
-        kept, dense = found["bytes_kept"], found["bytes_dense"]
-        rows.append(("kept", f"{size(kept)} of {size(dense)} of {bytes_of(run)} ({percent(kept / dense)})"))
+        rows["sparsity"] = f"{blocks}, {target_text(found)}"
+    kept, dense = found["bytes_kept"], found["bytes_dense"]
+    if dense and kept is not None:
+        rows["kept"] = f"{size(kept)} of {size(dense)} of {bytes_of(run)} ({percent(kept / dense)})"
     for name, value in found["last"].items():
-        rows.append((name, amount(value) + (f"  {delta}" if (delta := against(run, name)) else "")))
+        rows[name] = f"{amount(value)}  {against(run, name)}".rstrip()
     if found["due_steps"]:
         share = found["seconds"]["share"]
-        of_all = "" if share is None else f"; sparsity took {percent(share)}"
-        rows.append(("time", f"{time_text(run, found)}{of_all}"))
-    if report is not None:
-        rows.append(("report", report.resolve().as_uri()))
-    rows = [(printable(name), printable(text)) for name, text in rows]
-    width = max((len(name) for name, _ in rows), default=0)
-    lines = [headline(run), status(run)] if headline(run) else [status(run)]
-    lines = [*map(printable, lines), *(f"{name:<{width}}  {text}" for name, text in rows)]
-    if run.compared:
-        cells = [row_cells(row) for row in compare(run)]
-        lines += ["", *table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))]
-        changed = [f"  {printable(name)}: {changes}" for name, *_, changes in cells if changes]
-        lines += ["", "changed config:", *changed] if changed else []
-    return "\n".join(lines)
+        taken = known_text(share, lambda share: f"; sparsity took {percent(share)}", unknown="")
+        rows["time"] = time_text(run, found) + taken
+    return rows
+
+
+def _comparison_lines(run: Run) -> list[str]:
+    cells = [row_cells(row) for row in compare(run)]
+    lines = ["", *table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))]
+    changed = [f"  {name}: {changes}" for name, *_, changes in cells if changes]
+    return [*lines, "", "changed config:", *changed] if changed else lines
 
 
 def bytes_of(run: Run) -> str:
@@ -197,51 +191,51 @@ def bytes_of(run: Run) -> str:
 
 def target_text(found: Mapping[str, Any]) -> str:
     """Return the target level of :func:`numbers` as text."""
-    return "no target" if found["target"] is None else f"target {percent(found['target'])}"
+    return known_text(found["target"], lambda target: f"target {percent(target)}", unknown="no target")
 
 
 def time_text(run: Run, found: Mapping[str, Any]) -> str:
     """Return the seconds that sparsity took as text."""
     spent = run.spent
     masks = f"masks {duration(spent.masks)} in {number_of(found['due_steps'], 'mask update')}"
-    if spent.enforcement is None:
-        return f"{masks}; enforcement unknown; total {duration(spent.total)}"
-    return f"{masks}; enforcement {duration(spent.enforcement)}; total {duration(spent.total)}"
+    enforcement = known_text(spent.enforcement, duration, unknown="unknown")
+    return f"{masks}; enforcement {enforcement}; total {duration(spent.total)}"
 
 
 def inspect_json(run: Run) -> dict[str, Any]:
     """Return :func:`numbers`, and ``started``, ``command``, ``world``, ``versions``, ``config``, as JSON-able
     values."""
-    about = {
-        "started": run.started,
-        "command": run.command,
-        "world": run.world,
-        "versions": dict(run.versions),
-        "config": dict(run.config),
-    }
+    about = {name: getattr(run, name) for name in ("started", "command", "world", "versions", "config")}
     return {**about, **numbers(run)}
 
 
 def inspect_text(run: Run) -> str:
     """Return tables, totals and config of a run as text."""
-    known = inspect_json(run)
-    ranks = number_of(run.world, "rank")
+    known = numbers(run)
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    lines = [f"{run.folder}: started {run.started} on {ranks}; {versions}", status(run), ""]
-    if known["tables"]:
-        rows = [[*_cells(table), *_sizes(table)] for table in known["tables"]]
-        if known["other_tables"]:
-            size = mib(sum(known["other_tables"].values()))
-            others = f"{number_of(len(known['other_tables']), 'other')}, dense"
-            rows.append([others, *[""] * (len(_HEAD) - 4), size, size, ""])
-        total = ["all", "", "", "", "", *_sizes(known)]
-        lines += [*table_lines(_HEAD, rows, right=range(5, len(_HEAD)), total=total), ""]
-    last = ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items())
-    lines += [f"last: {last}"] if last else []
+    about = f"{run.folder}: started {run.started} on {number_of(run.world, 'rank')}; {versions}"
+    lines = [about, status(run), "", *_table_text(known)]
+    if known["last"]:
+        lines.append("last: " + ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items()))
     lines.append(f"mask updates: {known['due_steps']}")
     lines.append(f"lookups of removed rows: {_lookups_text(run)}")
-    lines += ["config:", *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items())] if run.config else []
-    return "\n".join(printable(line) for line in lines)
+    if run.config:
+        lines += ["config:", *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items())]
+    return "\n".join(map(printable, lines))
+
+
+def _table_text(known: Mapping[str, Any]) -> list[str]:
+    """Return the lines of all tables, those without a sparsifier together in one, and their sum."""
+    if not known["tables"]:
+        return []
+    rows = [[*_cells(table), *_sizes(table)] for table in known["tables"]]
+    # Tables without a sparsifier have nothing to show but their bytes: one line for all.
+    others = known["other_tables"]
+    if others:
+        taken = mib(sum(others.values()))
+        rows.append([f"{number_of(len(others), 'other')}, dense", *[""] * (len(_HEAD) - 4), taken, taken, ""])
+    total = ["all", "", "", "", "", *_sizes(known)]
+    return [*table_lines(_HEAD, rows, right=range(5, len(_HEAD)), total=total), ""]
 
 
 def _lookups_text(run: Run) -> str:
@@ -255,47 +249,47 @@ def _lookups_text(run: Run) -> str:
 
 def _tables(run: Run) -> list[dict[str, Any]]:
     """Return a row per table: what is known of its statistics and its last change."""
-    last: dict[str, MaskChange] = {}
-    for due in run.due:
-        last.update((change.name, change) for change in due.record.tables)
-    ended = {table.name: table for table in run.tables}
+    ended, last = {table.name: table for table in run.tables}, run.last_changes
     rows = []
     for name in dict.fromkeys([*ended, *last]):
-        now, change = ended.get(name), last.get(name)
-        known = now if now is not None else last[name]
-        rows.append(
-            {
-                "name": name,
-                "shape": None if now is None else list(now.shape),
-                "dtype": None if now is None else str(now.dtype).removeprefix("torch."),
-                "sharding": None if now is None else now.sharding,
-                "sparse_block_shape": None if now is None or not now.sparse_block_shape else [*now.sparse_block_shape],
-                "target": known.target,
-                "sparsity": known.sparsity,
-                "blocks": known.blocks,
-                "removed_blocks": known.removed_blocks,
-                "bytes_dense": None if now is None else now.table_bytes,
-                "bytes_kept": None if now is None else now.kept_bytes,
-                "bytes_masks": None if now is None else now.mask_bytes,
-                "threshold": None if change is None else change.threshold,
-                "churn": None if change is None else change.churn,
-                "dead_rows": run.dead_rows.get(name, None if change is None else change.dead_rows),
-            }
-        )
+        row = dict.fromkeys(_COLUMNS) | {"name": name}
+        if name in last:
+            row |= _fields(last[name], "target", "sparsity", "blocks", "removed_blocks")
+            row |= _fields(last[name], "threshold", "churn", "dead_rows")
+        # The end is newer than the last mask update, and knows more.
+        if name in ended:
+            row |= _ended_fields(ended[name])
+        if name in run.dead_rows:
+            row["dead_rows"] = run.dead_rows[name]
+        rows.append(row)
     return rows
 
 
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if counts and len(known) == len(counts) else None
+def _ended_fields(table: TableStats) -> dict[str, Any]:
+    """Return what the end of a run tells of a table: its state now."""
+    block = table.sparse_block_shape
+    return _fields(table, "sharding", "target", "sparsity", "blocks", "removed_blocks") | {
+        "shape": list(table.shape),
+        "dtype": _dtype(table),
+        "sparse_block_shape": list(block) if block else None,
+        "bytes_dense": table.table_bytes,
+        "bytes_kept": table.kept_bytes,
+        "bytes_masks": table.mask_bytes,
+    }
 
 
-def _target(tables: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the configured level of all blocks; None where a table has none."""
-    blocks = sum(t["blocks"] for t in tables)
-    if not blocks or any(t["target"] is None for t in tables):
-        return None
-    return float(sum(t["target"] * t["blocks"] for t in tables) / blocks)
+def _fields(one: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in names}
+
+
+def _dtype(table: TableStats) -> str:
+    return str(table.dtype).removeprefix("torch.")
+
+
+def _sum(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    """Return the sum over tables; None where one is unknown, or without any."""
+    counts = [table[name] for table in tables]
+    return sum(counts) if counts and None not in counts else None
 
 
 def _last(run: Run) -> dict[str, float]:
@@ -309,7 +303,6 @@ def _cells(table: Mapping[str, Any]) -> list[str]:
 
 def _sizes(known: Mapping[str, Any]) -> list[str]:
     """Return the cells of one table, or of all."""
-    levels = ["-" if known[name] is None else f"{known[name]:.4f}" for name in ("target", "sparsity")]
-    dead = "-" if known["dead_rows"] is None else count(known["dead_rows"])
-    sizes = [known[f"bytes_{kind}"] for kind in ("dense", "kept", "masks")]
-    return [count(known["blocks"]), *levels, dead, *("-" if size is None else mib(size) for size in sizes)]
+    levels = [known_text(known[name], "{:.4f}".format) for name in ("target", "sparsity")]
+    sizes = [known_text(known[f"bytes_{kind}"], mib) for kind in ("dense", "kept", "masks")]
+    return [count(known["blocks"]), *levels, known_text(known["dead_rows"], count), *sizes]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from dist_sparse.records import MaskChange
-from dist_sparse.report.figures import Bar, BarChart, Bin, Chart, ScoreChart
+from dist_sparse.report.figures import Bar, BarChart, Bin, ScoreChart
 from dist_sparse.report.histograms import Scored, edge_of, much
-from dist_sparse.report.run import Run
-from dist_sparse.report.summary import numbers
-from dist_sparse.report.traffic import Traffic
+from dist_sparse.report.run import Run, Traffic, share_of, total
 from dist_sparse.text import amount, count, number_of, percent, size
 
 __all__ = ["MOST_TABLES", "table_charts"]
@@ -24,59 +23,65 @@ _MOST_TRAFFIC = _MOST_SCORES = 6
 _MOST_BINS = 64
 """Of a histogram of scores."""
 
-Kept = tuple[str, int, int]
-"""Name of a table, what is kept of it, and all of it."""
+
+class Kept(NamedTuple):
+    """A table, how much of it is kept, in bytes or blocks, and how either is written."""
+
+    name: str
+    kept: int
+    whole: int
+    text_of: Callable[[int], str]
 
 
-def table_charts(run: Run) -> list[Chart]:
+def table_charts(run: Run) -> list[BarChart | ScoreChart]:
     """Return the charts for which the run has data, in the order of the page."""
     return [*_kept_charts(run), *_traffic_charts(run), *_score_charts(run)]
 
 
-def _kept_charts(run: Run) -> list[Chart]:
+def _kept_charts(run: Run) -> list[BarChart]:
     """Return bytes kept per table for a run with an end, else blocks kept."""
+    note = "Per table, as long as its bytes; full: what is kept."
     if run.tables:
-        tables: list[Kept] = [(t.name, t.kept_bytes, t.table_bytes) for t in run.tables]
-        tables += [(name, taken, taken) for name, taken in run.other_tables.items()]
-        unit, note = "Bytes", "Per table, as long as its bytes; full: what is kept."
-    elif run.due:
-        rows = numbers(run)["tables"]
-        tables = [(row["name"], row["blocks"] - row["removed_blocks"], row["blocks"]) for row in rows]
-        unit, note = "Blocks", "Per table, as long as its blocks; full: what is kept. Bytes are logged at the end."
+        tables = [Kept(t.name, t.kept_bytes, t.table_bytes, size) for t in run.tables]
+        tables += [Kept(name, taken, taken, size) for name, taken in run.other_tables.items()]
+        title = "Bytes kept"
     else:
+        changes = run.last_changes.values()
+        tables = [Kept(t.name, t.blocks - t.removed_blocks, t.blocks, count) for t in changes]
+        title, note = "Blocks kept", note.replace("bytes", "blocks") + " Bytes are logged at the end."
+    if not tables:
         return []
-    tables.sort(key=lambda table: (-table[2], table[0]))
-    largest = max(tables[0][2], 1)
-
-    def text(kept: int, whole: int) -> str:
-        of = f"{size(kept)} of {size(whole)}" if unit == "Bytes" else f"{count(kept)} of {count(whole)}"
-        return f"{of}, {percent(kept / whole if whole else 0.0)}"
-
+    tables.sort(key=lambda table: (-table.whole, table.name))
+    found = []
+    if len(tables) > MOST_TABLES:
+        note += f" The first {MOST_TABLES} of {count(len(tables))}; the table below has all."
+        found.append(_distribution(tables, title))
+    largest = max(tables[0].whole, 1)
     bars = [
-        Bar(name=name, share=kept / largest, whole=whole / largest, text=text(kept, whole))
-        for name, kept, whole in tables[:MOST_TABLES]
+        Bar(name=table.name, share=table.kept / largest, whole=table.whole / largest, text=_kept_text([table]))
+        for table in tables[:MOST_TABLES]
     ]
-    title = f"{unit} kept"
-    if len(tables) <= MOST_TABLES:
-        return [BarChart(key="bytes", title=title, note=note, bars=tuple(bars))]
-    note += f" The first {MOST_TABLES} of {len(tables):,}; the table below has all."
-    return [_distribution(tables, title, text), BarChart(key="bytes", title=title, note=note, bars=tuple(bars))]
+    return [*found, BarChart(key="bytes", title=title, note=note, bars=tuple(bars))]
 
 
-def _distribution(tables: list[Kept], title: str, text: Callable[[int, int], str]) -> BarChart:
+def _kept_text(tables: Sequence[Kept]) -> str:
+    kept, whole = total(tables, "kept"), total(tables, "whole")
+    text_of = tables[0].text_of
+    return f"{text_of(kept)} of {text_of(whole)}, {percent(share_of(kept, whole) or 0.0)}"
+
+
+def _distribution(tables: Sequence[Kept], title: str) -> BarChart:
     """Return how many tables keep how much, in tenths."""
-    groups: dict[int, list[Kept]] = {}
+    groups: list[list[Kept]] = [[] for _ in range(10)]
     for table in tables:
-        groups.setdefault(min(10 * table[1] // max(table[2], 1), 9), []).append(table)
-    most = max(map(len, groups.values()))
+        groups[min(10 * table.kept // max(table.whole, 1), 9)].append(table)
+    most = max(map(len, groups))
     bars = []
-    for tenth in range(10):
-        of = groups.get(tenth, [])
-        kept, whole = sum(t[1] for t in of), sum(t[2] for t in of)
+    for tenth, group in enumerate(groups):
         name = f"{10 * tenth}% to {10 * tenth + 10}%"
-        said = f"{number_of(len(of), 'table')}: {text(kept, whole)}" if of else "none"
-        bars.append(Bar(name=name, share=len(of) / most, whole=0.0, text=said))
-    note = f"All {len(tables):,} tables by the share that is kept of them."
+        said = f"{number_of(len(group), 'table')}: {_kept_text(group)}" if group else "none"
+        bars.append(Bar(name=name, share=len(group) / most, whole=0.0, text=said))
+    note = f"All {count(len(tables))} tables by the share that is kept of them."
     return BarChart(key="bytes_distribution", title=f"{title}, distribution", note=note, bars=tuple(bars))
 
 
@@ -112,18 +117,22 @@ def _lookups(octave: int) -> str:
 
 def _score_charts(run: Run) -> list[ScoreChart]:
     """Return the histograms of the tables with the most blocks."""
-    shown = [one for one in run.scores.values() if sum(one.counts) > 0]  # else all scores are 0
-    shown = sorted(shown, key=lambda one: (-one.blocks, one.name))[:_MOST_SCORES]
-    later: dict[str, list[MaskChange]] = {one.name: [] for one in shown}
-    steps = {one.name: one.step for one in shown}
+    shown = [one for one in run.scores.values() if any(one.counts)]  # else all scores are 0
+    shown.sort(key=lambda one: (-one.blocks, one.name))
+    return [_score_chart(f"scores_{place}", one, run) for place, one in enumerate(shown[:_MOST_SCORES], start=1)]
+
+
+def _changes_after(run: Run, one: Scored) -> list[MaskChange]:
+    """Return the changes of a table whose histograms are not shown, because they came after the one that is."""
+    found: list[MaskChange] = []
     for due in run.due:
-        for change in due.record.tables:
-            if change.name in steps and due.step > steps[change.name]:
-                later[change.name].append(change)
-    return [_score_chart(f"scores_{place}", one, later[one.name]) for place, one in enumerate(shown, start=1)]
+        if due.step > one.step:
+            found += [change for change in due.record.tables if change.name == one.name]
+    return found
 
 
-def _score_chart(key: str, one: Scored, later: list[MaskChange]) -> ScoreChart:
+def _score_chart(key: str, one: Scored, run: Run) -> ScoreChart:
+    later = _changes_after(run, one)
     blocks = one.zeros + sum(one.counts)
     note = f"{count(blocks)} blocks before the mask update at step {count(one.step)}; {percent(one.zeros / blocks)}"
     note += f" scored 0. Threshold: {amount(one.threshold)}; blocks not above it are pruned."

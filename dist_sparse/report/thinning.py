@@ -36,31 +36,38 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     point."""
     if len(points) <= _MOST_POINTS:
         return _drawable(points)
+    # Two points of each stretch are kept, and the last one.
     stretch = -(-2 * len(points) // (_MOST_POINTS - 2))
     kept: list[Point] = []
     for start in range(0, len(points), stretch):
-        part = [y for _, y in points[start : start + stretch]]
-        finite = [y for y in part if y is not None]
-        peaks = {part.index(min(finite)), part.index(max(finite))} if finite else {0}
-        kept += [points[start + i] for i in sorted(peaks)]
+        kept += _peaks(points[start : start + stretch])
     return _drawable(kept if kept[-1] == points[-1] else [*kept, points[-1]])
+
+
+def _peaks(part: Sequence[Point]) -> list[Point]:
+    """Return the points with the smallest and the largest value, in their order; the first where none is finite."""
+    values = [y for _, y in part]
+    finite = [y for y in values if y is not None]
+    if not finite:
+        return [part[0]]
+    return [part[i] for i in sorted({values.index(min(finite)), values.index(max(finite))})]
 
 
 def _means(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return a running mean over a fifteenth of the finite points, at 400 of them at most.
 
-    Only the means that are drawn are computed, each from its own window, which is linear in the points. Differences of
-    prefix sums would be, too, but one value of 1e20 would cost all later means their digits.
+    Only the means that are drawn are computed, each from its own window, which is linear in the points.
     """
-    finite = [point for point in points if point[1] is not None]
-    values = [y for _, y in finite if y is not None]
-    if values and (max(values) > _HUGE or min(values) < -_HUGE):
-        values = [_clamped(y) for y in values]
+    finite = [(x, _clamped(y)) for x, y in points if y is not None]
+    values = [y for _, y in finite]
     half = max(2, len(finite) // 30)
     every = max(1, -(-(len(finite) - 1) // (_MOST_POINTS - 1)))
-    places = [*range(0, len(finite) - 1, every), len(finite) - 1] if finite else []
-    windows = ((finite[i][0], values[max(0, i - half) : i + half + 1]) for i in places)
-    return tuple((float(x), math.fsum(window) / len(window)) for x, window in windows)
+    means: list[Point] = []
+    for place in {*range(0, len(finite), every), *range(len(finite))[-1:]}:
+        # Differences of prefix sums would be linear too, but one value of 1e20 would cost all later means their digits.
+        window = values[max(0, place - half) : place + half + 1]
+        means.append((float(finite[place][0]), math.fsum(window) / len(window)))
+    return tuple(sorted(means))
 
 
 def _drawable(points: Sequence[Point]) -> tuple[Point, ...]:

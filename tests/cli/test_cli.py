@@ -260,7 +260,7 @@ def test_runs_are_read_without_torch(tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = None; from dist_sparse.cli.main import main\n"
         "print([main(line.split()) for line in sys.stdin])"
     )
-    lines = ["inspect run", "inspect run --json", "report run --no-png", "report run run --no-png", "inspect saved"]
+    lines = ["inspect run", "inspect run --json", "report run", "report run run --svg charts", "inspect saved"]
     lines += ["serve-check run", "frontier model.py:f"]
     done = run_code(code, tmp_path, "\n".join(lines))
     assert done.stdout.endswith("[0, 0, 0, 0, 1, 1, 1]\n"), done.stderr

@@ -47,7 +47,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_many(folder / "dense", tables=1, due=0, steps=300, ends=False)
     text = (folder / LINES).read_text().replace('"table_39"', json.dumps(HOSTILE))
     (folder / LINES).write_text(text.replace('"table_38"', json.dumps("a_long_name_" * 20)))
-    return write_report(folder, pngs=False)
+    return write_report(folder)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

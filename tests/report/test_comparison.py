@@ -16,10 +16,9 @@ from dist_sparse.cli.main import main
 from dist_sparse.report import add_artifact, read_run, read_runs, write_report
 from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import baseline, compare, headline
-from dist_sparse.report.drawing import drawn
+from dist_sparse.report.drawing import plot_of, svg_of
 from dist_sparse.report.figures import BarChart, DotChart, Dots, LineChart
 from dist_sparse.report.page import page
-from dist_sparse.report.png import figure
 from dist_sparse.report.summary import numbers, summary
 
 
@@ -86,8 +85,8 @@ def test_auc_over_bytes(tmp_path: Path) -> None:
             add_artifact(tmp_path / "run", wrong, auc=2 if wrong == tmp_path else 0.5)
     with pytest.raises(ValueError, match="holds no run"):
         add_artifact(tmp_path, served, auc=0.5)
-    (tmp_path / "run" / "artifacts.json").write_text('[{"name": "x", "bytes": -1, "auc": 0.5}]')
-    with pytest.raises(ValueError, match=r"artifacts\.json is not one that add_artifact\(\) writes: .*negative"):
+    (tmp_path / "run" / "artifacts.json").write_text('[{"name": "x", "size": 1, "auc": 0.5}]')
+    with pytest.raises(ValueError, match=r"artifacts\.json is not one that add_artifact\(\) writes: .*'size'"):
         read_run(tmp_path / "run")
 
 
@@ -95,7 +94,7 @@ def test_the_command_compares_runs_by_name(tmp_path: Path, capsys: pytest.Captur
     a = log(tmp_path / "a", level=0.5, auc=0.7, name="half", lr=0.1)
     b, c = log(tmp_path / "b", level=0.9, auc=0.6, name="half"), log(tmp_path / "c", auc=0.75, lr=0.1)
     log(tmp_path / "a" / "inside")
-    assert main(["report", str(a), str(b), str(c), "--no-png"]) == 0
+    assert main(["report", str(a), str(b), str(c)]) == 0
     said = capsys.readouterr().out
     rows = [re.split(" {2,}", line.strip()) for line in said.splitlines() if line.startswith(("half", "c "))]
     assert [row[:6] for row in rows] == [
@@ -119,7 +118,7 @@ def test_the_latest_run_and_the_browser(
     runs = tmp_path / "runs"
     older, newer = log(runs / "older"), log(runs / "newer")
     assert (runs / "latest").readlink() == Path("newer")
-    command = ["report", str(runs / "latest"), "--no-png", "--open"]
+    command = ["report", str(runs / "latest"), "--open"]
     assert main(command) == 0 and opened == [(newer / "report.html").as_uri()]
     assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"The newest of the runs inside is .*runs/latest\."):
@@ -149,9 +148,8 @@ def test_labels_of_near_dots_are_on_the_sides_away_from_each_other() -> None:
     upper = Dots(name="upper", role="this", dots=(("fp32", 8000, 0.710), ("int4", 1000, 0.710)))
     lower = Dots(name="lower", role="other", dots=(("fp32", 8000, 0.709), ("int4", 1000, 0.709)))
     far = Dots(name="far", role="other", dots=(("fp32", 90_000, 0.700),))
-    drawing = drawn(DotChart(key="auc_over_bytes", title="", note="", runs=(upper, lower, far)))
-    sides = re.findall(r'class="spot [lr]( under)?"', drawing)
-    assert sides == ["", "", " under", " under", ""]
+    plot = plot_of(DotChart(key="auc_over_bytes", title="", note="", runs=(upper, lower, far)))
+    assert [spot.under for spot in plot.spots] == [False, False, True, True, False]
 
 
 def test_a_run_has_one_color_on_the_page(tmp_path: Path) -> None:
@@ -168,20 +166,17 @@ def test_a_run_has_one_color_on_the_page(tmp_path: Path) -> None:
         "pruned": {"other1"},
         "dense": {"other2"},
     }
-    pngs: dict[str, set[Any]] = {}
     for chart in charts(run):
         if isinstance(chart, (DotChart, LineChart)):
-            for line in figure(chart).axes[0].lines:
-                pngs.setdefault(str(line.get_label()), set()).add(line.get_color())
-    assert [len(pngs[name]) for name in ("first", "narrow", "pruned", "dense")] == [1, 1, 1, 1]
-    assert len(set.union(*(pngs[name] for name in ("first", "narrow", "pruned", "dense")))) == 4
+            looks = {look for look, _ in plot_of(chart).shapes if look.startswith(("main", "other"))}
+            assert all(f'class="{look}"' in svg_of(chart) for look in looks)
 
 
 def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--data", "a b"])
     log(tmp_path / "run")
-    text = write_report(tmp_path / "run", pngs=False).read_text()
-    assert "train.py --data &#x27;a b&#x27;</p>" in text and "dist_sparse 0" in text
+    text = write_report(tmp_path / "run").read_text()
+    assert "train.py --data &#39;a b&#39;</p>" in text and "dist_sparse 0" in text
 
 
 def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from dist_sparse import RunLog
 from dist_sparse.cli.main import main
 from dist_sparse.report import write_report
-from dist_sparse.report.folder import LINES, RUN, read_lines, replace_files
+from dist_sparse.report.folder import LINES, LOCK, RUN, read_lines, write_whole
+from tests.report.folders import full_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,30 +38,30 @@ def test_a_report_is_not_written_through_links(folder: Path, tmp_path: Path) -> 
     mine = tmp_path / "bashrc"
     mine.write_text("mine")
     (folder / "report.html").symlink_to(mine)
-    (folder / "report-value_loss.png").symlink_to(tmp_path / "new")
-    write_report(folder)
+    (folder / "value_loss.svg").symlink_to(tmp_path / "new")
+    write_report(folder, svg=folder)
     assert mine.read_text() == "mine" and not (tmp_path / "new").exists()
-    for name in ("report.html", "report-value_loss.png"):
-        assert (folder / name).is_file() and not (folder / name).is_symlink() and (folder / name).stat().st_size > 5_000
-    assert sorted(file.name for file in folder.iterdir()) == [LINES, "report-value_loss.png", "report.html", RUN]
+    for name in ("report.html", "value_loss.svg"):
+        assert (folder / name).is_file() and not (folder / name).is_symlink() and (folder / name).stat().st_size > 2_000
+    assert sorted(file.name for file in folder.iterdir()) == [LINES, LOCK, "report.html", RUN, "value_loss.svg"]
 
 
 @pytest.mark.timeout(60)
 def test_a_report_is_not_written_into_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a reader, opening it would block forever."""
     os.mkfifo(folder / "report.html")
-    assert main(["report", str(folder), "--no-png"]) == 1
+    assert main(["report", str(folder)]) == 1
     assert "report.html is not a regular file: nothing is written to it." in capsys.readouterr().err
     assert stat.S_ISFIFO((folder / "report.html").stat().st_mode)
 
 
-@pytest.mark.parametrize("name", [LINES, RUN])
+@pytest.mark.parametrize("name", [LINES, LOCK, RUN])
 def test_a_log_is_not_written_through_links(name: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(mine)
-    if name == LINES:
-        with pytest.raises(ValueError, match=r"log\.jsonl is not a regular file: nothing is written to it"):
+    if name != RUN:
+        with pytest.raises(ValueError, match=r"log\.(jsonl|lock) is not a regular file: nothing is written to it"):
             RunLog(tmp_path / "run")
     else:
         RunLog(tmp_path / "run").close()
@@ -79,18 +80,20 @@ def test_the_temporary_file_of_run_json_is_not_written_through_links(tmp_path: P
 def test_files_are_the_users_alone(folder: Path) -> None:
     """A config may hold secrets."""
     (folder / "report.html").touch(0o644)
-    write_report(folder)
+    write_report(folder, svg=folder)
     files = [file for file in folder.iterdir() if file.is_file()]
-    assert len(files) == 4 and {mode_of(file) for file in files} == {0o600}
+    assert len(files) == 5 and {mode_of(file) for file in files} == {0o600}
 
 
-def test_files_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "first").write_text("old")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="folder is not a regular file"):
-        replace_files({tmp_path / "first": b"new", tmp_path / "folder": b"new"})
+        write_whole(tmp_path / "folder", b"new")
     with pytest.raises(OSError, match=r"No such file or directory: '.*missing/second'"):
-        replace_files({tmp_path / "first": b"new", tmp_path / "missing" / "second": b"new"})
+        write_whole(tmp_path / "missing" / "second", b"new")
+    with full_disk(2), pytest.raises(OSError, match=r"File too large: '.*first'"):
+        write_whole(tmp_path / "first", b"new")
     assert (tmp_path / "first").read_text() == "old"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "folder"]
 
@@ -105,7 +108,7 @@ def test_one_log_at_a_time(tmp_path: Path) -> None:
         log.step(1, loss=1.0)
     with RunLog(tmp_path, resume=True) as log:
         log.step(2, loss=1.0)
-    kinds = [line["kind"] for line in read_lines(tmp_path / LINES)]
+    kinds = [line["kind"] for _, line in read_lines(tmp_path / LINES)]
     assert kinds == ["values", "values", "end", "resumed", "values", "end"]
 
 
@@ -142,7 +145,7 @@ def test_of_jobs_that_start_together_one_writes(tmp_path: Path) -> None:
     for job in jobs:
         job.communicate("end\n", timeout=60)
     assert said[1] == "writes\n" and said[0].startswith("ValueError "), said
-    assert [line["kind"] for line in read_lines(tmp_path / "run" / LINES)] == ["end"]
+    assert [line["kind"] for _, line in read_lines(tmp_path / "run" / LINES)] == ["end"]
 
 
 def test_a_killed_job_leaves_no_lock(tmp_path: Path) -> None:
@@ -166,7 +169,6 @@ from dist_sparse import RunLog
 log = RunLog(sys.argv[1])
 log.step(0, loss=1.0)
 if os.fork() == 0:
-    log.step(1, loss=1.0)
     print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)
@@ -175,7 +177,7 @@ time.sleep(60)
 
 
 def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
-    """A DataLoader's worker may outlive its rank while the job restarts. It writes nothing either."""
+    """A DataLoader's worker may outlive its rank while the job restarts."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None
@@ -188,4 +190,4 @@ def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
     finally:
         os.kill(worker, signal.SIGKILL)
         job.stdout.close()
-    assert [line["step"] for line in read_lines(tmp_path / LINES) if line["kind"] == "values"] == [0]
+    assert [line["step"] for _, line in read_lines(tmp_path / LINES) if line["kind"] == "values"] == [0]

@@ -1,4 +1,4 @@
-"""Logs that no RunLog wrote: each ends in a page or in one line, never in a traceback."""
+"""Logs that somebody else wrote or that are long: no markup on the page, and time that is linear in the steps."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from dist_sparse import RunLog
-from dist_sparse.cli.main import main
 from dist_sparse.report import Run, read_run
 from dist_sparse.report.charts import charts
+from dist_sparse.report.drawing import svg_of
 from dist_sparse.report.figures import LineChart
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page
 from dist_sparse.report.run import Spent
-from dist_sparse.report.summary import inspect_json, inspect_text, summary
+from tests.report.folders import HOSTILE
 from tests.report.test_run_log import train
-
-WRONG: list[Any] = [
-    *(None, True, "", -1, 0, 2**63 - 1, 10**30, 0.5, 1e-320, 3e38, 1e300, -1e308, math.nan, math.inf),
-    *([], {}, {"a": 1}, "x" * 5_000, [[]], [1] * 3_000),
-]
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -44,8 +36,8 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-def test_every_value_may_be_wrong(tmp_path: Path) -> None:
-    """Replace each value of each kind of line, and of run.json, by each wrong one."""
+def test_no_value_is_markup(tmp_path: Path) -> None:
+    """Replace each value of each kind of line, and of run.json, numbers too: markup is refused or shown as text."""
     train(tmp_path, config={"lr": 0.1})
     about = json.loads((tmp_path / RUN).read_text())
     lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
@@ -54,78 +46,19 @@ def test_every_value_may_be_wrong(tmp_path: Path) -> None:
     shown = 0
     for place in (*first.values(), None):
         for path in paths(about if place is None else lines[place]):
-            for wrong in WRONG:
-                changed = [*lines]
-                if place is not None:
-                    changed[place] = replaced(lines[place], path, wrong)
-                (tmp_path / RUN).write_text(json.dumps(replaced(about, path, wrong) if place is None else about))
-                (tmp_path / LINES).write_text("".join(json.dumps(line) + "\n" for line in changed))
-                try:
-                    run = read_run(tmp_path)
-                except ValueError as error:
-                    assert len(str(error)) < len(str(tmp_path)) + 400, "values are cut"
-                    continue
-                shown += 1
-                assert page(run, charts(run)) and summary(run) and inspect_text(run)
-                json.dumps(inspect_json(run), allow_nan=False)
-    assert shown > 200
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("values", {"seconds": -1e308}),
-        ("end", {"seconds": {"total": 1e308, "masks": 0.0}}),
-        ("masks", {"seconds": 1e300}),
-        ("scores", {"tables": [{"low": 3e38, "counts": [1] * 100}]}),
-        ("values", {"step": "x" * 10_000_000}),
-        ("values", {"kind": "x" * 10_000_000}),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-@pytest.mark.parametrize("command", ["report", "inspect"])
-def test_a_hostile_log_ends_in_one_line(
-    command: str, kind: str, change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == kind:
-            tables = change.get("tables", [])
-            line |= change | ({"tables": [line["tables"][0] | table for table in tables]} if tables else {})
-    (tmp_path / LINES).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main([command, str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    [line_said] = said.err.splitlines()
-    assert "log.jsonl, line " in line_said and len(line_said) < 500 and not said.out
-
-
-@pytest.mark.parametrize("name", [LINES, RUN])
-def test_a_line_that_is_too_long_is_not_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    RunLog(tmp_path).close()
-    with (tmp_path / name).open("wb") as file:
-        file.truncate(70 << 20)
-    assert main(["inspect", str(tmp_path)]) == 1
-    assert "longer than 64 MiB" in capsys.readouterr().err
-
-
-def test_a_config_with_numbers_that_json_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """RunLog does not write them, but an editor may: the output is valid JSON."""
-    RunLog(tmp_path, config={"lr": math.inf}).close()
-    about = json.loads((tmp_path / RUN).read_text())
-    assert about["config"] == {"lr": None}
-    (tmp_path / RUN).write_text(
-        json.dumps(about)[:-1].replace('"lr": null', '"lr": NaN, "deep": [[-Infinity], 1e999]') + "}"
-    )
-    assert main(["inspect", str(tmp_path), "--json"]) == 0
-
-    def refused(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    found = json.loads(capsys.readouterr().out, parse_constant=refused)
-    assert found["config"] == {"lr": None, "deep": [[None], None]}
+            changed = [*lines]
+            if place is not None:
+                changed[place] = replaced(lines[place], path, HOSTILE)
+            (tmp_path / RUN).write_text(json.dumps(replaced(about, path, HOSTILE) if place is None else about))
+            (tmp_path / LINES).write_text("".join(json.dumps(line) + "\n" for line in changed))
+            try:
+                run = read_run(tmp_path)
+                written = [page(run, charts(run)), *map(svg_of, charts(run))]
+            except Exception:
+                continue  # of any kind: values are not checked
+            shown += 1
+            assert written[0].count("<script>") == 1 and not any("<img" in text for text in written)
+    assert shown > 20
 
 
 def run_of(steps: int) -> Run:

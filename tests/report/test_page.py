@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-import warnings
+import xml.dom.minidom
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,12 +13,12 @@ import pytest
 
 from dist_sparse import RunLog
 from dist_sparse.cli.main import main
-from dist_sparse.report.axes import log_ticks, ticks
+from dist_sparse.report import rendering
 from dist_sparse.report.charts import charts
+from dist_sparse.report.drawing import log_ticks, plot_of, svg_of, ticks
 from dist_sparse.report.figures import BarChart, LineChart, ScoreChart
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page, write_report
-from dist_sparse.report.png import figure
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.text import amount, duration, number_of, percent, size
 from tests.report.folders import DRIVING, HOSTILE, edit, full_disk, write_many
@@ -124,8 +124,11 @@ def test_names_from_the_log_are_text(folder: Path) -> None:
     assert text.count("<script>") == 1 and "<img" not in text and "<b>dense" not in text
     assert HOSTILE in "".join(shown.words) and not any("onerror" in attrs for _, attrs in shown.tags)
     assert all(re.fullmatch(r"[\w-]+", attrs["id"] or "") for _, attrs in shown.tags if "id" in attrs)
-    assert write_report(folder).exists()
-    assert all(re.fullmatch(r"report-[\w-]+\.png", file.name) for file in folder.glob("*.png"))
+    assert write_report(folder, svg=folder / "svg").exists()
+    for file in (folder / "svg").iterdir():
+        assert re.fullmatch(r"[\w-]+\.svg", file.name)
+        drawn = xml.dom.minidom.parse(str(file))
+        assert not drawn.getElementsByTagName("script") and not drawn.getElementsByTagName("img")
 
 
 def test_names_drive_and_turn_nothing(folder: Path) -> None:
@@ -139,10 +142,9 @@ def test_names_drive_and_turn_nothing(folder: Path) -> None:
     (folder / LINES).write_text("".join(json.dumps(line) + "\n" for line in lines))
     about = json.loads((folder / RUN).read_text()) | {"config": {DRIVING: [DRIVING]}}
     (folder / RUN).write_text(json.dumps(about))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of glyphs that matplotlib's font does not have
-        text = write_report(folder).read_text()
-    assert not {c for c in text if not c.isprintable()} - {"\n"}
+    text = write_report(folder, svg=folder / "svg").read_text()
+    for written in (text, *(file.read_text() for file in (folder / "svg").iterdir())):
+        assert not {c for c in written if not c.isprintable()} - {"\n"}
     assert "fake row\\x9b31m\\u202etxt" in text and "\nfake row" not in text
 
 
@@ -164,7 +166,6 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     figures = {chart.key: chart for chart in charts(read_run(tmp_path))}
     assert [y for _, y in figures["value_loss"].lines[0].points] == [0, 1, None, 3, 4]  # type: ignore[union-attr]
     assert "value_lost" not in figures, "nothing could be drawn"
-    assert figure(figures["value_loss"])
 
 
 def test_many_tables_and_many_steps(tmp_path: Path) -> None:
@@ -201,34 +202,46 @@ def test_thinned_lines_keep_their_peaks(tmp_path: Path) -> None:
 def test_files(folder: Path, tmp_path: Path) -> None:
     out = write_report(folder, tmp_path / "elsewhere" / "r.html")
     assert out.read_text() == page_of(read_run(folder))
-    pngs = sorted(tmp_path.glob("elsewhere/*.png"))
-    assert {file.name for file in pngs} == {f"r-{chart.key}.png" for chart in charts(read_run(folder))}
-    assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5_000 for file in pngs)
-    assert write_report(folder, pngs=False) == folder / "report.html"
-    assert not list(folder.glob("*.png"))
+    assert not list(tmp_path.rglob("*.svg"))
+    assert write_report(folder, svg=tmp_path / "svg") == folder / "report.html"
+    assert {file.name for file in (tmp_path / "svg").iterdir()} == {f"{c.key}.svg" for c in charts(read_run(folder))}
 
 
-def test_without_matplotlib_the_command_writes_the_page_alone(
+def test_a_chart_as_a_file_can_be_read_alone(folder: Path) -> None:
+    """Well-formed, with its own style, light and dark, the numbers of both axes, and what a screen reader says."""
+    for chart in charts(read_run(folder)):
+        drawn = xml.dom.minidom.parseString(svg_of(chart)).documentElement
+        assert drawn.tagName == "svg" and drawn.getAttribute("role") == "img"
+        [style] = drawn.getElementsByTagName("style")
+        assert "prefers-color-scheme:dark" in style.firstChild.data and "var(" not in style.firstChild.data
+        assert not [node for node in drawn.getElementsByTagName("*") if node.hasAttribute("href")]
+        words = [node.firstChild.data for node in drawn.getElementsByTagName("text")]
+        assert chart.title in words
+        if isinstance(chart, BarChart):
+            assert {bar.text for bar in chart.bars} <= {*words}
+            continue
+        plot = plot_of(chart)
+        assert {text for _, text in (*plot.marks, *plot.below)} <= {*words} and plot.label in words
+        assert drawn.getElementsByTagName("desc")[0].firstChild.data == plot.caption
+
+
+def test_without_jinja2_the_command_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        write_report(folder)
-    assert not list(folder.glob("report*"))
-    note = "dist-sparse report: no PNGs, which need matplotlib: pip install matplotlib\n"
-    for words, said in (([], note), (["--no-png"], "")):
-        assert main(["report", str(folder), *words]) == 0 and capsys.readouterr().err == said
-    assert [file.name for file in folder.glob("report*")] == ["report.html"]
+    rendering._environment.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert main(["report", str(folder)]) == 1
+    assert capsys.readouterr().err == "dist-sparse report: Reports need jinja2: pip install jinja2.\n"
+    assert main(["inspect", str(folder)]) == 0 and not list(folder.glob("report*"))
 
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder), "--no-png"]) == 0
+    assert main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
     assert "50.0% of 20 blocks" in said and (folder / "report.html").as_uri() in said
     places = {line.find(text) for line in said.splitlines()[1:] for text in ("50.0% of 20", folder.as_uri())}
     assert len(places - {-1}) == 1
-    assert main(["report", str(folder), "--no-png", "--json"]) == 0
+    assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
     assert main(["report", str(folder / "none")]) == 1
     assert capsys.readouterr().err.startswith("dist-sparse report: ")
@@ -262,13 +275,10 @@ def test_a_table_and_a_step_by_themselves(folder: Path, tmp_path: Path) -> None:
     assert re.findall(r"<span style=\"left:[^>]*>([^<]*)</span>", drawn) == ["0", "1"]
 
 
-def test_a_png_tells_bars_apart_that_are_removed_in_part(folder: Path) -> None:
+def test_bars_that_are_removed_in_part_are_told_apart(folder: Path) -> None:
     [chart] = [chart for chart in charts(read_run(folder)) if isinstance(chart, ScoreChart)]
-    kinds = {piece.kind(chart.threshold) for piece in chart.bins}
-    drawn = figure(chart).axes[0]
-    assert len({bar.get_facecolor() for bar in drawn.patches}) == len(kinds) > 1
-    said = drawn.get_legend_handles_labels()[1]
-    assert len(said) == len(set(said)) and {"kept", "both"} <= {*said}
+    kinds = {f"bin {piece.kind(chart.threshold)}" for piece in chart.bins}
+    assert len(kinds) > 1 and kinds == {look for look, _ in plot_of(chart).shapes if look.startswith("bin")}
 
 
 def test_names_that_make_one_file_name(tmp_path: Path) -> None:
@@ -289,7 +299,7 @@ def test_values_at_the_ends_of_float64(steps: int, tmp_path: Path) -> None:
 
 
 def test_a_page_that_the_disk_has_no_room_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The old report and its PNGs stay whole, also if only one file does not fit."""
+    """The old report stays whole."""
     write_report(folder)
     before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir() if file.is_file()}
     largest = max(len(content) for name, (_, content) in before.items() if name.startswith("report"))

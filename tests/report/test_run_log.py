@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog, sparsify
-from dist_sparse.report.folder import LINES, RUN, read_lines
+from dist_sparse.report.folder import LINES, LOCK, RUN, read_lines
 from dist_sparse.report.run import read_run
 from dist_sparse.report.sinks import TensorBoardSink, WandbSink
 from tests.report.folders import full_disk
@@ -37,7 +37,7 @@ class Heard:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return list(read_lines(folder / LINES))
+    return [line for _, line in read_lines(folder / LINES)]
 
 
 def train(folder: Path, steps: int = 9, **options: Any) -> DataNormSparsifier:
@@ -108,11 +108,10 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
         RunLog(tmp_path, resume=True)
 
 
-def test_what_a_crash_has_cut_off_goes_when_the_run_is_resumed(tmp_path: Path) -> None:
+def test_what_a_crash_has_cut_off_is_skipped_when_the_run_is_resumed(tmp_path: Path) -> None:
     train(tmp_path)
     whole = (tmp_path / LINES).read_text().splitlines(keepends=True)
-    long = '{"kind": "masks", "tables": "' + 200_000 * "x"  # longer than what is looked at in one go
-    for cut in (whole[-1][:20], long):
+    for cut in (whole[-1][:20], whole[-1][:20] + "\n" + whole[-1][:30]):  # cut short once, and when it was resumed
         (tmp_path / LINES).write_text("".join(whole[:-1]) + cut)
         with RunLog(tmp_path, resume=True) as log:
             log.step(100, loss=1.0)
@@ -121,13 +120,24 @@ def test_what_a_crash_has_cut_off_goes_when_the_run_is_resumed(tmp_path: Path) -
         assert (tmp_path / LINES).read_text().startswith("".join(whole[:-1]))
     (tmp_path / LINES).write_text('{"kind": "val')
     RunLog(tmp_path, resume=True).close()
-    assert [line["kind"] for line in lines_of(tmp_path)] == ["end"]
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["resumed", "end"]
+    assert read_run(tmp_path).finished
+    (tmp_path / LINES).write_text('{"kind": "val\n' + whole[-1])
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 1: "):  # no session begins below it
+        lines_of(tmp_path)
+
+
+def test_a_line_of_which_a_crash_has_cut_off_the_end_alone_counts(tmp_path: Path) -> None:
+    RunLog(tmp_path).close()
+    (tmp_path / LINES).write_text('{"kind":"values","step":0,"seconds":1.0,"values":{"loss":1.0}}')
+    RunLog(tmp_path, resume=True).close()
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["values", "resumed", "end"]
 
 
 def test_run_json_comes_into_being_whole(tmp_path: Path) -> None:
     with full_disk(20), pytest.raises(OSError, match=r"File too large: .*run\.json"):
         RunLog(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [LINES]
+    assert {file.name for file in tmp_path.iterdir()} == {LINES, LOCK}
     RunLog(tmp_path, config={"lr": math.nan}).close()
     assert json.loads((tmp_path / RUN).read_text())["config"] == {"lr": None}
     (tmp_path / RUN).write_text('{"format": 1, "sta')
