@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         default=list(BUDGETS),
         choices=BUDGETS,
         metavar="X",
-        help=f"default: {', '.join(BUDGETS)}",
+        help=f"default: {', '.join(BUDGETS)}".replace("%", "%%"),
     )
     add("--package", action="store_true", help="train what is chosen by the package too")
     add("--workers", type=int, default=2, metavar="N", help="trainings at a time, of one thread each (default: 2)")

@@ -62,7 +62,7 @@ def compact(
     kept rows are moved bit for bit, with learning rates and step counts; all other parameters stay the same objects.
     The model's output does not change. It can be trained further, and sparsified and compacted again.
 
-    ``model`` and ``sparse`` are consumed. A DistributedModelParallel is built again around the same module: use the
+    ``model`` is consumed. A DistributedModelParallel is built again around the same module: use the
     one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its sparsifier
     registers nothing any more. The memory of old tables is released, and computing with their parameters raises: make
     again what holds them, such as pipelines, optimizers that combine ``fused_optimizer`` with others, and lists.
@@ -87,6 +87,7 @@ def compact(
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a kind that can't be
             compacted. Or arguments differ between ranks, or any rank failed, out of memory for example. It is raised
             on every rank, and the model is as it was.
+        RuntimeError: a rank failed while old tables were released: on every rank, and no model is left.
 
     Example::
 
@@ -106,8 +107,11 @@ def compact(
         default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
         sparsifier, optimizers = _parts(sparse, optimizer)
         facts.update(removed=removed, **_arguments(model, sparsifier, optimizers, plan))
-    stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
-    flags = kept_rows(sparsifier)
+        if isinstance(sparse, SparseTraining):
+            sparse.warn_of_early_end()  # now: where warnings are errors, one while it is detached came too late
+    with together.agreeing("compact(), counting rows"):
+        stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
+        flags = kept_rows(sparsifier)
     with together.agreeing("compact()"):
         if sparsifier.enforcer is not None:
             sparsifier.enforcer.settle()  # removed columns up to a multiple of 4 stay, as zeros
@@ -124,16 +128,23 @@ def compact(
     result, stepped = _put_in_place(model, kept, made, steppers, plan, together)
     torchrec = torchrec_part()
     inner = torchrec.unwrapped(result) if _is_dmp(model) else result
-    for site in kept:
-        by_name = {names[site.tables[table]]: width for table, width in narrow[site].items()}
-        move_bases(site.module, getattr(made[site], "inner", made[site]), inner, by_name)
-    _detach(sparse, sparsifier)
-    for each in stepped:
-        steppers.replace(each)
-    for site in kept:
-        _release(site)
-    if _is_dmp(model):
-        torchrec.consume_model(model)
+    try:
+        with together.agreeing("compact(), releasing the old tables"):
+            for site in kept:
+                by_name = {names[site.tables[table]]: width for table, width in narrow[site].items()}
+                move_bases(site.module, getattr(made[site], "inner", made[site]), inner, by_name)
+            _detach(sparse, sparsifier)
+            for each in stepped:
+                steppers.replace(each)
+            for site in kept:
+                _release(site)
+            if _is_dmp(model):
+                torchrec.consume_model(model)
+    except ValueError as fault:
+        # What is released can't be had back, so no rank may go on with a model that others lack.
+        raise RuntimeError(
+            f"compact() failed on every rank, and no model is left: resume from a checkpoint. {fault}"
+        ) from fault
     gc.collect()  # table batches, DDP and their hooks are cycles
     return result
 
@@ -294,7 +305,7 @@ def _model_of(source: Source) -> nn.Module:
 def _rows(site: Site) -> dict[str, int]:
     """The rows that each table of a module stores."""
     if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
-        return {"": site.module.num_embeddings}
+        return {"": len(site.module.get_parameter("weight"))}
     rows: dict[str, int] = torchrec_part().table_rows(site.module)
     return rows
 

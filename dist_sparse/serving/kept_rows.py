@@ -72,10 +72,11 @@ def gather_rows(
     """
     group = group_over(tables[0].ranks)
     of = [[(data, rect) for data in tables for rect in held(data, rank)] for rank in range(group.size)]
-    mine = [pack(flags(data, rect)) for data, rect in of[group.rank]]
     sizes = [sum(-(-rect.rows // 8) for _, rect in each) for each in of]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
+    with group.agreeing("counting rows"):  # a rank that runs out of memory here would leave the others waiting
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine = [pack(flags(data, rect)) for data, rect in of[group.rank]]
+        padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
     gathered = group.all_gather(padded)
     found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
     for rank, each in enumerate(of):

@@ -7,6 +7,7 @@ Results are those of a table with zero rows; an id out of range raises, as it do
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,15 @@ class _CompactTable(nn.Module):
             f"{self.index.rows} rows. Read full_weight(), which has a row for each id, in place of weight; or "
             "stored_weight, the parameter."
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_tied = name == "weight" and isinstance(value, nn.Parameter) and "index" in self._modules
+        if is_tied and len(value) != self.index.stored:
+            raise ValueError(
+                f"Invalid weight of {len(value)} rows: a {type(self).__name__} stores {self.index.stored} of "
+                f"{self.index.rows} rows, and can't share the weight of a layer that has a row for each id."
+            )
+        super().__setattr__(name, value)
 
     @property
     def stored_weight(self) -> nn.Parameter:
@@ -118,6 +128,7 @@ class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
             _freeze=not table.get_parameter("weight").requires_grad,
         )
         self.index = index
+        self.num_embeddings = index.rows  # ids that it looks up, as of the table before
         self.padding_id = padding_id  # of the original table; padding_idx is the row
 
     def forward(self, input: Tensor) -> Tensor:
@@ -185,6 +196,7 @@ class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
         )
         self.stored_weight.requires_grad_(table.get_parameter("weight").requires_grad)
         self.index = index
+        self.num_embeddings = index.rows  # ids that it looks up, as of the table before
         # In ids of the original table, unlike padding_idx, which is a row and stays None.
         self.padding_id = table.padding_id if isinstance(table, CompactEmbeddingBag) else table.padding_idx
 

@@ -28,7 +28,7 @@ from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.configs import area_of, as_scored_matrix, shape_of
 from dist_sparse.sparsifiers.keeping import Keeper, Scored, check_kept
-from dist_sparse.sparsifiers.stats import plain_stats, stats_of
+from dist_sparse.sparsifiers.stats import counts_of, plain_stats, stats_of
 from dist_sparse.sparsifiers.step import make_masks
 from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, resolve_block
 
@@ -199,7 +199,7 @@ class ScoreSparsifier(BaseDataSparsifier):
 
         located, made = make_masks(self, configs, "preview()", preview_plain)
         masks = {name: [mask for mask, _ in new.masks] for name, new in made.items()}
-        found |= stats_of(located, masks, {name: new.block for name, new in made.items()}, configs)
+        found |= stats_of(located, counts_of(located, masks), {name: new.block for name, new in made.items()}, configs)
         thresholds |= {name: None if new.threshold is None else new.threshold.score for name, new in made.items()}
         return Preview(
             stats=[found[name] for name in configs if name in found],

@@ -27,6 +27,7 @@ __all__ = [
     "audit",
     "count_removed",
     "count_revived",
+    "counts_of",
     "dead_flags",
     "dead_rows",
     "describe",
@@ -65,28 +66,43 @@ def table_stats(sparsifier: Registered) -> list[TableStats]:
     """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
     packed, dense, configs = sparsifier.packed_store, sparsifier.dense_store, sparsifier.data_groups
     located = packed.current("table_stats()")
-    found = stats_of(located, packed.all_masks(), {name: packed.block(name) for name in located}, configs)
+    with packed.agreeing("table_stats()"):  # a rank that runs out of memory here would leave the others waiting
+        counts = counts_of(located, packed.all_masks())
+    found = stats_of(located, counts, {name: packed.block(name) for name in located}, configs)
     for name in dense.names:
         found[name] = plain_stats(name, dense.mask(name), dense.held(name).dtype, configs[name])
     return [found[name] for name in configs]
 
 
-def stats_of(
-    located: Located, masks: Masks, blocks: Mapping[str, Block], configs: Mapping[str, Mapping[str, Any]]
-) -> dict[str, TableStats]:
-    """Return the counts of sharded tables with these masks. Collective over their groups: one all-reduce each.
+def counts_of(located: Located, masks: Masks) -> dict[str, list[int]]:
+    """Return removed blocks, removed elements and mask bytes of this rank's shards, by table. Local.
 
     Args:
         located: the tables as they are stored now.
         masks: this rank's, of each table in the order of its shards.
+    """
+    return {name: _count(masks[name], data) for name, data in located.items()}
+
+
+def stats_of(
+    located: Located,
+    counts: Mapping[str, list[int]],
+    blocks: Mapping[str, Block],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> dict[str, TableStats]:
+    """Return the statistics of sharded tables. Collective over their groups: one all-reduce each.
+
+    Args:
+        located: the tables as they are stored now.
+        counts: this rank's, from :func:`counts_of`.
         blocks: what one bit of them stands for.
         configs: name -> configuration.
     """
-    counts = _summed({name: _count(masks[name], data) for name, data in located.items()}, located, 3)
+    sums = _summed(counts, located, 3)
     found = {}
     for name, data in located.items():
         grid = grid_of(Rect(0, 0, *data.shape), blocks[name])
-        removed, elements, size = counts[name]
+        removed, elements, size = sums[name]
         found[name] = TableStats(
             name=name,
             shape=data.shape,
@@ -241,7 +257,7 @@ def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
     if enforced:
         raise ValueError(
             f"Masks and weights differ, although an enforcer is attached. {counts}. They were written in a way that "
-            "torch does not count, such as through .data; sparsifier.apply_masks() zeroes sharded tables."
+            "torch does not count, such as through .data; sparsifier.apply_masks() zeroes them."
         )
     warnings.warn(
         f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive stays until "

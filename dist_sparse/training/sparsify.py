@@ -174,13 +174,22 @@ class SparseTraining:
                 masks and schedule are of different steps, or no mask update could follow. On every rank, and nothing
                 has changed.
         """
+        endless = self.scheduler.end is None
         prepare_load(self.sparsifier, self.scheduler, state_dict)()
+        if endless and self.scheduler.end is not None and rank_in(world_ranks()) == 0:
+            warnings.warn(
+                f"The state's schedule ends at step {self.scheduler.end} and replaces end=None: masks freeze then. "
+                "Load its masks alone, by sparse.sparsifier.load_state_dict(state['sparsifier']), to update them for "
+                "good.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
         changes them. Warns if the last mask update of the schedule has not happened."""
-        if self._detached() and not self.finished:
-            self._warn_of_early_end()
+        if self._detached():
+            self.warn_of_early_end()
 
     def __enter__(self) -> SparseTraining:
         return self
@@ -241,8 +250,10 @@ class SparseTraining:
         self.enforcer.detach()
         return True
 
-    def _warn_of_early_end(self) -> None:
-        if self._warns and self.scheduler.end is not None:
+    def warn_of_early_end(self) -> None:
+        """Warn, once, if the last mask update of the schedule has not happened. Local."""
+        if self._warns and not self.finished and self.scheduler.end is not None:
+            self._warns = False
             warnings.warn(
                 f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule, before end="
                 f"{self.scheduler.end}: the final level has not been reached.",
@@ -257,7 +268,7 @@ _attached: weakref.WeakSet[SparseTraining] = weakref.WeakSet()
 @atexit.register
 def _warn_at_exit() -> None:
     for training in [each for each in _attached if not each.finished][:1]:
-        training._warn_of_early_end()
+        training.warn_of_early_end()
 
 
 def sparsify(

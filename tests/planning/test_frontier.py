@@ -112,7 +112,7 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
         json.loads((tmp_path / "frontier.json").read_text())["recommendation"] in (tmp_path / "frontier.md").read_text()
     )
     drawn = (tmp_path / "frontier.svg").read_text()
-    assert "the model as it is" in drawn and "elements" in drawn
+    assert "the model as it is" in drawn and "hashed rows" in drawn
     assert "![The metric against the bytes](frontier.svg)" in (tmp_path / "frontier.md").read_text()
     trained.clear()
     model.weight.data[0, 0] += 1
