@@ -14,7 +14,7 @@ from dist_sparse.text import count, percent, printable
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["COLORS", "part", "render"]
+__all__ = ["COLORS", "environment", "part", "render"]
 
 _FOLDER: Final = Path(__file__).parent
 
@@ -53,7 +53,7 @@ def render(template: str, **values: Any) -> str:
     Raises:
         ImportError: jinja2 is not installed.
     """
-    return _environment().get_template(template).render(values)
+    return environment().get_template(template).render(values)
 
 
 def part(name: str) -> str:
@@ -64,7 +64,7 @@ def part(name: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:  # torch brings it, but runs are read without torch

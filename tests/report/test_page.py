@@ -228,7 +228,7 @@ def test_a_chart_as_a_file_can_be_read_alone(folder: Path) -> None:
 def test_without_jinja2_the_command_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rendering._environment.cache_clear()
+    rendering.environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", str(folder)]) == 1
     assert capsys.readouterr().err == "dist-sparse report: Reports need jinja2: pip install jinja2.\n"
