@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -14,9 +15,11 @@ from torch import nn
 
 import dist_sparse.serving.compact as compacting
 import dist_sparse.serving.moving as moving
-from dist_sparse import compact
+from dist_sparse import compact, sparsify
 from dist_sparse.serving import compact_torchrec, kept_rows
-from tests.dist.cells import batch
+from dist_sparse.sparsifiers import stats
+from tests.dist.cells import batch, build
+from tests.dist.enforcing import optimizer_of
 from tests.dist.plugin import on_ranks
 from tests.serving.test_compact_sharded import Run, cell_of
 
@@ -68,6 +71,8 @@ def failing(real: Any, times: int) -> Any:
 
 
 PLACES = {
+    "counting blocks": (stats, "_count", 1),
+    "counting rows": (kept_rows, "dead_flags", 1),
     "building": (compacting, "_compacted", 1),
     "in place": (compacting, "replace_modules", 1),
     "sharding": (compact_torchrec, "ShardingPlan", 1),
@@ -97,6 +102,31 @@ def test_one_rank_is_out_of_memory(place: str) -> None:
     unchanged(run, other)
     run.compact()
     run.train(1)
+
+
+@on_ranks(2)
+def test_one_rank_fails_while_old_tables_are_released() -> None:
+    """What is released can't be had back: no rank goes on with a model that others lack."""
+    run, _ = two_runs()
+    with (
+        patch.object(compacting, "_release", failing(compacting._release, 1)),
+        pytest.raises(RuntimeError, match=r"failed on every rank, and no model is left.*rank 1: MemoryError"),
+    ):
+        run.compact()
+
+
+@on_ranks(2)
+def test_a_warning_that_is_an_error() -> None:
+    """Rank 0 alone warns that the schedule has not ended: before anything has changed."""
+    model = build(cell_of(2, "row_wise"))
+    sparse = sparsify(model, optimizer_of(model), level=0.6, end=20, every=2, min_rows=0)
+    sparse.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Sparse training stopped")
+        with pytest.raises(ValueError, match="rank 0: UserWarning: Sparse training stopped at step 1"):
+            compact(model, sparse)
+    sparse.step()
+    assert sparse.sparsifier.data_groups
 
 
 @on_ranks(2)

@@ -51,6 +51,20 @@ def compacted(**how: Any) -> tuple[Any, torch.optim.Optimizer, Tensor]:
     return compact(model, sparse, **how), optimizer, whole
 
 
+def test_num_embeddings_counts_ids() -> None:
+    """The other retrieval idiom scores all ids, also those without a row."""
+    model, _, whole = compacted()
+    assert model.item.num_embeddings == 60
+    torch.testing.assert_close(model.item(torch.arange(model.item.num_embeddings)), whole, rtol=0, atol=0)
+
+
+def test_a_weight_with_a_row_for_each_id_is_refused() -> None:
+    """As of a tied output layer, whose rows would be read by row number."""
+    model, _, whole = compacted()
+    with pytest.raises(ValueError, match="Invalid weight of 60 rows: a CompactEmbedding stores 12 of 60 rows"):
+        model.item.weight = nn.Parameter(whole)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_that_reads_weight_raises(compiled: bool) -> None:
     model, _, whole = compacted()

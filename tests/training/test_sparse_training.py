@@ -321,6 +321,15 @@ class TestWithoutEnd:
         train(model, optimizer, again, 1)
         assert again.sparsifier.enable_mask_update
 
+    def test_a_state_that_ends_is_a_warning(self) -> None:
+        model, optimizer, sparse = pair(end=4, every=2)
+        train(model, optimizer, sparse, 5)
+        state = copy.deepcopy(sparse.state_dict())
+        sparse.detach()
+        again = sparsify(model, optimizer, level=0.6, end=None, every=2)
+        with pytest.warns(UserWarning, match="schedule ends at step 4 and replaces end=None: masks freeze then"):
+            again.load_state_dict(state)
+
     def test_a_curve_needs_an_end(self) -> None:
         with pytest.raises(ValueError, match="Invalid end=None: CubicDataScheduler must have an end"):
             pair(end=None, schedule="cubic")
