@@ -229,7 +229,7 @@ def _reasons(
     return reason
 
 
-_POSITIONS: Final = {"pos", "position", "positions", "positional", "wpe"}
+_POSITIONS: Final = {"pos", "posemb", "posembedding", "position", "positions", "positional", "wpe"}
 """Words in the names of position embeddings; ``wpe`` is GPT-2's."""
 
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")

@@ -232,7 +232,10 @@ class TestLeftDense:
     @pytest.mark.parametrize(
         ("name", "left"),
         [
-            *((name, True) for name in ("position_embeddings", "wpe", "_pos_emb", "PositionEmbedding", "posEmb")),
+            *(
+                (name, True)
+                for name in ("position_embeddings", "wpe", "_pos_emb", "PositionEmbedding", "posEmb", "posemb")
+            ),
             *((name, True) for name in ("positional", "ad_position", "POS", "positions")),
             *((name, False) for name in ("composer", "purpose", "post_id", "posts", "deposit", "opposition")),
         ],
