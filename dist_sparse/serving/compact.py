@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -181,11 +182,12 @@ def _put_in_place(
                 places = {site.place: (site.module, made[site]) for site in kept if _is_sharded(site)}
                 sharding = torchrec.plan_of(model, result, places, plan)
         if in_dmp:
-            with together.agreeing("compact(), sharding its tables"):
+            agree = partial(_agree, together)
+            with together.agreeing("compact(), sharding its tables"), torchrec.before_ddp(agree):
                 result = torchrec.reshard(model, result, sharding)
-        with together.agreeing("compact(), moving rows"):
-            if in_dmp:
+            with together.agreeing("compact(), wrapping its layers"), torchrec.before_ddp(agree):
                 torchrec.wrap_layers(result, model)
+        with together.agreeing("compact(), moving rows"):
             for site, flags in kept.items():
                 move = _moved if _is_sharded(site) else _stepped
                 stepped += move(site, made[site], flags, steppers)
@@ -193,6 +195,12 @@ def _put_in_place(
         replace_modules(root, {made[site]: site.replaced for site in kept})
         raise
     return result, stepped
+
+
+def _agree(together: Group) -> None:
+    """Raise on every rank what any of them has raised since the last agreement. Collective."""
+    with together.agreeing("compact(), before DDP"):
+        pass
 
 
 def _release(site: Site) -> None:

@@ -8,7 +8,8 @@ arithmetic of training stays the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
@@ -40,6 +42,7 @@ from dist_sparse.tables.torchrec import (
 
 __all__ = [
     "Fused",
+    "before_ddp",
     "compacted",
     "consume_collection",
     "consume_model",
@@ -328,6 +331,25 @@ def wrap_layers(made: DistributedModelParallel, model: DistributedModelParallel)
     """Put the dense layers of a new DistributedModelParallel under DDP if those of ``model`` are. Collective."""
     if model._ddp_wrapped:
         made.init_data_parallel()
+
+
+@contextmanager
+def before_ddp(agree: Callable[[], None]) -> Iterator[None]:
+    """Call ``agree`` in the block whenever DDP is about to be built, just before its first collective.
+
+    TorchRec builds it in constructors, after work that may fail on one rank alone, such as allocating tables. DDP sets
+    its attribute ``module`` before it communicates.
+    """
+
+    def registering(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and name == "module":
+            agree()
+
+    handle = register_module_module_registration_hook(registering)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _tables(module: nn.Module) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 
 import dist_sparse.serving.compact as compacting
 import dist_sparse.serving.moving as moving
@@ -76,6 +78,8 @@ PLACES = {
     "building": (compacting, "_compacted", 1),
     "in place": (compacting, "replace_modules", 1),
     "sharding": (compact_torchrec, "ShardingPlan", 1),
+    "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
+    "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
     "moving": (compacting, "_moved", 1),
     "what a table holds": (moving, "fused_tables", 1),
     "packing the first chunk": (kept_rows, "_send", 1),
@@ -89,7 +93,11 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_one_rank_is_out_of_memory(place: str) -> None:
     """The others do not wait for it: they raise its error, and all train on with the masked model."""
-    cells = {"optimizer state": "row_wise_dense_kernel", "sharding": "row_wise"}
+    cells = {
+        "optimizer state": "row_wise_dense_kernel",
+        "sharding": "row_wise",
+        "data-parallel lookups": "data_parallel",
+    }
     run, other = two_runs(cells.get(place, "mixed"))
     weights = {key: value for key, value in run.model.module.named_parameters()}
     module, name, times = PLACES[place]
