@@ -33,7 +33,8 @@ class MaskChange:
         flipped_blocks: how many are no longer what they were; None if the block shape has changed.
         regrown_blocks: how many of those were removed before.
         dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank sees a whole row.
-        lookups: counted so far, before the update's decay; None where they are not counted.
+        lookups: with ``score="frequency"`` all counted so far, before the update's decay; otherwise a sample since the
+            masks were last replaced, one training forward in 16; None where none are known.
         removed_lookups: how many of them are of rows that were removed until now.
     """
 

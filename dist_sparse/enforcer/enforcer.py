@@ -354,7 +354,9 @@ class MaskEnforcer:
             known = staying.get(id(kernel))
             if known is None:
                 version = partial(getattr, tables, "version")
-                known = Kernel(kernel, module, found, self._mask, self._counts, version, self._drops, self.clock)
+                known = Kernel(
+                    kernel, module, found, self._mask, self._counts, self._samples, version, self._drops, self.clock
+                )
             else:
                 known.moved_to(found)
             kernels.append(known)
@@ -387,6 +389,9 @@ class MaskEnforcer:
     def _counts(self, place: Place) -> Tensor | None:
         counts = self._sparsifier.packed_store.counts(place.name)
         return None if counts is None else counts[place.number]
+
+    def _samples(self, place: Place) -> Tensor:
+        return self._sparsifier.packed_store.samples(place.name)[place.number]
 
     def _drops(self) -> bool:
         return self._drop and not self._sparsifier.trains_removed

@@ -26,6 +26,7 @@ from dist_sparse.enforcer.drop import KeptIds, kept_rows
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, count_lookups, lookup_on, zero_rows
+from dist_sparse.enforcer.sampled import SampledLookups
 from dist_sparse.enforcer.written import WrittenRows
 from dist_sparse.masking.kept_scores import KeptScores, Written
 from dist_sparse.masking.masks import BlockMask
@@ -68,6 +69,7 @@ class Kernel:
         places: the mask of each of its tables; None for a table that is not registered.
         mask: returns the mask at a place.
         counts: returns how often each row of the shard at a place was looked up, live; None if that is not counted.
+        samples: returns the sums of sampled lookups of the shard at a place, live.
         version: returns a number that changes whenever masks do.
         drops: returns whether ids of removed rows are dropped where that changes no output; otherwise they are zeroed.
         clock: to which the time of the hooks is added.
@@ -80,6 +82,7 @@ class Kernel:
         places: Sequence[Place | None],
         mask: Callable[[Place], BlockMask],
         counts: Callable[[Place], Tensor | None],
+        samples: Callable[[Place], Tensor],
         version: Callable[[], int],
         drops: Callable[[], bool],
         clock: Clock,
@@ -88,11 +91,13 @@ class Kernel:
         self.places = list(places)
         self.clock = clock
         self._batch: Any = module.emb_module
-        self._mask, self._counts, self._mask_version, self._drops = mask, counts, version, drops
+        self._mask, self._counts, self._samples = mask, counts, samples
+        self._mask_version, self._drops = version, drops
         self._counted: list[Tensor | None] = []
         self._counts_any = False
         self._room = 0  # lookups until counts must be clamped, so that none exceeds its integers
         self._features: list[int] = list(self._batch.feature_table_map)
+        self._sampled = SampledLookups(self._features)
         stored = ("weights_dev", "weights_host", "weights_uvm")
         self._stored = [name for name in stored if getattr(self._batch, name).numel()]
         self._known: tuple[int, ...] = ()
@@ -252,6 +257,7 @@ class Kernel:
         if [*map(id, counted)] != [*map(id, self._counted)]:  # loaded or moved: they may be as large as they get
             self._room = 0
         self._counted, self._counts_any = counted, any(count is not None for count in counted)
+        self._sampled.begin(self._slots, [None if place is None else self._samples(place) for place in self.places])
         self._set_ids()
         slots = [self._slots[table] for table in self._features]
         self._lookup = lookup_on(views[0].device, slots, self._dirty)
@@ -275,6 +281,9 @@ class Kernel:
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._current()
         asked = args[0]
+        if torch.is_grad_enabled() and self._sampled.due():
+            with torch.no_grad():
+                self._sampled.add(asked.values(), _ends(asked))
         handed = asked if self._ids is None else self._ids.among(asked)
         if self._lookup.needed and not (handed is not asked and self._only_kept):
             with torch.no_grad():

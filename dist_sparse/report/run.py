@@ -91,6 +91,7 @@ class Run:
         dead_rows: rows without a kept element, of those tables whose end has them.
         model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
         traffic: rows by their lookups, of those tables whose end has them.
+        lookups: at the last end, of each table all that are known, and those of removed rows.
         artifacts: what was written for serving (:func:`~dist_sparse.report.add_artifact`).
         spent: seconds.
         compared: other runs, by their names.
@@ -114,6 +115,7 @@ class Run:
     scores: Mapping[str, Scored] = field(default_factory=dict)
     model_tables: Mapping[str, int] = field(default_factory=dict)
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
     compared: Mapping[str, Run] = field(default_factory=dict)
 
@@ -303,6 +305,7 @@ class _Reader:
         self._tables: tuple[TableStats, ...] = ()
         self._dead: dict[str, int] = {}
         self._traffic: dict[str, Traffic] = {}
+        self._lookups: dict[str, tuple[int, int]] = {}
         self._last: int | None = None
         self._sessions, self._ends, self._ended = 1, 0, False
         self._elapsed = self._before = self._masks = self._enforcement = 0.0
@@ -335,6 +338,7 @@ class _Reader:
             "tables": self._tables,
             "dead_rows": self._dead,
             "traffic": self._traffic,
+            "lookups": self._lookups,
             "scores": scores.of,
             "spent": Spent(
                 total=self._before + self._elapsed,
@@ -383,6 +387,8 @@ class _Reader:
             self._tables = tuple(map(_table_stats, tables))
             self._dead = {table["name"]: table["dead_rows"] for table in tables if "dead_rows" in table}
             self._traffic = {table["name"]: _traffic(table["traffic"]) for table in tables if "traffic" in table}
+            counted = [table for table in tables if "lookups" in table]  # older logs lack them
+            self._lookups = {table["name"]: (table["lookups"], table["removed_lookups"]) for table in counted}
         self._enforcement += spent.get("enforcement", 0.0)
         self._enforced &= "enforcement" in spent
         self._ended, self._ends = True, self._ends + 1

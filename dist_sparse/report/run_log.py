@@ -14,11 +14,9 @@ Other ranks take part in collectives only. Counts over ranks travel with the mes
 - ``scores``: histograms of those ``tables`` that have a better one than was written before
   (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets per octave from the score ``low`` up;
 - ``resumed``: first line of another session, with the time that it ``started``;
-- ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows`` and, where lookups are
-  counted, ``traffic`` (:mod:`dist_sparse.report.traffic`); ``seconds`` by cause.
-
-A failure to write (a full disk, a sink) never stops a rank, because the others would wait for it: it is one warning,
-and that output ends there. :mod:`dist_sparse.report.folder` writes and reads the files.
+- ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, ``lookups`` and
+  ``removed_lookups`` and, where all lookups are counted, ``traffic`` (:mod:`dist_sparse.report.traffic`); ``seconds`` by
+  cause.
 """
 
 from __future__ import annotations
@@ -45,6 +43,7 @@ from dist_sparse.report.histograms import Latest, scored
 from dist_sparse.report.summary import table_json
 from dist_sparse.report.traffic import traffic
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.lookups import removed_lookups
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
@@ -229,7 +228,9 @@ class RunLog:
             stats, dead = self._sparsifier.table_stats(), self._sparsifier.dead_rows()
             tables = [table_json(table) | {"dead_rows": dead[table.name]} for table in stats]
             rows = traffic(self._sparsifier)
+            looked_up = removed_lookups(self._sparsifier.packed_store, "RunLog.close()")
             for table in tables:
+                table["lookups"], table["removed_lookups"] = looked_up.get(table["name"], (0, 0))
                 if table["name"] in rows:
                     table["traffic"] = dataclasses.asdict(rows[table["name"]])
             seconds["masks"] = self._masks_seconds

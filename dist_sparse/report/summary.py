@@ -239,12 +239,13 @@ def _table_text(known: Mapping[str, Any]) -> list[str]:
 
 
 def _lookups_text(run: Run) -> str:
-    """Return the share of all counted lookups: at the end of the run, or at the last mask update."""
-    known = [(of.kept_lookups + of.removed_lookups, of.removed_lookups) for of in run.traffic.values()]
-    if not known and run.due:
-        known = [(t.lookups or 0, t.removed_lookups or 0) for t in run.due[-1].record.tables]
+    """Return the share of the lookups that hit removed rows: at the end of the run, or at the last mask update."""
+    known = list(run.lookups.values())
+    if not run.finished and run.due:
+        known = [(table.lookups or 0, table.removed_lookups or 0) for table in run.due[-1].record.tables]
     lookups = sum(counted for counted, _ in known)
-    return "not counted" if not lookups else percent(sum(removed for _, removed in known) / lookups)
+    removed = sum(of_removed for _, of_removed in known)
+    return percent(removed / lookups) if lookups else "not known"
 
 
 def _tables(run: Run) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.sparsifiers.keeping import Scored
+from dist_sparse.sparsifiers.lookups import FUSED
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Preview
 from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
@@ -207,7 +208,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 facts.replicas[place] = Replica(hash_tensor(total), holders[0] == rank, len(holders))
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        if self.counts_lookups and data.kernel not in ("fused", "fused_uvm"):
+        if self.counts_lookups and data.kernel not in FUSED:
             raise ValueError(
                 f"Table {data.name!r}: score='frequency' counts the lookups of tables with a fused optimizer, and this "
                 f"one is {data.kernel or data.sharding}; 'accumulator' knows the traffic of others, if Adagrad steps "

@@ -1,13 +1,13 @@
-"""Counted lookups of removed rows: how much of the traffic the masks answer with zeros.
+"""Lookups of removed rows: how much of the traffic the masks answer with zeros.
 
-Lookups are counted for scores that need them (``counts_lookups``). Of a table cut by columns no rank sees whole rows,
-so that its removed rows are known only where blocks are as wide as the table.
+Lookups are counted for scores that need them (``counts_lookups``), and sampled by an enforcer for others. No rank sees
+whole rows of a table cut by columns: its removed rows are known only where blocks are as wide as the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,17 +18,14 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.stats import dead_flags
 from dist_sparse.tables.shards import Block, ShardedData
 
-__all__ = ["Lookups", "counted_rows", "removed_lookups", "sum_lookups"]
+__all__ = ["FUSED", "Lookups", "counted_rows", "lookups_here", "removed_lookups"]
 
 Lookups = tuple[int, int]
 """All lookups of a table, and those of its removed rows."""
 
 
-class Counting(Protocol):
-    """The attributes of a sparsifier that its lookups need."""
-
-    packed_store: PackedStore
-    counts_lookups: bool
+FUSED: Final = ("fused", "fused_uvm")
+"""TorchRec's compute kernels whose lookups an enforcer sees."""
 
 
 def counted_rows(
@@ -47,8 +44,7 @@ def counted_rows(
     Returns:
         ``(bool (rows,), float64 (rows,))`` on the CPU; None where that is not known, on every rank alike.
     """
-    whole_rows = all(rect.cols == data.shape[1] for rect in data.rects) or block[1] >= data.shape[1]
-    if counts is None or not whole_rows:
+    if counts is None or not _has_whole_rows(data, block):
         return None
     owned = set(data.owned(group_over(data.ranks).rank))
     found = []
@@ -59,7 +55,11 @@ def counted_rows(
     return found
 
 
-def sum_lookups(rows: Sequence[tuple[Tensor, Tensor]]) -> Lookups:
+def _has_whole_rows(data: ShardedData, block: Block) -> bool:
+    return block[1] >= data.shape[1] or all(rect.cols == data.shape[1] for rect in data.rects)
+
+
+def _sum_lookups(rows: Sequence[tuple[Tensor, Tensor]]) -> Lookups:
     """Return the sums over this rank's part of a table, from :func:`counted_rows`, rounded."""
     counted, removed = 0.0, 0.0
     for dead, counts in rows:
@@ -68,24 +68,40 @@ def sum_lookups(rows: Sequence[tuple[Tensor, Tensor]]) -> Lookups:
     return round(counted), round(removed)
 
 
-def removed_lookups(sparsifier: Counting, action: str) -> dict[str, Lookups]:
+def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
+    """Return the lookups of this rank's part of a table: counted ones where its score needs counts, otherwise what
+    enforcers have sampled since the last mask update. Local.
+
+    Returns:
+        None where that is not known, on every rank alike.
+    """
+    block, masks, counts = packed.block(data.name), packed.masks(data.name), packed.counts(data.name)
+    if counts is not None:
+        rows = counted_rows(data, block, masks, counts)
+        return None if rows is None else _sum_lookups(rows)
+    if data.kernel not in FUSED or not _has_whole_rows(data, block):
+        return None
+    owned = set(data.owned(group_over(data.ranks).rank))
+    sums = torch.zeros(2, dtype=torch.int64)
+    for mask, sampled in zip(masks, packed.samples(data.name), strict=True):
+        if mask.rect.col == 0 and mask.rect in owned:  # shards of the same rows have the same lookups
+            sums += sampled.cpu()
+    looked_up, removed = sums.tolist()
+    return looked_up, removed
+
+
+def removed_lookups(packed: PackedStore, action: str) -> dict[str, Lookups]:
     """Return the lookups of each table of which they are known, by name. Collective: one all-reduce for each group.
 
     Args:
-        sparsifier: whose tables; without ``counts_lookups`` nothing is known, and nothing is sent.
+        packed: the registered tables.
         action: the public call, for messages.
     """
-    packed = sparsifier.packed_store
-    if not sparsifier.counts_lookups:
-        return {}
     located = packed.current(action)
     found: dict[str, Lookups] = {}
     for ranks, names in packed.groups.items():
-        known = {}
-        for name in names:
-            rows = counted_rows(located[name], packed.block(name), packed.masks(name), packed.counts(name))
-            if rows is not None:
-                known[name] = sum_lookups(rows)
+        here = {name: lookups_here(packed, located[name]) for name in names}
+        known = {name: sums for name, sums in here.items() if sums is not None}
         if known:
             sums = group_over(ranks).all_reduce(torch.tensor(list(known.values()))).tolist()
             found |= {name: (counted, removed) for name, (counted, removed) in zip(known, sums, strict=True)}

@@ -49,6 +49,7 @@ class _Table:
     masks: list[BlockMask]
     counts: list[Tensor] | None
     counted: torch.dtype | None
+    samples: list[Tensor] | None = None
     removed: int | None = 0
     updates: int = 0
 
@@ -207,6 +208,7 @@ class PackedStore:
             table = self._tables[name]
             if any(m.bits.device != s.tensor.device for m, s in zip(table.masks, data.shards, strict=True)):
                 self.version += 1
+                table.samples = None
                 table.masks = [
                     BlockMask(mask.rect, mask.block, mask.bits.to(shard.tensor.device))
                     for mask, shard in zip(table.masks, data.shards, strict=True)
@@ -225,6 +227,14 @@ class PackedStore:
         """Return how often training has looked up each row of this rank's shards, live: ``(rect.rows,)``, int32, or
         float64 where counts decay; None if that is not counted."""
         return self._tables[name].counts
+
+    def samples(self, name: str) -> list[Tensor]:
+        """Return what an enforcer has sampled of the lookups of this rank's shards since their masks were replaced,
+        live: int64 ``(2,)``, all of them, and those of rows that are removed whole."""
+        table = self._tables[name]
+        if table.samples is None:
+            table.samples = [torch.zeros(2, dtype=torch.int64, device=mask.bits.device) for mask in table.masks]
+        return table.samples
 
     def all_masks(self) -> dict[str, list[BlockMask]]:
         """Return :meth:`masks` of every table."""
@@ -248,6 +258,7 @@ class PackedStore:
         table = self._tables[data.name]
         if any(new is not old for new, old in zip(masks, table.masks, strict=False)) or len(masks) != len(table.masks):
             self.version += 1
+            table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
         table.updates = table.updates + 1 if updates is None else updates
 
@@ -425,7 +436,7 @@ class PackedStore:
             table.masks = [
                 assembled(shard.rect, table.block, parts[data.name], shard.tensor.device) for shard in data.shards
             ]
-            table.tiling = data.tiling
+            table.tiling, table.samples = data.tiling, None
             if table.counted is not None:
                 table.counts = new_counts(data, table.counted)
                 for rect, count in counted[data.name]:

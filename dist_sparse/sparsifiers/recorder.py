@@ -9,20 +9,19 @@ one. Without a recorder nothing is counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dist_sparse.groups import Group, Rider, group_over, traffic
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.masking.selection import Threshold
 from dist_sparse.records import LEADING_SHIFT, MaskChange, StepRecord
-from dist_sparse.sparsifiers.lookups import counted_rows, sum_lookups
+from dist_sparse.sparsifiers.lookups import Lookups
 from dist_sparse.sparsifiers.stats import dead_flags, target_of
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
@@ -135,7 +134,7 @@ class Recorder:
         block: Block,
         made: MadeMasks,
         config: Mapping[str, Any],
-        lookups: Sequence[Tensor] | None = None,
+        lookups: Lookups | None = None,
     ) -> None:
         """Count what changes in one table, before its new masks take the place of the old.
 
@@ -145,7 +144,7 @@ class Recorder:
             block: what one of their bits stands for; known on ranks without a shard too.
             made: the new masks.
             config: the table's configuration.
-            lookups: of the rows of this rank's shards, where they are counted.
+            lookups: of this rank's part of the table, and those of removed rows; None where that is not known.
         """
         step = self._waiting[-1]
         group = group_over(data.ranks)
@@ -156,8 +155,7 @@ class Recorder:
             if new.rect in owned and new.blocks:
                 owned.discard(new.rect)
                 counts = [a + b for a, b in zip(counts, _changes(old, new, whole_rows), strict=True)]
-        looked_up = counted_rows(data, block, before, lookups)
-        counts += sum_lookups(looked_up or ())
+        counts += lookups or (0, 0)
         grid = grid_of(Rect(0, 0, *data.shape), made.block)
         step.facts[data.name] = {
             "ranks": data.ranks,
@@ -167,7 +165,6 @@ class Recorder:
             "blocks": grid.rows * grid.cols,
             "comparable": block == made.block,
             "whole_rows": whole_rows,
-            "counts_lookups": looked_up is not None,
         }
         (step.known if group.size == 1 else step.mine)[data.name] = counts
 
@@ -204,8 +201,8 @@ def _change(name: str, facts: Mapping[str, Any], counts: list[int]) -> MaskChang
         flipped_blocks=flipped if facts["comparable"] else None,
         regrown_blocks=regrown if facts["comparable"] else None,
         dead_rows=dead if facts["whole_rows"] else None,
-        lookups=lookups if facts["counts_lookups"] else None,
-        removed_lookups=removed_lookups if facts["counts_lookups"] else None,
+        lookups=lookups or None,
+        removed_lookups=removed_lookups if lookups else None,
     )
 
 

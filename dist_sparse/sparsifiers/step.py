@@ -19,6 +19,7 @@ from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.digest import shared_weights
+from dist_sparse.sparsifiers.lookups import lookups_here
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.shards import Rect, ShardedData, check_writable
@@ -233,8 +234,8 @@ def _apply(
     """Zero what is newly removed, and put the new masks in place. Local."""
     if recorder is not None:
         for name, new in made.items():
-            before, lookups = packed.masks(name), packed.counts(name)
-            recorder.note(located[name], before, packed.block(name), new, configs[name], lookups)
+            data, lookups = located[name], lookups_here(packed, located[name])
+            recorder.note(data, packed.masks(name), packed.block(name), new, configs[name], lookups)
     BlockMask.apply_all_changed_(
         [
             (mask, shard.tensor, before, dirty)

@@ -77,7 +77,7 @@ class SparseTraining:
         table   shape    sharding    block  level  sparsity  removed blocks
         ------  -------  ----------  -----  -----  --------  --------------
         weight  100 x 8  replicated  row     0.75    0.7500              75
-        lookups of removed rows: not counted (score='frequency' counts them)
+        lookups of removed rows: not known (they are counted in training, in tables with a fused optimizer)
     """
 
     def __init__(
@@ -128,8 +128,9 @@ class SparseTraining:
         return [data.name for data in located if {shard.rect for shard in data.shards} != set(data.rects)]
 
     def summary(self) -> str:
-        """Return a text table of what is pruned and what is left dense, and the share of the counted lookups that hit
-        removed rows. Collective if tables are sharded."""
+        """Return a text table of what is pruned and what is left dense, and the share of the lookups that hit removed
+        rows: of all with ``score="frequency"``, otherwise of a sample since the last mask update (one training forward
+        in 16). Collective if tables are sharded."""
         head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
         rows = [
             (
@@ -148,12 +149,14 @@ class SparseTraining:
         return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense, lookups])
 
     def _lookups_text(self) -> str:
-        if not self.sparsifier.counts_lookups:
-            return "not counted (score='frequency' counts them)"
-        known = removed_lookups(self.sparsifier, "summary()")
-        shares = [f"{name} {percent(removed / max(counted, 1))}" for name, (counted, removed) in known.items()]
-        removed, counted = (sum(each[i] for each in known.values()) for i in (1, 0))
-        return f"{percent(removed / counted)} ({', '.join(shares)})" if counted else "none counted"
+        known = removed_lookups(self.sparsifier.packed_store, "summary()")
+        known = {name: lookups for name, lookups in known.items() if lookups[0]}
+        if not known:
+            return "not known (they are counted in training, in tables with a fused optimizer)"
+        shares = [f"{name} {percent(removed / counted)}" for name, (counted, removed) in known.items()]
+        counted = sum(lookups for lookups, _ in known.values())
+        removed = sum(lookups for _, lookups in known.values())
+        return f"{percent(removed / counted)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, counts of lookups, configurations, the score and the schedule, for torch.save and

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse import RunLog, sparsify
+from dist_sparse.enforcer import sampled
 from dist_sparse.report.run import read_run
 from dist_sparse.report.summary import inspect_text
 from dist_sparse.text import percent
@@ -63,4 +64,40 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
     logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
     assert f"lookups of removed rows: {percent(whole)}\n" in inspect_text(run) + "\n"
+    sparse.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["row_wise", "column_wise"])
+def test_the_default_score_samples_lookups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every forward counted, the log has the lookups since the last mask update, and those of removed rows."""
+    monkeypatch.setattr(sampled, "EVERY", 1)
+    cell, folder = trained_cells(2)[name], Path(shared_folder())
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(model, optimizer, level=0.5, end=None, every=2, min_rows=0)
+    removed = {table.name: torch.zeros(table.rows, dtype=torch.bool) for table in cell.tables}
+    wanted, seen = [], 0
+    with RunLog(folder, sparse) as log:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model(batch(cell, seed=100 * step + dist.get_rank(), size=2))).backward()
+            optimizer.step()
+            if step % 2 == 0:
+                counts = lookups_of(cell, range(seen, step + 1))
+                wanted.append({name: (int(n.sum()), int(n[removed[name]].sum())) for name, n in counts.items()})
+                seen = step + 1
+            sparse.step()
+            log.step(step)
+            removed = {name: sparse.sparsifier.full_mask(name)[:, 0] == 0 for name in removed}
+        counts = lookups_of(cell, range(seen, 6))
+        share = sum(int(n[removed[name]].sum()) for name, n in counts.items()) / sum(
+            int(n.sum()) for n in counts.values()
+        )
+        assert f"lookups of removed rows: {percent(share)} (" in sparse.summary()
+    dist.barrier()
+    run = read_run(folder)
+    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due]
+    assert logged == wanted and any(removed for _, removed in wanted[-1].values())
+    assert f"lookups of removed rows: {percent(share)}\n" in inspect_text(run) + "\n"
     sparse.detach()

@@ -338,7 +338,7 @@ class TestWithoutEnd:
             pair(end=None, schedule="cubic")
 
     def test_lookups_that_are_not_counted(self) -> None:
-        assert "lookups of removed rows: not counted" in pair()[2].summary()
+        assert "lookups of removed rows: not known" in pair()[2].summary()
         with pytest.raises(ValueError, match=r"Invalid decay=0\.5 with score=None: 'frequency' alone"):
             pair(decay=0.5)
 
