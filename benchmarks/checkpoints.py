@@ -1,9 +1,11 @@
-"""Checkpoints beside plain torch.distributed.checkpoint, of the same model in the same run: time, memory, bytes.
+"""Checkpoints beside plain torch.distributed.checkpoint, of the same model in the same run: time,
+memory, bytes.
 
-256 MB of row-wise tables with row-wise Adagrad over 2 ranks, to files that are brought to disk: weights, optimizer
-state, masks and schedule. Both keep one checkpoint: they write the new one and delete the one before. ``Checkpoints``
-adds learning rates and a CRC32 of every file, which it verifies before it reads one. In turns, in an order that turns
-round; the shortest of several times counts. Results are written to ``benchmarks/results/`` as JSON and markdown.
+256 MB of row-wise tables with row-wise Adagrad over 2 ranks, to files that are brought to disk:
+weights, optimizer state, masks and schedule. Both keep one checkpoint: they write the new one and
+delete the one before. ``Checkpoints`` adds learning rates and a CRC32 of every file, which it
+verifies before it reads one. In turns, in an order that turns round; the shortest of several times
+counts. Results are written to ``benchmarks/results/`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -31,10 +33,16 @@ _MIB = 1 << 20
 def report(found: Sequence[dict[str, Any]]) -> str:
     """The result as markdown."""
     lines = [
-        "Seconds of the slowest rank, the shortest of several, in turns; extra peak memory of rank 0; sizes on disk.",
+        (
+            "Seconds of the slowest rank, the shortest of several, in turns; extra peak memory of"
+            " rank 0; sizes on disk."
+        ),
         "",
-        "| tables | block | save | plain DCP | ratio | async: returns after | plain DCP | resume | plain DCP | ratio | "
-        "memory, save | plain | memory, resume | plain | masks on disk |",
+        (
+            "| tables | block | save | plain DCP | ratio | async: returns after | plain DCP |"
+            " resume | plain DCP | ratio | memory, save | plain | memory, resume | plain | masks on"
+            " disk |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in found:
@@ -61,8 +69,15 @@ def report(found: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Runs the cases, prints the table, writes the dated result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where checkpoints are written while it runs (default: the system's own)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
+    parser.add_argument(
+        "--folder", help="where checkpoints are written while it runs (default: the system's own)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="where results are written",
+    )
     options = parser.parse_args()
     cases = [{**case, "folder": options.folder} for case in CASES]
     found = [

@@ -1,4 +1,5 @@
-"""One case of the benchmark of checkpoints, on each rank: ``torchrun ... -m benchmarks.checkpoints_case CASE``."""
+"""One case of the benchmark of checkpoints, on each rank:
+``torchrun ... -m benchmarks.checkpoints_case CASE``."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def _model(case: dict[str, Any]) -> DistributedModelParallel:
     tables = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=f"t{i}", num_embeddings=case["rows"], embedding_dim=case["dim"], feature_names=[f"f{i}"]
+                name=f"t{i}",
+                num_embeddings=case["rows"],
+                embedding_dim=case["dim"],
+                feature_names=[f"f{i}"],
             )
             for i in range(case["tables"])
         ]
@@ -93,7 +97,8 @@ def _measure(case: dict[str, Any], root: Path) -> dict[str, Any]:
     def theirs_later() -> None:
         nonlocal step, writing
         step += 1
-        # DCP's default stager fails on ShardedTensors, the writer's does not. Its thread needs a group of its own.
+        # DCP's default stager fails on ShardedTensors, the writer's does not. Its thread needs a
+        # group of its own.
         writer = dcp.FileSystemWriter(plain / str(step))
         writing = dcp.async_save(dict(parts), storage_writer=writer, process_group=apart)
 

@@ -1,7 +1,8 @@
-"""What compact tables gain: the time of a training step and the memory, beside the dense and the masked model.
+"""What compact tables gain: the time of a training step and the memory, beside the dense and the
+masked model.
 
-80% of the rows are removed; the ids of batches are drawn evenly, or so that kept rows are the frequent ones. Results
-are written to ``benchmarks/results/`` as JSON and markdown.
+80% of the rows are removed; the ids of batches are drawn evenly, or so that kept rows are the
+frequent ones. Results are written to ``benchmarks/results/`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ MANY = (
 """Many small tables, whose ids cost as much as their rows."""
 
 CASES: list[dict[str, Any]] = [
-    *({"tables": TABLES, "skew": skew, "ranks": ranks, "steps": 20} for ranks in (1, 2) for skew in (1, 3)),
+    *(
+        {"tables": TABLES, "skew": skew, "ranks": ranks, "steps": 20}
+        for ranks in (1, 2)
+        for skew in (1, 3)
+    ),
     *({"tables": tables, "skew": 1, "ranks": 1, "steps": 50} for tables in MANY),
 ]
 
@@ -34,7 +39,12 @@ CASES: list[dict[str, Any]] = [
 def main() -> int:
     """Run the cases, print the table, write the dated result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="where results are written",
+    )
     options = parser.parse_args()
     found = []
     for case in tqdm(CASES, disable=not sys.stderr.isatty()):
@@ -48,17 +58,20 @@ def main() -> int:
 def report(found: list[dict[str, Any]]) -> str:
     """The figures as a markdown table with what they mean."""
     notes = (
-        "A DLRM in training, row-wise tables with a fused row-wise Adagrad, 80% of the rows removed, one thread a "
-        "rank. Milliseconds a step: the median of 20 (many tables: 50) on fresh batches on the slowest rank, the "
-        "least of three rounds. "
-        "dense: nothing removed. masked: with MaskEnforcer. tables: bytes of a rank's tables and their optimizer "
-        "state. freed: by how much the resident memory of rank 0 fell in compact(), beside by how much its tables did "
-        "(malloc keeps some for later, and gives some back). "
-        "index: bitmaps and counts, and maps of small tables. peak: resident memory in compact() above that before it."
+        "A DLRM in training, row-wise tables with a fused row-wise Adagrad, 80% of the rows"
+        " removed, one thread a rank. Milliseconds a step: the median of 20 (many tables: 50) on"
+        " fresh batches on the slowest rank, the least of three rounds. dense: nothing removed."
+        " masked: with MaskEnforcer. tables: bytes of a rank's tables and their optimizer state."
+        " freed: by how much the resident memory of rank 0 fell in compact(), beside by how much"
+        " its tables did (malloc keeps some for later, and gives some back). index: bitmaps and"
+        " counts, and maps of small tables. peak: resident memory in compact() above that"
+        " before it."
     )
     lines = [
-        "| tables | ids | ranks | dense | masked | compact | masked / compact | tables | compact | freed / removed "
-        "| index | compact() | peak |",
+        (
+            "| tables | ids | ranks | dense | masked | compact | masked / compact | tables |"
+            " compact | freed / removed | index | compact() | peak |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for f in found:

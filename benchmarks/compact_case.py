@@ -1,4 +1,5 @@
-"""One case of the benchmark of compact tables, in fresh processes: rank 0 prints its figures as one line of JSON."""
+"""One case of the benchmark of compact tables, in fresh processes: rank 0 prints its figures as one
+line of JSON."""
 
 from __future__ import annotations
 
@@ -27,15 +28,17 @@ from dlrm.batches import Batch
 
 
 class Loop(Tables):
-    """Tables of which those rows are kept that have the smaller ids; ``skew`` 1 draws all ids as often, 3 small ones
-    more often (the first fifth of the rows then has 58% of the ids)."""
+    """Tables of which those rows are kept that have the smaller ids; ``skew`` 1 draws all ids as
+    often, 3 small ones more often (the first fifth of the rows then has 58% of the ids)."""
 
     def __init__(self, tables: dict[str, int], skew: int) -> None:
         super().__init__(**tables)
         self.skew = skew
         for data in model_source(self.model).locate():
             for shard in data.shards:
-                shard.tensor.sub_(torch.arange(shard.rect.row, shard.rect.row_end).view(-1, 1) * 1e-9)
+                shard.tensor.sub_(
+                    torch.arange(shard.rect.row, shard.rect.row_end).view(-1, 1) * 1e-9
+                )
                 shard.tensor[max(0, round(tables["rows"] * (1 - LEVEL)) - shard.rect.row) :] *= 1e-3
 
     def batch(self, step: int) -> Batch:
@@ -43,7 +46,9 @@ class Loop(Tables):
         drawn = torch.rand(self.tables * self.size * self.ids, generator=made, dtype=torch.float64)
         lengths = torch.full((self.tables * self.size,), self.ids)
         values = (drawn.pow_(self.skew) * self.below).long()
-        features = KeyedJaggedTensor.from_lengths_sync(keys=self.names, values=values, lengths=lengths)
+        features = KeyedJaggedTensor.from_lengths_sync(
+            keys=self.names, values=values, lengths=lengths
+        )
         labels = torch.randint(0, 2, (self.size,), generator=made).float()
         return Batch(torch.rand(self.size, DENSE, generator=made), features, labels)
 
@@ -85,7 +90,8 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timed(loop: Loop, steps: Iterator[int], count: int) -> float:
-    """The median seconds of ``count`` steps on fresh batches, on the slowest rank; the least of three rounds."""
+    """The median seconds of ``count`` steps on fresh batches, on the slowest rank; the least of
+    three rounds."""
     rounds = []
     for _ in range(3):
         spent = []
@@ -102,13 +108,18 @@ def _timed(loop: Loop, steps: Iterator[int], count: int) -> float:
 
 def _stored(loop: Loop) -> int:
     """Bytes of this rank's tables and of their row-wise optimizer state."""
-    shards: list[Tensor] = [shard.tensor for data in model_source(loop.model).locate() for shard in data.shards]
+    shards: list[Tensor] = [
+        shard.tensor for data in model_source(loop.model).locate() for shard in data.shards
+    ]
     return sum(shard.numel() * shard.element_size() + 4 * len(shard) for shard in shards)
 
 
 def _resident() -> int:
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) * 1024
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+        * 1024
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The cost of keeping removed weights at zero while a model trains.
 
-Two questions, batch 4,096 (512 for 26 tables), masks updated every 100 steps, 80% removed: (a) does the time of
-enforcement depend on the rows of the table? (b) how long is a training step with everything on (enforcer, mask update,
-its share of it), ids of removed rows dropped or zeroed, against the plain loop, a whole-table multiplication after
-every step, and torch.ao's parametrization?
-Results are written to ``benchmarks/results/`` as JSON and markdown.
+Two questions, batch 4,096 (512 for 26 tables), masks updated every 100 steps, 80% removed: (a) does
+the time of enforcement depend on the rows of the table? (b) how long is a training step with
+everything on (enforcer, mask update, its share of it), ids of removed rows dropped or zeroed,
+against the plain loop, a whole-table multiplication after every step, and torch.ao's
+parametrization? Results are written to ``benchmarks/results/`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BLOCKS: list[Any] = ["rows", [1, 4]]
 EVERY = 100
 
 SHORT = 25
-"""Rounds of 20 steps, instead of a few of 100, for small models: a machine changes its speed by more than they cost."""
+"""Rounds of 20 steps, instead of a few of 100, for small models: a machine changes its speed by
+more than they cost."""
 
 
 def _tables(tables: int, rows: int, ids: int, below: int) -> dict[str, int]:
@@ -73,8 +74,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["a", "b"], help="only the cases of one question")
     parser.add_argument("--tables", type=int, help="only the cases with so many tables")
-    parser.add_argument("--rounds", type=int, help=f"of every case, instead of 3 or {SHORT}: 1 takes a few minutes")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
+    parser.add_argument(
+        "--rounds", type=int, help=f"of every case, instead of 3 or {SHORT}: 1 takes a few minutes"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="where results are written",
+    )
     options = parser.parse_args()
     found = []
     chosen = [c for c in CASES if options.only in (None, c["kind"])]
@@ -93,21 +101,25 @@ def main() -> int:
 def report(found: list[dict[str, Any]]) -> str:
     """The figures as markdown tables with what they mean."""
     notes = (
-        "Milliseconds a step, 2 threads, one process; the median of 100 steps (20 for small models) on fresh "
-        "batches, the least of several rounds in turns. enforce: host time in the enforcer's hooks. settle: in "
-        "the mask update, before scoring, for all rows that were written since the last. move: the rest of that "
-        "update. with all: a step with hooks, and a hundredth of the mask update; zeroed: the same with "
-        'removed_rows="zero", all else with ids of removed rows dropped. mul_: the plain loop and every table '
-        "times its mask after every step (masks as one column for rows). torch.ao: forward through mask * weight "
-        "and a dense gradient, tables only; its masks are not applied to the weights, and updating them takes "
-        "seconds more."
+        "Milliseconds a step, 2 threads, one process; the median of 100 steps (20 for small models)"
+        " on fresh batches, the least of several rounds in turns. enforce: host time in the"
+        " enforcer's hooks. settle: in the mask update, before scoring, for all rows that were"
+        " written since the last. move: the rest of that update. with all: a step with hooks, and a"
+        ' hundredth of the mask update; zeroed: the same with removed_rows="zero", all else with'
+        " ids of removed rows dropped. mul_: the plain loop and every table times its mask after"
+        " every step (masks as one column for rows). torch.ao: forward through mask * weight and a"
+        " dense gradient, tables only; its masks are not applied to the weights, and updating them"
+        " takes seconds more."
     )
     return "\n\n".join(part for part in (notes, _by_rows(found), _loops(found)) if part)
 
 
 def _by_rows(found: list[dict[str, Any]]) -> str:
     """Question (a): pairs of cases that differ in the rows alone."""
-    lines = ["| block | ids | rows | enforce | / 100k rows | settle | move |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| block | ids | rows | enforce | / 100k rows | settle | move |",
+        "|---|---|---|---|---|---|---|",
+    ]
     small: dict[tuple[str, str], float] = {}
     for f in (f for f in found if f["kind"] == "a"):
         place = str(f["block"]), f["ids"]
@@ -120,12 +132,19 @@ def _by_rows(found: list[dict[str, Any]]) -> str:
 
 def _loops(found: list[dict[str, Any]]) -> str:
     """Question (b)."""
-    lines = ["| block | model | ids | plain | with all | / plain | zeroed | / plain | enforce | mask update / 100 |"]
+    lines = [
+        "| block | model | ids | plain | with all | / plain | zeroed | / plain | enforce | mask"
+        " update / 100 |"
+    ]
     lines[0] += " mul_ | / with all | torch.ao | / with all |"
     lines.append("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for f in (f for f in found if f["kind"] == "b"):
         tables = f["tables"]
-        model = "main job" if tables is None else f"{tables['tables']} x {tables['rows']:,} x {tables['dim']}"
+        model = (
+            "main job"
+            if tables is None
+            else f"{tables['tables']} x {tables['rows']:,} x {tables['dim']}"
+        )
         ours = f["ours_s"]
         row = [
             _block(f),

@@ -1,4 +1,5 @@
-"""One case of the enforcement benchmark, in a process of its own: prints its figures as one line of JSON."""
+"""One case of the enforcement benchmark, in a process of its own: prints its figures as one line of
+JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +39,16 @@ from dlrm.model import build, sharding_of
 BATCH = 4096
 DENSE = 3
 LEVEL = 0.8
-MAIN_JOB = {"user": 943, "movie": 1682, "age": 100, "gender": 2, "job": 21, "zip": 795, "genre": 19, "cross": 50_000}
+MAIN_JOB = {
+    "user": 943,
+    "movie": 1682,
+    "age": 100,
+    "gender": 2,
+    "job": 21,
+    "zip": 795,
+    "genre": 19,
+    "cross": 50_000,
+}
 """Rows of the main job's tables."""
 
 MIN_ROWS = 256
@@ -67,13 +77,17 @@ class Loop(abc.ABC):
 
 
 class Tables(Loop):
-    """A DLRM with the main job's layers over some tables of one size, whose optimizer is a fused row-wise Adagrad."""
+    """A DLRM with the main job's layers over some tables of one size, whose optimizer is a fused
+    row-wise Adagrad."""
 
-    def __init__(self, tables: int, rows: int, dim: int, ids: int, below: int, batch: int = BATCH) -> None:
+    def __init__(
+        self, tables: int, rows: int, dim: int, ids: int, below: int, batch: int = BATCH
+    ) -> None:
         self.tables, self.ids, self.below, self.size = tables, ids, below, batch
         self.names = [f"t{i}" for i in range(tables)]
         configs = [
-            EmbeddingBagConfig(name=n, num_embeddings=rows, embedding_dim=dim, feature_names=[n]) for n in self.names
+            EmbeddingBagConfig(name=n, num_embeddings=rows, embedding_dim=dim, feature_names=[n])
+            for n in self.names
         ]
         collection = EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))
         apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01})
@@ -87,7 +101,11 @@ class Tables(Loop):
         )
         sharder = EmbeddingBagCollectionSharder()
         plan = construct_module_sharding_plan(
-            collection, {n: row_wise() for n in self.names}, sharder=sharder, local_size=1, device_type="cpu"
+            collection,
+            {n: row_wise() for n in self.names},
+            sharder=sharder,
+            local_size=1,
+            device_type="cpu",
         )
         self.model = DistributedModelParallel(
             net,
@@ -103,7 +121,9 @@ class Tables(Loop):
         made = torch.Generator().manual_seed(step)
         values = torch.randint(self.below, (self.tables * self.size * self.ids,), generator=made)
         lengths = torch.full((self.tables * self.size,), self.ids)
-        features = KeyedJaggedTensor.from_lengths_sync(keys=self.names, values=values, lengths=lengths)
+        features = KeyedJaggedTensor.from_lengths_sync(
+            keys=self.names, values=values, lengths=lengths
+        )
         labels = torch.randint(0, 2, (self.size,), generator=made).float()
         return Batch(torch.rand(self.size, DENSE, generator=made), features, labels)
 
@@ -116,11 +136,20 @@ class MainJob(Loop):
         features = []
         for name, rows in MAIN_JOB.items():
             several = name in ("genre", "cross")  # a film has 1.7 genres in the mean
-            lengths = torch.randint(1, 3, (examples,), generator=made) if several else torch.ones(examples).long()
+            lengths = (
+                torch.randint(1, 3, (examples,), generator=made)
+                if several
+                else torch.ones(examples).long()
+            )
             drawn = torch.rand(int(lengths.sum()), generator=made, dtype=torch.float64).pow_(3)
             offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
             features.append(
-                SparseFeature(name=name, rows=rows, ids=(drawn * rows).long(), offsets=offsets if several else None)
+                SparseFeature(
+                    name=name,
+                    rows=rows,
+                    ids=(drawn * rows).long(),
+                    offsets=offsets if several else None,
+                )
             )
         self.data = Dataset(
             name="drawn",
@@ -141,7 +170,8 @@ class MainJob(Loop):
 
 
 def main(case: dict[str, Any]) -> dict[str, Any]:
-    """Times one loop in turns: plain, with everything on, and with what the case names beside it."""
+    """Times one loop in turns: plain, with everything on, and with what the case names beside
+    it."""
     torch.manual_seed(0)
     block: Any = (1, ROW) if case["block"] == "rows" else tuple(case["block"])
     loop: Loop = MainJob() if case["model"] == "main job" else Tables(**case["tables"])
@@ -160,8 +190,14 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
         for way, enforcer in enforcers.items():
             enforced[way].append(_enforced(loop, steps, case, sparsifier, enforcer, levels))
         if "whole" in case["peers"]:
-            whole.append(_timed(loop, steps, case["peer_steps"], _whole_tables(loop.model, sparsifier, block)))
-    ours, enforcing, settling, moving = (min(figures) for figures in zip(*enforced["drop"], strict=True))
+            whole.append(
+                _timed(
+                    loop, steps, case["peer_steps"], _whole_tables(loop.model, sparsifier, block)
+                )
+            )
+    ours, enforcing, settling, moving = (
+        min(figures) for figures in zip(*enforced["drop"], strict=True)
+    )
     found = {**case, "plain_s": min(plain), "ours_s": ours, "enforce_s": enforcing}
     found |= {"settle_s": settling, "move_s": moving}
     if "zero" in ways:
@@ -181,7 +217,8 @@ def _enforced(
     enforcer: MaskEnforcer,
     levels: tuple[float, float],
 ) -> tuple[float, float, float, float]:
-    """Seconds of a step with everything on; of it in hooks; of a mask update to clean rows, and of the rest of it."""
+    """Seconds of a step with everything on; of it in hooks; of a mask update to clean rows, and of
+    the rest of it."""
     with enforcer.attach(loop.optimizer):
         for group in sparsifier.data_groups.values():
             group["sparsity_level"] = levels[0]
@@ -206,7 +243,8 @@ def _enforced(
 
 
 def _timed(loop: Loop, steps: Iterator[int], count: int, after: Callable[[], None]) -> float:
-    """The median seconds of ``count`` steps on fresh batches: neither a noisy neighbour nor one due step moves it."""
+    """The median seconds of ``count`` steps on fresh batches: neither a noisy neighbour nor one due
+    step moves it."""
     spent = []
     for _ in range(count):
         batch = loop.batch(next(steps))
@@ -217,7 +255,9 @@ def _timed(loop: Loop, steps: Iterator[int], count: int, after: Callable[[], Non
     return statistics.median(spent)
 
 
-def _whole_tables(model: nn.Module, sparsifier: DataNormSparsifier, block: Any) -> Callable[[], None]:
+def _whole_tables(
+    model: nn.Module, sparsifier: DataNormSparsifier, block: Any
+) -> Callable[[], None]:
     """What one would do without the library: every table times its mask, after every step."""
     pairs = []
     for data in model_source(model, include=list(sparsifier.data_groups)).locate():
@@ -231,9 +271,12 @@ def _whole_tables(model: nn.Module, sparsifier: DataNormSparsifier, block: Any) 
     return apply
 
 
-def _ancestor(loop: Loop, sparsifier: DataNormSparsifier, block: Any, case: dict[str, Any]) -> float:
-    """torch.ao's way: the forward reads ``mask * weight`` of every table, the optimizer has a dense gradient. The mean
-    seconds of a step; tables only, without the layers above them, so in torch.ao's favour."""
+def _ancestor(
+    loop: Loop, sparsifier: DataNormSparsifier, block: Any, case: dict[str, Any]
+) -> float:
+    """torch.ao's way: the forward reads ``mask * weight`` of every table, the optimizer has a dense
+    gradient. The mean seconds of a step; tables only, without the layers above them, so in
+    torch.ao's favour."""
     assert isinstance(loop, Tables)
     weights = {name: sparsifier.get_data(name).clone().requires_grad_() for name in loop.names}
     width = next(iter(weights.values())).shape[1]
@@ -250,7 +293,10 @@ def _ancestor(loop: Loop, sparsifier: DataNormSparsifier, block: Any, case: dict
         optimizer.zero_grad()
         found = [
             functional.embedding_bag(
-                batch.sparse_features[key].values(), theirs.get_data(name, False), offsets, mode="sum"
+                batch.sparse_features[key].values(),
+                theirs.get_data(name, False),
+                offsets,
+                mode="sum",
             )
             for key, name in zip(loop.names, registered, strict=True)
         ]

@@ -1,4 +1,5 @@
-"""Mask updates between training steps that touch few rows of a table: prints their figures as one line of JSON."""
+"""Mask updates between training steps that touch few rows of a table: prints their figures as one
+line of JSON."""
 
 from __future__ import annotations
 
@@ -26,17 +27,22 @@ LEVEL, REPEATS = 0.5, 5
 
 
 def main(case: dict[str, Any]) -> dict[str, Any]:
-    """Times ``step()`` after each training step, with kept scores and with ``full_every=1``, and torch.ao's.
+    """Times ``step()`` after each training step, with kept scores and with ``full_every=1``, and
+    torch.ao's.
 
     - growing: the level rises by 1% of the rows. steady: it stays.
     """
     ids = {"every row": _uniform, "uniform": _uniform, "zipf": _zipf, **_real(case)}
-    found = {name: _timed(case, make, 1 if name == "every row" else 1000) for name, make in ids.items()}
+    found = {
+        name: _timed(case, make, 1 if name == "every row" else 1000) for name, make in ids.items()
+    }
     theirs = ancestor(torch.randn(case["rows"], case["dim"]), (1, case["dim"]), "L2")
     return {**case, "ids": found, "ancestor_s": best(theirs.step, 2)}
 
 
-def _timed(case: dict[str, Any], make: Callable[[int], Iterator[Tensor]], full_every: int) -> dict[str, Any]:
+def _timed(
+    case: dict[str, Any], make: Callable[[int], Iterator[Tensor]], full_every: int
+) -> dict[str, Any]:
     """The figures of a new table under these ids."""
     rows, touched = case["rows"], case["touched"]
     loop = Tables(1, rows, case["dim"], ids=1, below=rows)
@@ -66,12 +72,15 @@ def _timed(case: dict[str, Any], make: Callable[[int], Iterator[Tensor]], full_e
 
 
 def _batch(ids: Tensor) -> Batch:
-    features = KeyedJaggedTensor.from_lengths_sync(keys=["t0"], values=ids, lengths=torch.ones_like(ids))
+    features = KeyedJaggedTensor.from_lengths_sync(
+        keys=["t0"], values=ids, lengths=torch.ones_like(ids)
+    )
     return Batch(torch.rand(len(ids), 3), features, (ids % 2).float())
 
 
 def _steps(make: Callable[[int], Iterator[Tensor]], rows: int, touched: int) -> Iterator[Tensor]:
-    """The ids of training steps: as many one after the other as name ``touched`` rows, 50,000 at most."""
+    """The ids of training steps: as many one after the other as name ``touched`` rows, 50,000 at
+    most."""
     ids = torch.empty(0, dtype=torch.int64)
     for more in make(rows):
         ids = torch.cat([ids, more])
@@ -86,18 +95,29 @@ def _uniform(rows: int) -> Iterator[Tensor]:
 
 
 def _zipf(rows: int) -> Iterator[Tensor]:
-    """The n-th most frequent row is looked up in proportion to ``1 / n``; frequent ones are anywhere in the table."""
-    chance, where = (1 / torch.arange(1, rows + 1, dtype=torch.float64)).cumsum(0), torch.randperm(rows)
+    """The n-th most frequent row is looked up in proportion to ``1 / n``; frequent ones are
+    anywhere in the table."""
+    chance, where = (
+        (1 / torch.arange(1, rows + 1, dtype=torch.float64)).cumsum(0),
+        torch.randperm(rows),
+    )
     while True:
-        yield where[torch.searchsorted(chance, torch.rand(1000, dtype=torch.float64) * chance[-1]).clamp_(max=rows - 1)]
+        yield where[
+            torch.searchsorted(chance, torch.rand(1000, dtype=torch.float64) * chance[-1]).clamp_(
+                max=rows - 1
+            )
+        ]
 
 
 def _real(case: dict[str, Any]) -> dict[str, Callable[[int], Iterator[Tensor]]]:
-    """User x genre of MovieLens-100K, and items of an interactions .npz; frequent ones are anywhere in the table."""
+    """User x genre of MovieLens-100K, and items of an interactions .npz; frequent ones are anywhere
+    in the table."""
     found: dict[str, Tensor] = {}
     try:
         data = movielens.load(movielens.fetch())
-        found["MovieLens-100K"] = next(feature.ids for feature in data.sparse if feature.name == "user_x_genre")
+        found["MovieLens-100K"] = next(
+            feature.ids for feature in data.sparse if feature.name == "user_x_genre"
+        )
     except (ValueError, OSError) as error:
         print(f"No ids of MovieLens-100K: {error}", file=sys.stderr)
     if case["data"]:

@@ -1,4 +1,5 @@
-"""One case of the mask-update benchmark over many tables: prints its figures as one line of JSON."""
+"""One case of the mask-update benchmark over many tables: prints its figures as one line of
+JSON."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ RISE = 0.01
 
 
 def main(case: dict[str, Any]) -> dict[str, Any]:
-    """Time a mask update in which the level rises by 1% of the blocks, and in one process the same by hand."""
+    """Time a mask update in which the level rises by 1% of the blocks, and in one process the same
+    by hand."""
     block = (1, ROW) if case["block"] == "rows" else tuple(case["block"])
     model = _model(case["tables"], case["rows"], case["dim"])
-    sparsifier = ImportanceSparsifier(sparsity_level=0.5, sparse_block_shape=block, score=case["score"])  # type: ignore[arg-type]
+    sparsifier = ImportanceSparsifier(
+        sparsity_level=0.5, sparse_block_shape=block, score=case["score"]
+    )  # type: ignore[arg-type]
     sparsifier.add_model(model)
     if case["score"] != "norm":
         MaskEnforcer(sparsifier).attach(_trained(model))
@@ -53,7 +57,9 @@ def _model(tables: int, rows: int, dim: int) -> nn.Module:
     torch.manual_seed(0)
     collection = EmbeddingBagCollection(
         tables=[
-            EmbeddingBagConfig(num_embeddings=rows, embedding_dim=dim, name=f"t{i}", feature_names=[f"f{i}"])
+            EmbeddingBagConfig(
+                num_embeddings=rows, embedding_dim=dim, name=f"t{i}", feature_names=[f"f{i}"]
+            )
             for i in range(tables)
         ],
         device=torch.device("cpu"),
@@ -63,7 +69,9 @@ def _model(tables: int, rows: int, dim: int) -> nn.Module:
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
     sharder, world = EmbeddingBagCollectionSharder(), dist.get_world_size()
     where = {f"t{i}": table_wise(rank=i % world) for i in range(tables)}
-    plan = construct_module_sharding_plan(collection, where, sharder=sharder, local_size=world, device_type="cpu")
+    plan = construct_module_sharding_plan(
+        collection, where, sharder=sharder, local_size=world, device_type="cpu"
+    )
     wrapper = nn.Module()
     wrapper.tables = collection
     return DistributedModelParallel(

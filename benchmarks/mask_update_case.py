@@ -1,4 +1,5 @@
-"""One case of the mask-update benchmark, in processes of its own: prints its figures as one line of JSON."""
+"""One case of the mask-update benchmark, in processes of its own: prints its figures as one line of
+JSON."""
 
 from __future__ import annotations
 
@@ -67,11 +68,20 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
     found["shard_bytes"] = weight.numel() * weight.element_size()
     again()
     for peer in case["peers"]:
-        found.update(_peer(peer, sparsifier, (1, dim) if case["block"] == "rows" else tuple(case["block"]), norm))
+        found.update(
+            _peer(
+                peer,
+                sparsifier,
+                (1, dim) if case["block"] == "rows" else tuple(case["block"]),
+                norm,
+            )
+        )
     return found
 
 
-def _peer(peer: str, sparsifier: DataNormSparsifier, block: tuple[int, int], norm: str) -> dict[str, Any]:
+def _peer(
+    peer: str, sparsifier: DataNormSparsifier, block: tuple[int, int], norm: str
+) -> dict[str, Any]:
     data = sparsifier.packed_store.locate()["table"]
     rect, weight = data.shards[0]
     if peer == "norm_pass":
@@ -91,15 +101,25 @@ def _peer(peer: str, sparsifier: DataNormSparsifier, block: tuple[int, int], nor
 
 def _model(rows: int, dim: int, sharding: str) -> nn.Module:
     torch.manual_seed(0)
-    config = EmbeddingBagConfig(num_embeddings=rows, embedding_dim=dim, name="table", feature_names=["f"])
+    config = EmbeddingBagConfig(
+        num_embeddings=rows, embedding_dim=dim, name="table", feature_names=["f"]
+    )
     collection = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
     if not dist.is_initialized():
         return collection
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
     sharder = EmbeddingBagCollectionSharder()
-    how = row_wise() if sharding == "row_wise" else column_wise(ranks=list(range(dist.get_world_size())))
+    how = (
+        row_wise()
+        if sharding == "row_wise"
+        else column_wise(ranks=list(range(dist.get_world_size())))
+    )
     plan = construct_module_sharding_plan(
-        collection, {"table": how}, sharder=sharder, local_size=dist.get_world_size(), device_type="cpu"
+        collection,
+        {"table": how},
+        sharder=sharder,
+        local_size=dist.get_world_size(),
+        device_type="cpu",
     )
     wrapper = nn.Module()
     wrapper.tables = collection

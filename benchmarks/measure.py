@@ -19,7 +19,8 @@ __all__ = ["best", "environment", "fresh", "keep", "peak_extra_bytes"]
 
 
 def best(call: Callable[[], Any], repeats: int, before: Callable[[], Any] | None = None) -> float:
-    """The shortest of ``repeats`` calls, in seconds; ``before`` runs ahead of each, outside the clock."""
+    """The shortest of ``repeats`` calls, in seconds; ``before`` runs ahead of each, outside the
+    clock."""
     shortest = float("inf")
     for _ in range(repeats):
         if before is not None:
@@ -31,7 +32,8 @@ def best(call: Callable[[], Any], repeats: int, before: Callable[[], Any] | None
 
 
 def peak_extra_bytes(call: Callable[[], Any]) -> int | None:
-    """How far the resident memory of this process rises above where it is now during ``call``; None where not known.
+    """How far the resident memory of this process rises above where it is now during ``call``; None
+    where not known.
 
     Linux only: it resets the kernel's high-water mark.
     """
@@ -46,11 +48,20 @@ def peak_extra_bytes(call: Callable[[], Any]) -> int | None:
 
 
 def fresh(module: str, case: dict[str, Any], ranks: int, threads: int) -> dict[str, Any]:
-    """Runs ``python -m module`` with the case as JSON in ``ranks`` new processes; returns what rank 0 printed last."""
+    """Runs ``python -m module`` with the case as JSON in ``ranks`` new processes; returns what rank
+    0 printed last."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
     launcher = [] if ranks == 1 else ["torch.distributed.run", "--nproc_per_node", str(ranks)]
     if ranks > 1:
-        launcher += ["--local-addr", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m"]
+        launcher += [
+            "--local-addr",
+            "127.0.0.1",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "127.0.0.1:0",
+            "-m",
+        ]
     command = [sys.executable, "-W", "ignore", "-m", *launcher, module, json.dumps(case)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     if done.returncode:
@@ -74,7 +85,9 @@ def keep(out: Path, name: str, cases: list[dict[str, Any]], text: str) -> None:
     today, facts = date.today().isoformat(), environment()
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"{today}-{name}"
-    stem.with_suffix(".json").write_text(json.dumps({"environment": facts, "cases": cases}, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(
+        json.dumps({"environment": facts, "cases": cases}, indent=1) + "\n"
+    )
     depends = ", ".join(f"{key} {value}" for key, value in facts.items())
     title = name.replace("-", " ").capitalize()
     stem.with_suffix(".md").write_text(f"# {title}, {today}\n\n{depends}.\n\n{text}\n")

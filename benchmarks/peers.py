@@ -27,11 +27,14 @@ def norm_pass(weight: Tensor, rows: int = 16384) -> Tensor:
 
 def ancestor(weight: Tensor, block: Block, norm: str) -> AncestorSparsifier:
     """torch.ao's sparsifier over one process's table; ``step()`` is what is timed."""
-    return AncestorSparsifier([("table", weight)], sparsity_level=0.5, sparse_block_shape=block, norm=norm)
+    return AncestorSparsifier(
+        [("table", weight)], sparsity_level=0.5, sparse_block_shape=block, norm=norm
+    )
 
 
 def by_hand(weights: list[Tensor], width: int, level: float) -> None:
-    """A mask update in a few lines, in one process: mean squares of ``(1, width)`` blocks, ``topk``, multiply."""
+    """A mask update in a few lines, in one process: mean squares of ``(1, width)`` blocks,
+    ``topk``, multiply."""
     for weight in weights:
         scores = (weight * weight).view(-1, width).mean(1)
         kept = torch.ones_like(scores)
@@ -42,15 +45,18 @@ def by_hand(weights: list[Tensor], width: int, level: float) -> None:
 def gather_and_select(
     tensor: Tensor, rect: Rect, shape: tuple[int, int], block: Block, norm: str, k: int, *, by: str
 ) -> Tensor:
-    """The obvious distributed way: the library's own scores, gathered whole by every rank, then ``topk`` or
-    ``kthvalue``.
+    """The obvious distributed way: the library's own scores, gathered whole by every rank, then
+    ``topk`` or ``kthvalue``.
 
     Args:
-        tensor: this rank's shard, at ``rect`` of a table of ``shape``; shards of all ranks have one size.
-        by: ``"topk"`` (exactly k) or ``"kthvalue"`` (a threshold: quicker, but ties are not broken).
+        tensor: this rank's shard, at ``rect`` of a table of ``shape``; shards of all ranks have one
+            size.
+        by: ``"topk"`` (exactly k) or ``"kthvalue"`` (a threshold: quicker, but ties are not
+            broken).
 
     Returns:
-        Removed flags of this rank's blocks, bool ``(block rows, block columns)``. Collective over the world.
+        Removed flags of this rank's blocks, bool ``(block rows, block columns)``. Collective over
+        the world.
     """
     grid = grid_of(rect, block)
     by_columns = rect.cols < shape[1]
@@ -64,7 +70,9 @@ def gather_and_select(
     widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
     local = torch.empty(grid.rows, grid.cols)
     for first, part in block_sums(tensor, rect, block, norm):  # type: ignore[arg-type]
-        local[first : first + part.shape[0]] = to_scores(part, grid.row + first, widths, shape, block)
+        local[first : first + part.shape[0]] = to_scores(
+            part, grid.row + first, widths, shape, block
+        )
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)
     removed = _select(torch.cat([g.flatten() for g in gathered]), k, by)

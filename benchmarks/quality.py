@@ -1,11 +1,12 @@
-"""Quality at equal bytes: tables narrowed while they train, small dense tables, and other ways to a smaller table.
+"""Quality at equal bytes: tables narrowed while they train, small dense tables, and other ways to a
+smaller table.
 
-Every method has the same trials for each number of bytes, with the first seed: each form that fits (columns and bits)
-with L2 on a grid, then the best with the learning rate on a grid. The AUC on validation chooses; what is best is
-trained with all seeds. All are trained by a kernel in C, and with ``--package`` the methods of examples/two_tower by
-the package too. Trainings that are done are kept in a file with a hash of the data and its split, so that an
-interrupted run goes on, and other data begins anew. A file without a split (user, item, num_users, num_items) is split
-by a seed.
+Every method has the same trials for each number of bytes, with the first seed: each form that fits
+(columns and bits) with L2 on a grid, then the best with the learning rate on a grid. The AUC on
+validation chooses; what is best is trained with all seeds. All are trained by a kernel in C, and
+with ``--package`` the methods of examples/two_tower by the package too. Trainings that are done are
+kept in a file with a hash of the data and its split, so that an interrupted run goes on, and other
+data begins anew. A file without a split (user, item, num_users, num_items) is split by a seed.
 """
 
 from __future__ import annotations
@@ -71,10 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch_size": options.batch_size,
     }
     best = done.tuned(_cells(common, options.methods, options.budgets), options.seeds[0])
-    chosen = done.trained([{**case, "seed": seed, "recall": True} for seed in options.seeds for case in best])
-    again = [{**_case(row), "trainer": "package"} for row in chosen if row["method"] in PACKAGE and options.package]
+    chosen = done.trained(
+        [{**case, "seed": seed, "recall": True} for seed in options.seeds for case in best]
+    )
+    again = [
+        {**_case(row), "trainer": "package"}
+        for row in chosen
+        if row["method"] in PACKAGE and options.package
+    ]
     fewer_bits = [
-        {**_case(row), "dtype": bits} for row in chosen if row["method"] == "full" for bits in ("int8", "int4")
+        {**_case(row), "dtype": bits}
+        for row in chosen
+        if row["method"] == "full"
+        for bits in ("int8", "int4")
     ]
     chosen += done.trained(fewer_bits + again)
     text = report(chosen, f"{options.data.name} (SHA-256 of file and split: {data})", split)
@@ -87,15 +97,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="an interactions .npz, as examples/two_tower/main.py takes")
-    add("--split-seed", type=int, default=0, metavar="N", help="splits a file that holds no split (default: 0)")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        help="an interactions .npz, as examples/two_tower/main.py takes",
+    )
+    add(
+        "--split-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="splits a file that holds no split (default: 0)",
+    )
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
     add("--epochs", type=int, default=14, metavar="N", help="default: 14")
     add("--batch-size", type=int, default=4096, metavar="N", help="default: 4096")
-    add("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=f"default: {', '.join(METHODS)}")
+    add(
+        "--methods",
+        nargs="+",
+        default=METHODS,
+        choices=METHODS,
+        metavar="NAME",
+        help=f"default: {', '.join(METHODS)}",
+    )
     add(
         "--budgets",
         nargs="+",
@@ -105,9 +135,25 @@ def _parser() -> argparse.ArgumentParser:
         help=f"default: {', '.join(BUDGETS)}".replace("%", "%%"),
     )
     add("--package", action="store_true", help="train what is chosen by the package too")
-    add("--workers", type=int, default=2, metavar="N", help="trainings at a time, of one thread each (default: 2)")
-    add("--work", type=Path, default=Path("runs", "quality"), help="folder for trainings (default: runs/quality)")
-    add("--out", type=Path, default=Path(__file__).parent / "results", help="where results are written")
+    add(
+        "--workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="trainings at a time, of one thread each (default: 2)",
+    )
+    add(
+        "--work",
+        type=Path,
+        default=Path("runs", "quality"),
+        help="folder for trainings (default: runs/quality)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="where results are written",
+    )
     return parser
 
 
@@ -140,19 +186,25 @@ class _Done:
 
     def __init__(self, file: Path, workers: int, places: dict[str, str]) -> None:
         self.file, self.workers, self.places = file, workers, places
-        self.rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        self.rows: list[Row] = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        )
         self.used: list[Row] = []
 
     def tuned(self, cells: Sequence[Row], seed: int) -> list[Row]:
         """Return the best case of each method and budget, without a seed."""
         trial = {"seed": seed, "recall": False}
-        tried = self.trained([{**cell, **trial, "lr": _FIRST_LR, "l2": l2} for cell in cells for l2 in L2])
+        tried = self.trained(
+            [{**cell, **trial, "lr": _FIRST_LR, "l2": l2} for cell in cells for l2 in L2]
+        )
         pairs = dict.fromkeys((cell["method"], cell["budget"]) for cell in cells)
         kinds = [{"method": method, "budget": budget} for method, budget in pairs]
         best = [_best(row for row in tried if _is(row, kind)) for kind in kinds]
         tried += self.trained([{**_case(row), "lr": lr} for row in best for lr in LR])
         best = [_best(row for row in tried if _is(row, kind)) for kind in kinds]
-        return [{name: value for name, value in _case(row).items() if name not in trial} for row in best]
+        return [
+            {name: value for name, value in _case(row).items() if name not in trial} for row in best
+        ]
 
     def trained(self, cases: Sequence[Row]) -> list[Row]:
         """Return the rows of these cases; train those that are not done, several at a time."""
@@ -163,7 +215,9 @@ class _Done:
             tqdm(total=len(missing), disable=None) as bar,
         ):
             for case, found in zip(
-                missing, pool.map(_train, [{**case, **self.places} for case in missing]), strict=True
+                missing,
+                pool.map(_train, [{**case, **self.places} for case in missing]),
+                strict=True,
             ):
                 self.rows.append({**case, **found})
                 with self.file.open("a") as stream:
@@ -184,7 +238,9 @@ def _best(rows: Iterable[Row]) -> Row:
 
 
 def _case(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in ("validation", "test", "bytes")}
+    return {
+        name: value for name, value in row.items() if name not in ("validation", "test", "bytes")
+    }
 
 
 def _is(row: Row, case: Row) -> bool:

@@ -21,7 +21,8 @@ __all__ = ["run"]
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """As ``quality_methods.run``, of full, small dense and narrowed tables; the bytes are those of the artifact."""
+    """As ``quality_methods.run``, of full, small dense and narrowed tables; the bytes are those of
+    the artifact."""
     if not dist.is_initialized():
         quiet()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

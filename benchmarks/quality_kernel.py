@@ -1,7 +1,8 @@
-"""The training of ``examples/two_tower`` as a kernel in C, some ten times as fast: to tune many methods alike.
+"""The training of ``examples/two_tower`` as a kernel in C, some ten times as fast: to tune many
+methods alike.
 
-A step equals TorchRec's to rounding; ``tests/dist/test_quality.py`` holds it to that. Tables are NumPy arrays, which
-may be cut, masked and turned between epochs.
+A step equals TorchRec's to rounding; ``tests/dist/test_quality.py`` holds it to that. Tables are
+NumPy arrays, which may be cut, masked and turned between epochs.
 """
 
 from __future__ import annotations
@@ -32,13 +33,23 @@ Floats = npt.NDArray[np.float32]
 
 class _Table(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "state", "kept", "sums", "slot", "touched")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("weight", "state", "kept", "sums", "slot", "touched")
+        ),
         ("count", ctypes.c_long),
     ]
 
 
-_FAST = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math")
-"""Of -ffast-math, all but what makes numbers below 1e-38 zero in the whole process as soon as the library is loaded."""
+_FAST = (
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
+)
+"""Of -ffast-math, all but what makes numbers below 1e-38 zero in the whole process as soon as the
+library is loaded."""
 
 
 @cache
@@ -47,7 +58,13 @@ def _kernel() -> ctypes.CDLL:
     library = folder / "kernel.so"
     flags = ["-O3", "-march=native", *_FAST, "-shared", "-fPIC", "-lm"]
     subprocess.run(
-        [os.environ.get("CC", "cc"), str(Path(__file__).with_name("quality_kernel.c")), "-o", str(library), *flags],
+        [
+            os.environ.get("CC", "cc"),
+            str(Path(__file__).with_name("quality_kernel.c")),
+            "-o",
+            str(library),
+            *flags,
+        ],
         check=True,
     )
     return ctypes.CDLL(str(library))
@@ -71,7 +88,8 @@ class Model:
     def __init__(self, rows: Sequence[int], items: int, dim: int, seed: int) -> None:
         made = torch.Generator().manual_seed(seed)
         self.weights: list[Floats] = [
-            nn.init.uniform_(torch.empty(count, dim), -INIT, INIT, generator=made).numpy() for count in rows
+            nn.init.uniform_(torch.empty(count, dim), -INIT, INIT, generator=made).numpy()
+            for count in rows
         ]
         self.bias = np.zeros((items, 1), np.float32)
         self.states = [np.zeros(len(weight), np.float32) for weight in (*self.weights, self.bias)]
@@ -82,7 +100,10 @@ class Model:
         """Return a model that trains on by itself."""
         other = object.__new__(Model)
         other.__dict__.update(self.__dict__)
-        other.weights, other.states = [w.copy() for w in self.weights], [s.copy() for s in self.states]
+        other.weights, other.states = (
+            [w.copy() for w in self.weights],
+            [s.copy() for s in self.states],
+        )
         other.bias, other.kept = self.bias.copy(), list(self.kept)
         return other
 
@@ -101,12 +122,17 @@ class Model:
         """Train some epochs ``of`` a run, as ``two_tower.train.train`` does.
 
         Args:
-            mapped: the rows that each user and each item looks up and adds, (ids, each) int64; None is its own.
+            mapped: the rows that each user and each item looks up and adds, (ids, each) int64; None
+                is its own.
         """
-        tables, _held = self._tables(batch_size * (1 + NEGATIVES) * (1 if mapped is None else mapped[0].shape[1]))
+        tables, _held = self._tables(
+            batch_size * (1 + NEGATIVES) * (1 if mapped is None else mapped[0].shape[1])
+        )
         each = data.steps(batch_size)
         for epoch in epochs:
-            for step, (user, items) in enumerate(data.epoch(seed * 1_000_003 + epoch, batch_size), epoch * each):
+            for step, (user, items) in enumerate(
+                data.epoch(seed * 1_000_003 + epoch, batch_size), epoch * each
+            ):
                 now = lr * min(1.0, 2 * (1 - step / (of * each)))
                 self._step(tables, user, items, now, l2, mapped)
 
@@ -133,7 +159,9 @@ class Model:
     def _tables(self, lookups: int) -> tuple[ctypes.Array[_Table], list[object]]:
         """What the kernel takes, and the arrays that it points into."""
         found, held = [], []
-        for weight, state, kept in zip((*self.weights, self.bias), self.states, (*self.kept, None), strict=True):
+        for weight, state, kept in zip(
+            (*self.weights, self.bias), self.states, (*self.kept, None), strict=True
+        ):
             assert weight.flags.c_contiguous and weight.dtype == np.float32
             arrays = [
                 weight, state, kept,
@@ -142,14 +170,26 @@ class Model:
                 np.zeros(lookups, np.int64),
             ]  # fmt: skip
             held.append(arrays)
-            found.append(_Table(*(array.ctypes.data if array is not None else None for array in arrays), 0))
+            found.append(
+                _Table(*(array.ctypes.data if array is not None else None for array in arrays), 0)
+            )
         return (_Table * 3)(*found), held
 
 
 def rotated(weights: Sequence[Floats]) -> list[Floats]:
-    """Return two tables in the balanced basis of their dot products, as ``rotate=[["user", "item"]]`` does."""
+    """Return two tables in the balanced basis of their dot products, as
+    ``rotate=[["user", "item"]]`` does."""
     user, item = (weight.astype(np.float64) for weight in weights)
-    roots = [np.linalg.cholesky(table.T @ table + 1e-9 * np.eye(table.shape[1])) for table in (user, item)]
+    roots = [
+        np.linalg.cholesky(table.T @ table + 1e-9 * np.eye(table.shape[1]))
+        for table in (user, item)
+    ]
     left, sizes, right = np.linalg.svd(roots[0].T @ roots[1])
-    turns = [np.linalg.solve(root.T, of * np.sqrt(sizes)) for root, of in zip(roots, (left, right.T), strict=True)]
-    return [np.ascontiguousarray(table @ turn, np.float32) for table, turn in zip((user, item), turns, strict=True)]
+    turns = [
+        np.linalg.solve(root.T, of * np.sqrt(sizes))
+        for root, of in zip(roots, (left, right.T), strict=True)
+    ]
+    return [
+        np.ascontiguousarray(table @ turn, np.float32)
+        for table, turn in zip((user, item), turns, strict=True)
+    ]

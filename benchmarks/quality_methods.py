@@ -1,7 +1,9 @@
-"""Ways to a smaller table: what is tried of each within a number of bytes, and its training with the kernel.
+"""Ways to a smaller table: what is tried of each within a number of bytes, and its training with
+the kernel.
 
-All train the two-tower model of ``examples/two_tower``. What is removed stays removed. Bytes are those of
-an artifact, index included; masks finer than rows with bitmasks, which artifacts no longer store.
+All train the two-tower model of ``examples/two_tower``. What is removed stays removed. Bytes are
+those of an artifact, index included; masks finer than rows with bitmasks, which artifacts no longer
+store.
 """
 
 from __future__ import annotations
@@ -47,17 +49,20 @@ def _row_bytes(dim: int, dtype: str) -> float:
 
 
 def forms(method: str, budget: float) -> list[Case]:
-    """Return what is tried of a method within ``budget`` bytes a row: columns, dtype and what is kept.
+    """Return what is tried of a method within ``budget`` bytes a row: columns, dtype and what is
+    kept.
 
-    ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8 and in 4 bits, small
-    dense ones in float32 too, as a method of its own. The others have 8 bits, and less than twice the columns that
-    would fit: the more of a table must go, the worse they are.
+    ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8
+    and in 4 bits, small dense ones in float32 too, as a method of its own. The others have 8 bits,
+    and less than twice the columns that would fit: the more of a table must go, the worse they are.
     """
     if method == "small dense float32":
         return [{"dim": int(budget / 4), "dtype": "fp32", "kept": int(budget / 4)}]
     if method in ("narrowed", "small dense"):
         bits = {"int8": 8, "int4": 4}
-        widths = {dtype: int((budget - _row_bytes(0, dtype)) * 8 / bits[dtype]) // 4 * 4 for dtype in bits}
+        widths = {
+            dtype: int((budget - _row_bytes(0, dtype)) * 8 / bits[dtype]) // 4 * 4 for dtype in bits
+        }
         return [
             {"dim": DIM if method == "narrowed" else width, "dtype": dtype, "kept": width}
             for dtype, width in widths.items()
@@ -84,18 +89,21 @@ def _bytes(case: Case) -> float:
 
 
 def run(case: Case) -> Case:
-    """Train, and return the quality on validation and test part, as it is served, and the bytes of a row.
+    """Train, and return the quality on validation and test part, as it is served, and the bytes of
+    a row.
 
     Args:
-        case: file, split_seed, and data, a key of both; epochs, batch_size, seed, lr, l2; cut, the epochs before the
-            table is cut; method and a form of it; recall, whether it is measured; states, a folder for the tables
-            before the cut, which methods share.
+        case: file, split_seed, and data, a key of both; epochs, batch_size, seed, lr, l2; cut, the
+            epochs before the table is cut; method and a form of it; recall, whether it is measured;
+            states, a folder for the tables before the cut, which methods share.
     """
     data, tests = read(case["file"], case["split_seed"])
     mapped = _places(case, data) if case["method"] in _SHARED else None
     model = _trained(case, data, mapped)
     stored = [encode(torch.from_numpy(weight), case["dtype"]) for weight in model.weights]
-    served = [decode(rows, weight.shape[1]) for rows, weight in zip(stored, model.weights, strict=True)]
+    served = [
+        decode(rows, weight.shape[1]) for rows, weight in zip(stored, model.weights, strict=True)
+    ]
     if mapped is not None:
         served = [table[rows].sum(1) for table, rows in zip(served, mapped, strict=True)]
     found: dict[str, Any] = {}
@@ -117,11 +125,15 @@ def _trained(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Mod
     method = case["method"]
     model = _until_cut(case, data, mapped)
     if method == "narrowed":
-        model.weights = [np.ascontiguousarray(weight[:, : case["kept"]]) for weight in rotated(model.weights)]
+        model.weights = [
+            np.ascontiguousarray(weight[:, : case["kept"]]) for weight in rotated(model.weights)
+        ]
     elif method in _FINE or method == "rows":
         block = case["dim"] if method == "rows" else _FINE[method]
         model.kept = [_largest(weight, block, case["kept"]) for weight in model.weights]
-        model.weights = [weight * kept for weight, kept in zip(model.weights, model.kept, strict=True)]
+        model.weights = [
+            weight * kept for weight, kept in zip(model.weights, model.kept, strict=True)
+        ]
     model.train(data, range(case["cut"], case["epochs"]), mapped=mapped, **_settings(case))
     return model
 
@@ -134,7 +146,11 @@ def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> M
     name = "-".join(str(case[key]) for key in ("data", *own, *settings))
     file = Path(case["states"]) / f"{name.replace('/', '')}.pickle"
     if not file.exists():
-        rows = [data.users, data.items] if mapped is None else [1 + int(places.max()) for places in mapped]
+        rows = (
+            [data.users, data.items]
+            if mapped is None
+            else [1 + int(places.max()) for places in mapped]
+        )
         model = Model(rows, data.items, case["dim"], case["seed"])
         for epoch in epochs:
             model.train(data, range(epoch, epoch + 1), mapped=mapped, **_settings(case))
@@ -148,11 +164,15 @@ def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> M
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    return {"of": case["epochs"], **{name: case[name] for name in ("lr", "l2", "seed", "batch_size")}}
+    return {
+        "of": case["epochs"],
+        **{name: case[name] for name in ("lr", "l2", "seed", "batch_size")},
+    }
 
 
 def _largest(weight: Floats, block: int, kept: float) -> npt.NDArray[np.bool_]:
-    """A mask of the fraction ``kept`` of the blocks of 1 x ``block``, those with the largest norms."""
+    """A mask of the fraction ``kept`` of the blocks of 1 x ``block``, those with the largest
+    norms."""
     norms = np.square(weight).reshape(-1, block).sum(1)
     left = np.zeros(len(norms), np.bool_)
     left[norms.argsort()[len(norms) - round(kept * len(norms)) :]] = True
@@ -160,10 +180,11 @@ def _largest(weight: Floats, block: int, kept: float) -> npt.NDArray[np.bool_]:
 
 
 def _soften(tables: list[Floats], level: float) -> None:
-    """Move all weights toward zero, in place, by the threshold at which a fraction ``level`` of them is zero.
+    """Move all weights toward zero, in place, by the threshold at which a fraction ``level`` of
+    them is zero.
 
-    After PEP (Liu et al., ICLR 2021, eq. 5: sign(w) max(|w| - s, 0)), whose threshold is trained and ends anywhere;
-    this one is what the bytes allow.
+    After PEP (Liu et al., ICLR 2021, eq. 5: sign(w) max(|w| - s, 0)), whose threshold is trained
+    and ends anywhere; this one is what the bytes allow.
     """
     for table in tables:
         threshold = np.quantile(np.abs(table), level)
@@ -171,11 +192,14 @@ def _soften(tables: list[Floats], level: float) -> None:
 
 
 def _places(case: Case, data: Interactions) -> list[Tensor]:
-    """The rows that each user and each item looks up and adds: (ids, 1), or (ids, 2) of the double hash."""
+    """The rows that each user and each item looks up and adds: (ids, 1), or (ids, 2) of the double
+    hash."""
     found = []
     for ids, count in ((data.user, data.users), (data.item, data.items)):
         rows, each = int(case["kept"] * count), torch.arange(count)
-        if case["method"] == "frequency cut-off":  # the most frequent have a row each, and all others the last
+        if (
+            case["method"] == "frequency cut-off"
+        ):  # the most frequent have a row each, and all others the last
             rank = torch.empty_like(each)
             rank[ids.bincount(minlength=count).argsort(descending=True, stable=True)] = each
             found.append(rank.clamp(max=rows - 1)[:, None])

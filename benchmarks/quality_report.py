@@ -1,4 +1,5 @@
-"""The table of a quality benchmark, and its plot: ``python -m benchmarks.quality_report`` draws the newest result."""
+"""The table of a quality benchmark, and its plot: ``python -m benchmarks.quality_report`` draws the
+newest result."""
 
 from __future__ import annotations
 
@@ -47,16 +48,22 @@ def report(rows: Sequence[Row], data: str, split: str) -> str:
     """
     epochs = rows[0]["epochs"]
     lines = [
-        f"The two-tower model of examples/two_tower on {data}, {epochs} epochs. Validation and test are "
-        f"{split}, cut in two by users. For each method and bytes: each form that fits (columns and "
-        "bits) with L2 of 0.03, 0.05, 0.08 and a learning rate of 0.2, then the best with 0.4, 0.8, 1.6, 3.2; by "
-        "the validation AUC of the first seed. On the test part: mean over seeds and half the range. Bytes are "
-        "those of a row against 256, with scales, bitmasks and index; of the package those of its artifact. AUC "
-        "over 10 items drawn for each of 60,000 interactions: drawn uniformly, and by popularity. recall@20 over "
-        "all items, 3,000 users. Narrowed: 64 columns, rotated and cut at half time.",
+        (
+            f"The two-tower model of examples/two_tower on {data}, {epochs} epochs. Validation and"
+            f" test are {split}, cut in two by users. For each method and bytes: each form that"
+            " fits (columns and bits) with L2 of 0.03, 0.05, 0.08 and a learning rate of 0.2, then"
+            " the best with 0.4, 0.8, 1.6, 3.2; by the validation AUC of the first seed. On the"
+            " test part: mean over seeds and half the range. Bytes are those of a row against 256,"
+            " with scales, bitmasks and index; of the package those of its artifact. AUC over 10"
+            " items drawn for each of 60,000 interactions: drawn uniformly, and by popularity."
+            " recall@20 over all items, 3,000 users. Narrowed: 64 columns, rotated and cut at half"
+            " time."
+        ),
         "",
-        "| at most | method | trained by | columns | kept | served as | bytes | L2 | lr "
-        "| seeds | AUC | AUC, popular | recall@20 |",
+        (
+            "| at most | method | trained by | columns | kept | served as | bytes | L2 | lr "
+            "| seeds | AUC | AUC, popular | recall@20 |"
+        ),
         "|---" * 13 + "|",
     ]
     for _, some in _cells(rows):
@@ -95,7 +102,8 @@ def _spread(values: Iterable[float]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Write the AUC against the bytes, the best form of each method: near the full table, and all."""
+    """Write the AUC against the bytes, the best form of each method: near the full table, and
+    all."""
     with plt.rc_context(INK):
         figure, panels = plt.subplots(1, 2, figsize=(10, 3.4), dpi=110, layout="constrained")
         cells = [some for (_, _, trainer, _), some in _cells(rows) if trainer == "kernel"]
@@ -106,7 +114,11 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         full = points.pop("full")
         for axes in panels:
             axes.plot(
-                *zip(*sorted(full), strict=True), "s", color="#808080", ms=7, label="full table: int4, int8, float32"
+                *zip(*sorted(full), strict=True),
+                "s",
+                color="#808080",
+                ms=7,
+                label="full table: int4, int8, float32",
             )
             axes.axhline(max(auc for _, auc in full), color="#808080", lw=0.8, ls=(0, (4, 3)))
             for method in sorted(points, key=lambda name: -max(auc for _, auc in points[name])):
@@ -119,11 +131,15 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             axes.set_xlabel("bytes of the full float32 table")
         best = max(auc for _, auc in full)
         panels[0].set_ylim(best - 0.013, best + 0.001)
-        panels[0].set_title("AUC on Gowalla, near the full table", loc="left", fontsize=11, fontweight="bold")
+        panels[0].set_title(
+            "AUC on Gowalla, near the full table", loc="left", fontsize=11, fontweight="bold"
+        )
         panels[1].set_title("The same, all methods", loc="left", fontsize=11, fontweight="bold")
         near = [line for line in panels[0].get_lines() if not line.get_label().startswith("_")]
         near = [line for line in near if max(line.get_ydata()) > best - 0.013]
-        panels[0].legend(handles=near, frameon=False, fontsize=8, loc="lower right")  # all that a phone shows at first
+        panels[0].legend(
+            handles=near, frameon=False, fontsize=8, loc="lower right"
+        )  # all that a phone shows at first
         panels[1].legend(frameon=False, fontsize=8, loc="lower right")
         figure.savefig(file)
     plt.close(figure)

@@ -1,4 +1,5 @@
-"""What a mask update would take from 2 to 1,000 ranks, as :func:`benchmarks.simulate.simulate` predicts it.
+"""What a mask update would take from 2 to 1,000 ranks, as :func:`benchmarks.simulate.simulate`
+predicts it.
 
 ``python -m benchmarks.scaling`` writes a dated result and ``docs/images/scaling.png``.
 """
@@ -38,14 +39,17 @@ def main() -> int:
     """Predict, print, write the result and the image."""
     found: list[dict[str, Any]] = []
     parts = [
-        "simulate() of 8 tables of 1M x 64 at level 0.8, 10 us and 10 GB/s: the rank that holds most. local: measured "
-        "here; network: by formula."
+        "simulate() of 8 tables of 1M x 64 at level 0.8, 10 us and 10 GB/s: the rank that holds"
+        " most. local: measured here; network: by formula."
     ]
     with plt.rc_context(INK):
         figure, axes = plt.subplots(figsize=(7, 3.6), dpi=110, layout="constrained")
         for name, arguments, color in tqdm(CASES, disable=None):
             simulation = simulate(TABLES, WORLDS, **NETWORK, **arguments)
-            found += [{"case": name, **NETWORK, **asdict(prediction)} for prediction in simulation.predictions]
+            found += [
+                {"case": name, **NETWORK, **asdict(prediction)}
+                for prediction in simulation.predictions
+            ]
             parts.append(f"**{name}**\n\n```text\n{simulation}\n```")
             times = [prediction.milliseconds for prediction in simulation.predictions]
             axes.plot(WORLDS, times, color=color, marker="o", label=name)

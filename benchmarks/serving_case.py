@@ -1,4 +1,5 @@
-"""One case of ``benchmarks/serving.py``, in a process of its own: ``python -m benchmarks.serving_case JSON``."""
+"""One case of ``benchmarks/serving.py``, in a process of its own:
+``python -m benchmarks.serving_case JSON``."""
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ def main() -> int:
 
 
 def lookups(case: dict[str, Any]) -> dict[str, Any]:
-    """Bags of one table: the dense table and FBGEMM's remaps beside the artifact, on the same fresh ids."""
+    """Bags of one table: the dense table and FBGEMM's remaps beside the artifact, on the same fresh
+    ids."""
     rows, dim, dtype = case["rows"], case["dim"], case["dtype"]
     map_bytes = _map_bytes(case)
     frequency = _frequency(case)
-    weight = torch.randn(rows, dim) * (1.0 if frequency is None else frequency.sqrt().float().unsqueeze(1))
+    weight = torch.randn(rows, dim) * (
+        1.0 if frequency is None else frequency.sqrt().float().unsqueeze(1)
+    )
     table = nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
     with tempfile.TemporaryDirectory() as folder:
         kept, bytes_ = _write(table, case, Path(folder) / "served")
@@ -64,13 +68,19 @@ def lookups(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def many(case: dict[str, Any]) -> dict[str, Any]:
-    """Many tables of TorchRec, through a KeyedJaggedTensor: its float and its quantized collection."""
+    """Many tables of TorchRec, through a KeyedJaggedTensor: its float and its quantized
+    collection."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.inference.modules import quantize_inference_model
 
     names = [f"f{at}" for at in range(case["tables"])]
     configs = [
-        EmbeddingBagConfig(name=f"t{at}", num_embeddings=case["rows"], embedding_dim=case["dim"], feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t{at}",
+            num_embeddings=case["rows"],
+            embedding_dim=case["dim"],
+            feature_names=[name],
+        )
         for at, name in enumerate(names)
     ]
     model = nn.ModuleDict({"sparse": EmbeddingBagCollection(tables=configs)})
@@ -80,11 +90,17 @@ def many(case: dict[str, Any]) -> dict[str, Any]:
     if case["dtype"] == "fp32":
         calls["EmbeddingBagCollection"] = model["sparse"]
     else:
-        calls["quantized"] = quantize_inference_model(model, quantization_dtype=torch.int8)["sparse"]
+        calls["quantized"] = quantize_inference_model(model, quantization_dtype=torch.int8)[
+            "sparse"
+        ]
     lengths = torch.full((case["tables"] * case["bags"],), case["ids_a_bag"])
 
     def drawn() -> tuple[Any, ...]:
-        return (KeyedJaggedTensor(names, torch.randint(case["rows"], (int(lengths.sum()),)), lengths=lengths),)
+        return (
+            KeyedJaggedTensor(
+                names, torch.randint(case["rows"], (int(lengths.sum()),)), lengths=lengths
+            ),
+        )
 
     return {"times_s": _interleaved(calls, drawn, case["rounds"])}
 
@@ -103,7 +119,8 @@ def write(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(case: dict[str, Any]) -> dict[str, Any]:
-    """Loads what :func:`write` wrote: seconds, and resident memory afterwards above that before. The file is cached."""
+    """Loads what :func:`write` wrote: seconds, and resident memory afterwards above that before.
+    The file is cached."""
     file = Path(case["folder"]) / case["what"]
     ids, offsets = torch.randint(case["rows"], (5120,)), torch.arange(0, 5120, 10)
     # Imports, threads and allocator are none of what is measured.
@@ -116,7 +133,9 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     torch.load(buffer, weights_only=True)
     before, start = _resident(), time.perf_counter()
     if case["what"] == "dense":
-        module: Any = nn.EmbeddingBag.from_pretrained(torch.load(file, weights_only=True)["weight"], mode="sum")
+        module: Any = nn.EmbeddingBag.from_pretrained(
+            torch.load(file, weights_only=True)["weight"], mode="sum"
+        )
     else:
         module = load_served(file)
     seconds = time.perf_counter() - start
@@ -128,7 +147,9 @@ def _write(model: nn.Module, case: dict[str, Any], path: Path) -> tuple[Tensor, 
     """Sparsify and export; which rows of the first table are kept, and the bytes of the folder."""
     sparsifier = None
     if case["removed"]:
-        sparsifier = DataNormSparsifier(sparsity_level=case["removed"], sparse_block_shape="row", norm="L2")
+        sparsifier = DataNormSparsifier(
+            sparsity_level=case["removed"], sparse_block_shape="row", norm="L2"
+        )
         sparsifier.add_model(model)
         sparsifier.step()
         sparsifier.apply_masks()
@@ -141,7 +162,9 @@ def _tbe(case: dict[str, Any], rows: int, remap: Tensor | None, array: bool) -> 
     """FBGEMM's inference module with random weights, which the time does not depend on."""
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+        IntNBitTableBatchedEmbeddingBagsCodegen,
+    )
 
     module = IntNBitTableBatchedEmbeddingBagsCodegen(
         [
@@ -167,13 +190,17 @@ def _tbe(case: dict[str, Any], rows: int, remap: Tensor | None, array: bool) -> 
 
 
 def _map_bytes(case: dict[str, Any]) -> int:
-    """What FBGEMM's hash map of the kept rows takes, in a process that has freed nothing yet that it could use."""
+    """What FBGEMM's hash map of the kept rows takes, in a process that has freed nothing yet that
+    it could use."""
     count = case["rows"] - round(case["rows"] * case["removed"])
     if count == case["rows"]:
         return 0
     import fbgemm_gpu  # noqa: F401
 
-    kept, places = torch.randperm(case["rows"])[:count].sort().values.int(), torch.arange(count).int()
+    kept, places = (
+        torch.randperm(case["rows"])[:count].sort().values.int(),
+        torch.arange(count).int(),
+    )
     before = _resident()
     found = torch.classes.fbgemm.PrunedMapCPU()
     found.insert(kept, places, torch.tensor([0, count]).int(), 1)
@@ -181,8 +208,11 @@ def _map_bytes(case: dict[str, Any]) -> int:
 
 
 def _frequency(case: dict[str, Any]) -> Tensor | None:
-    """Of each id, of Zipf's law with exponent 1.05; None: uniform. The rarest ids have the smallest rows."""
-    return None if case["ids"] == "uniform" else torch.arange(1, case["rows"] + 1).double().pow(-1.05)
+    """Of each id, of Zipf's law with exponent 1.05; None: uniform. The rarest ids have the smallest
+    rows."""
+    return (
+        None if case["ids"] == "uniform" else torch.arange(1, case["rows"] + 1).double().pow(-1.05)
+    )
 
 
 def _ids(case: dict[str, Any], rows: int, frequency: Tensor | None) -> Tensor:
@@ -192,10 +222,13 @@ def _ids(case: dict[str, Any], rows: int, frequency: Tensor | None) -> Tensor:
     return torch.multinomial(frequency, count, replacement=True)
 
 
-def _interleaved(calls: dict[str, Any], draw: Callable[[], tuple[Any, ...]], rounds: int) -> dict[str, float]:
+def _interleaved(
+    calls: dict[str, Any], draw: Callable[[], tuple[Any, ...]], rounds: int
+) -> dict[str, float]:
     """The median seconds of each call, on ids that nothing has looked up before.
 
-    All are drawn before the first call: drawing between calls would empty the caches and return the heap's memory."""
+    All are drawn before the first call: drawing between calls would empty the caches and return the
+    heap's memory."""
     names = list(calls)
     drawn = [{name: draw() for name in names} for _ in range(rounds)]
     for call in calls.values():
@@ -212,11 +245,16 @@ def _interleaved(calls: dict[str, Any], draw: Callable[[], tuple[Any, ...]], rou
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory and not of files; 0 where the kernel does not say."""
+    """Bytes of this process that are in memory and not of files; 0 where the kernel does not
+    say."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0
-    return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * next(
+        int(line.split()[1])
+        for line in status.read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The plot of serving on the page of results: lookups over the rows removed, and memory.
 
-``python -m benchmarks.serving_plot`` reads the newest result of ``python -m benchmarks.serving`` and writes
-``docs/images/serving.png``.
+``python -m benchmarks.serving_plot`` reads the newest result of ``python -m benchmarks.serving``
+and writes ``docs/images/serving.png``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ _LINES = {
 
 
 def lookups(axes: Axes, cases: list[dict[str, Any]], ids: str, title: str) -> None:
-    """Draw microseconds of a float32 lookup over the share of rows removed, of the artifact and of dense tables."""
-    some = [c for c in cases if c["kind"] == "lookups" and (c["dtype"], c["ids"], c["bags"]) == ("fp32", ids, 512)]
+    """Draw microseconds of a float32 lookup over the share of rows removed, of the artifact and of
+    dense tables."""
+    some = [
+        c
+        for c in cases
+        if c["kind"] == "lookups" and (c["dtype"], c["ids"], c["bags"]) == ("fp32", ids, 512)
+    ]
     some.sort(key=lambda case: case["removed"])
     for name, (label, color, marker) in _LINES.items():
         times = [1e6 * case["times_s"][name] for case in some]
@@ -44,10 +49,15 @@ def memory(axes: Axes, cases: list[dict[str, Any]]) -> None:
     """Draw the resident memory of each loaded table, ours in color."""
     some = [case for case in cases if case["kind"] == "load"][::-1]
     labels = [
-        case["what"] if case["what"] == "dense" else f"{case['removed']:.0%} removed, {case['what']}" for case in some
+        case["what"]
+        if case["what"] == "dense"
+        else f"{case['removed']:.0%} removed, {case['what']}"
+        for case in some
     ]
     values = [case["resident"] / 1e6 for case in some]
-    drawn = axes.barh(labels, values, color=[GREY if label == "dense" else OURS for label in labels])
+    drawn = axes.barh(
+        labels, values, color=[GREY if label == "dense" else OURS for label in labels]
+    )
     axes.bar_label(drawn, [f"{value:,.0f} MB" for value in values], padding=4)
     axes.set_xticks([])
     axes.tick_params(left=False)

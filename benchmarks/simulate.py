@@ -1,8 +1,8 @@
 """What a mask update costs on more ranks than there are: collectives, bytes, memory, milliseconds.
 
-The library's own code runs as the rank that holds most, on tables of random weights, over a process group whose other
-ranks send nothing. So the counts are those of a real run, and the local part is measured on this machine. Only the time
-on the network is a formula.
+The library's own code runs as the rank that holds most, on tables of random weights, over a process
+group whose other ranks send nothing. So the counts are those of a real run, and the local part is
+measured on this machine. Only the time on the network is a formula.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class Prediction:
     Attributes:
         world: number of ranks.
         collectives: how many it takes part in, if no scores tie over ranks at a threshold.
-        sent: bytes that the rank hands to them; a threshold that is found early saves up to 16 KiB a table.
-        tied: bytes that it sends besides at most, in three more all-reduces, where scores tie over ranks.
+        sent: bytes that the rank hands to them; a threshold that is found early saves up to 16 KiB
+            a table.
+        tied: bytes that it sends besides at most, in three more all-reduces, where scores tie over
+            ranks.
         weights: bytes of its shards.
         masks: bytes of its masks, which stay.
         scores: bytes of its scores during the update: 4 for each block of more than one element.
@@ -77,7 +79,18 @@ class Simulation:
     predictions: tuple[Prediction, ...]
 
     def __str__(self) -> str:
-        head = ["ranks", "collectives", "sent", "ties", "weights", "masks", "scores", "local", "network", "update"]
+        head = [
+            "ranks",
+            "collectives",
+            "sent",
+            "ties",
+            "weights",
+            "masks",
+            "scores",
+            "local",
+            "network",
+            "update",
+        ]
         rows = [
             [
                 f"{p.world:,}",
@@ -101,7 +114,8 @@ def simulate(
     block: BlockShape = "row",
     norm: Norm = "L2",
 ) -> Simulation:
-    """Predict what a mask update costs on each number of ranks, with float32 tables and the same sharding for all.
+    """Predict what a mask update costs on each number of ranks, with float32 tables and the same
+    sharding for all.
 
     With W ranks, a latency of a seconds and b bytes a second, messages of n bytes take
 
@@ -109,22 +123,24 @@ def simulate(
     - all-gather: ``log2(W) a + (W - 1) n / b``,
     - all-to-all: ``(W - 1) a + n / b``, with n the larger of what the rank sends and receives
 
-    (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). A
-    network that is shared, or slower between hosts than within one, takes longer: give what a rank gets of it.
+    (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
+    MPICH", 2005). A network that is shared, or slower between hosts than within one, takes longer:
+    give what a rank gets of it.
 
     Args:
         tables: name -> (rows, columns).
         worlds: numbers of ranks, each from 1 to 10,000.
         latency: of a message, in seconds.
         bandwidth: of a rank, in bytes a second.
-        sharding: cut as TorchRec cuts them. Column-wise: into as many equal shards of a multiple of 4 columns as there
-            are ranks for; table-wise: one table after the other to the next rank.
+        sharding: cut as TorchRec cuts them. Column-wise: into as many equal shards of a multiple of
+            4 columns as there are ranks for; table-wise: one table after the other to the next
+            rank.
         level: sparsity level that the update reaches.
         block, norm: as in :class:`~dist_sparse.DataNormSparsifier`.
 
     Raises:
-        ValueError: an argument is invalid, or the shards of the rank that holds most do not fit into half of the free
-            memory.
+        ValueError: an argument is invalid, or the shards of the rank that holds most do not fit
+            into half of the free memory.
         RuntimeError: torch.distributed is initialized in this process already.
 
     Example::
@@ -135,18 +151,25 @@ def simulate(
         [(2, 4, 65584), (1000, 4, 65584)]
     """
     if dist.is_available() and dist.is_initialized():
-        raise RuntimeError("simulate() makes a process group of its own: call it where none is initialized.")
+        raise RuntimeError(
+            "simulate() makes a process group of its own: call it where none is initialized."
+        )
     if not tables:
         raise ValueError(f"Invalid {tables=}: must have a table.")
     for name, shape in tables.items():
         for side, value in zip(("rows", "columns"), shape, strict=True):
             checks.integer(side, value, least=1, of=name)
     checks.choice("sharding", sharding, _SHARDINGS)
-    network = (checks.number("latency", latency, least=0), checks.number("bandwidth", bandwidth, least=1))
+    network = (
+        checks.number("latency", latency, least=0),
+        checks.number("bandwidth", bandwidth, least=1),
+    )
     level = checks.level("level", level)
     sizes = [checks.integer("worlds", world, least=1, most=10_000) for world in worlds]
     arguments = {"sparse_block_shape": block, "norm": norm}
-    return Simulation(tuple(_predict(tables, world, sharding, level, arguments, network) for world in sizes))
+    return Simulation(
+        tuple(_predict(tables, world, sharding, level, arguments, network) for world in sizes)
+    )
 
 
 def _predict(
@@ -157,8 +180,13 @@ def _predict(
     arguments: Mapping[str, Any],
     network: tuple[float, float],
 ) -> Prediction:
-    tilings = {name: _tiling(shape, world, sharding, i) for i, (name, shape) in enumerate(shapes.items())}
-    elements = [sum(rect.numel for tiling in tilings.values() for rect in tiling[rank]) for rank in range(world)]
+    tilings = {
+        name: _tiling(shape, world, sharding, i) for i, (name, shape) in enumerate(shapes.items())
+    }
+    elements = [
+        sum(rect.numel for tiling in tilings.values() for rect in tiling[rank])
+        for rank in range(world)
+    ]
     rank = elements.index(max(elements))
     _check_fits(4 * elements[rank], world, rank)
     with _world(rank, world) as messages:
@@ -178,18 +206,23 @@ def _predict(
             start = time.perf_counter()
             sparsifier.step()
             best = min(best, time.perf_counter() - start)
-        # For the counts the true level, and equal scores, so that every search takes all its rounds.
+        # For the counts the true level, and equal scores, so that every search takes all its
+        # rounds.
         for data in located:
             sparsifier.data_groups[data.name]["sparsity_level"] = level
             for shard in data.shards:
                 shard.tensor.fill_(1.0)
         messages.clear()
         sparsifier.step()
-        masks = sum(mask_bytes(shard.rect, blocks[data.name]) for data in located for shard in data.shards)
+        masks = sum(
+            mask_bytes(shard.rect, blocks[data.name]) for data in located for shard in data.shards
+        )
         scores = 0
         for data in located:
             if blocks[data.name] != (1, 1):
-                scores += sum(4 * grid_of(shard.rect, blocks[data.name]).blocks for shard in data.shards)
+                scores += sum(
+                    4 * grid_of(shard.rect, blocks[data.name]).blocks for shard in data.shards
+                )
     return Prediction(
         world=world,
         collectives=len(messages),
@@ -204,36 +237,46 @@ def _predict(
 
 
 def _known_level(data: ShardedData, block: tuple[int, int], level: float, rank: int) -> float:
-    """The level at which the whole table loses as many blocks as this rank's part of it does at ``level``: those of
-    other ranks are not known here, and kept."""
+    """The level at which the whole table loses as many blocks as this rank's part of it does at
+    ``level``: those of other ranks are not known here, and kept."""
     part = sum(rect.numel for rect in data.owned(rank)) / (data.shape[0] * data.shape[1])
     return level * part
 
 
-def _tiling(shape: tuple[int, int], world: int, sharding: str, number: int) -> tuple[tuple[Rect, ...], ...]:
+def _tiling(
+    shape: tuple[int, int], world: int, sharding: str, number: int
+) -> tuple[tuple[Rect, ...], ...]:
     rows, columns = shape
     if sharding == "table_wise":
-        return tuple((Rect(0, 0, rows, columns),) if rank == number % world else () for rank in range(world))
+        return tuple(
+            (Rect(0, 0, rows, columns),) if rank == number % world else () for rank in range(world)
+        )
     if sharding == "row_wise":
         height = -(-rows // world)
         starts = [min(rank * height, rows) for rank in range(world + 1)]
         pairs = itertools.pairwise(starts)
-        return tuple((Rect(start, 0, end - start, columns),) if end > start else () for start, end in pairs)
+        return tuple(
+            (Rect(start, 0, end - start, columns),) if end > start else () for start, end in pairs
+        )
     cuts = next((n for n in range(min(world, columns // 4), 1, -1) if columns % (4 * n) == 0), 1)
     width = columns // cuts
-    return tuple((Rect(0, rank * width, rows, width),) if rank < cuts else () for rank in range(world))
+    return tuple(
+        (Rect(0, rank * width, rows, width),) if rank < cuts else () for rank in range(world)
+    )
 
 
 def _check_fits(need: int, world: int, rank: int) -> None:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > free // 2:
         raise ValueError(
-            f"With {number_of(world, 'rank')}, rank {rank} holds {size(need)} of weights, more than half of the "
-            f"{size(free)} that are free here: simulate more ranks or fewer tables."
+            f"With {number_of(world, 'rank')}, rank {rank} holds {size(need)} of weights, more than"
+            f" half of the {size(free)} that are free here: simulate more ranks or fewer tables."
         )
 
 
-def _seconds(operation: str, sent: int, received: int, world: int, latency: float, bandwidth: float) -> float:
+def _seconds(
+    operation: str, sent: int, received: int, world: int, latency: float, bandwidth: float
+) -> float:
     rounds = math.log2(world)
     if operation == "all_reduce":
         return 2 * rounds * latency + 2 * (world - 1) / world * sent / bandwidth
@@ -246,12 +289,18 @@ class _Tables:
     """Random weights of the shards of one rank."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, int]], tilings: Mapping[str, tuple[tuple[Rect, ...], ...]], rank: int
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        tilings: Mapping[str, tuple[tuple[Rect, ...], ...]],
+        rank: int,
     ) -> None:
         fill = torch.Generator().manual_seed(0)
         self._tables = {}
         for name, shape in shapes.items():
-            shards = [Shard(rect, torch.randn(rect.rows, rect.cols, generator=fill)) for rect in tilings[name][rank]]
+            shards = [
+                Shard(rect, torch.randn(rect.rows, rect.cols, generator=fill))
+                for rect in tilings[name][rank]
+            ]
             world = len(tilings[name])
             self._tables[name] = ShardedData(
                 name=name,
@@ -272,7 +321,8 @@ class _Tables:
 
 
 class _Others(dist.ProcessGroup):
-    """A process group of which this process is one rank. The other ranks agree to everything and send zeros.
+    """A process group of which this process is one rank. The other ranks agree to everything and
+    send zeros.
 
     torch's own fake process group fails in an all-to-all where a rank receives but sends nothing.
     """
@@ -289,7 +339,9 @@ class _Others(dist.ProcessGroup):
             output.copy_(inputs[0])
         return self._done("all_gather", inputs[0], inputs[0])
 
-    def alltoall_base(self, output: Tensor, sent: Tensor, received: Any, sending: Any, *options: Any) -> Any:
+    def alltoall_base(
+        self, output: Tensor, sent: Tensor, received: Any, sending: Any, *options: Any
+    ) -> Any:
         output.zero_()
         mine = torch.split(sent, list(sending))[self.rank()]
         torch.split(output, list(received))[self.rank()].copy_(mine)
@@ -304,7 +356,8 @@ class _Others(dist.ProcessGroup):
 
 @contextmanager
 def _world(rank: int, world: int) -> Iterator[list[tuple[str, int, int]]]:
-    """Make this process a rank of such a world. Yields the messages: operation, bytes sent, bytes received."""
+    """Make this process a rank of such a world. Yields the messages: operation, bytes sent, bytes
+    received."""
     messages: list[tuple[str, int, int]] = []
     if world == 1:
         yield messages

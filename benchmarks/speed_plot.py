@@ -1,6 +1,7 @@
 """The README's plot: a mask update and a training step against what one would use instead.
 
-``python -m benchmarks.speed_plot`` reads the newest results of ``make bench`` and writes ``docs/images/speed.png``.
+``python -m benchmarks.speed_plot`` reads the newest results of ``make bench`` and writes
+``docs/images/speed.png``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ OURS, GREY = "#009E73", "#999999"
 
 def newest(kind: str) -> list[dict[str, Any]]:
     """Return the cases of the newest committed result of that kind."""
-    cases: list[dict[str, Any]] = json.loads(max(RESULTS.glob(f"*-{kind}.json")).read_text())["cases"]
+    cases: list[dict[str, Any]] = json.loads(max(RESULTS.glob(f"*-{kind}.json")).read_text())[
+        "cases"
+    ]
     return cases
 
 
@@ -33,7 +36,9 @@ def bars(axes: Axes, title: str, times: dict[str, float]) -> None:
     """Draw horizontal bars of milliseconds, ours in color."""
     labels = list(times)[::-1]
     values = [1000 * times[label] for label in labels]
-    drawn = axes.barh(labels, values, color=[OURS if "dist_sparse" in label else GREY for label in labels])
+    drawn = axes.barh(
+        labels, values, color=[OURS if "dist_sparse" in label else GREY for label in labels]
+    )
     axes.bar_label(drawn, [f"{value:,.0f} ms" for value in values], padding=4)
     axes.tick_params(left=False)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
@@ -44,14 +49,26 @@ def bars(axes: Axes, title: str, times: dict[str, float]) -> None:
 
 def main(image: Path = IMAGES / "speed.png") -> None:
     """Write the image."""
-    alone = next(c for c in newest("mask-update") if c["block"] == "rows" and c["ranks"] == 1 and "ancestor_s" in c)
-    step = next(c for c in newest("enforce") if c["block"] == "rows" and "ancestor_s" in c and c["model"] == "tables")
+    alone = next(
+        c
+        for c in newest("mask-update")
+        if c["block"] == "rows" and c["ranks"] == 1 and "ancestor_s" in c
+    )
+    step = next(
+        c
+        for c in newest("enforce")
+        if c["block"] == "rows" and "ancestor_s" in c and c["model"] == "tables"
+    )
     with plt.rc_context(INK):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.9), dpi=110, layout="constrained")
         bars(
             left,
             "Mask update, one 1M x 64 table (log scale)",
-            {"torch.ao": alone["ancestor_s"], "dist_sparse": alone["growing_s"], "one norm pass": alone["norm_pass_s"]},
+            {
+                "torch.ao": alone["ancestor_s"],
+                "dist_sparse": alone["growing_s"],
+                "one norm pass": alone["norm_pass_s"],
+            },
         )
         left.set_xscale("log")
         left.set_xlim(1, 60_000)
@@ -60,7 +77,11 @@ def main(image: Path = IMAGES / "speed.png") -> None:
         bars(
             right,
             "Training step, 8 tables of 1M x 64",
-            {"table.mul_(mask)": step["whole_s"], "dist_sparse": step["ours_s"], "no sparsity": step["plain_s"]},
+            {
+                "table.mul_(mask)": step["whole_s"],
+                "dist_sparse": step["ours_s"],
+                "no sparsity": step["plain_s"],
+            },
         )
         figure.savefig(image)
         plt.close(figure)

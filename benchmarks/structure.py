@@ -1,4 +1,5 @@
-"""Figures of the code's structure: private reads, import circles, lines, and the modules that a mask update crosses.
+"""Figures of the code's structure: private reads, import circles, lines, and the modules that a
+mask update crosses.
 
 ``python -m benchmarks.structure`` prints them; tests/test_house.py holds them.
 """
@@ -14,11 +15,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Crossed", "circles", "crossed", "main", "module_of", "private_reads", "sources", "updating", "walks"]
+__all__ = [
+    "Crossed",
+    "circles",
+    "crossed",
+    "main",
+    "module_of",
+    "private_reads",
+    "sources",
+    "updating",
+    "walks",
+]
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dist_sparse"
-READERS = ("getattr", "hasattr", "setattr", "delattr", "object")  # the last one is mock.patch.object
+READERS = (
+    "getattr",
+    "hasattr",
+    "setattr",
+    "delattr",
+    "object",
+)  # the last one is mock.patch.object
 OF_TORCH = {"_container"}
 """Of torch.ao's data sparsifiers too, by which theirs and ours are compared."""
 
@@ -34,7 +51,9 @@ def module_of(file: Path, root: Path = ROOT) -> str:
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")  # _repr_html_ is a protocol
+    return (
+        name.startswith("_") and not name.startswith("__") and not name.endswith("_")
+    )  # _repr_html_ is a protocol
 
 
 def private_names(tree: ast.AST) -> set[str]:
@@ -43,13 +62,19 @@ def private_names(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for inner in ast.walk(node):
-                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and owner_of(inner) == "self":
+                if (
+                    isinstance(inner, ast.Attribute)
+                    and isinstance(inner.ctx, ast.Store)
+                    and owner_of(inner) == "self"
+                ):
                     found.add(inner.attr)
             for statement in node.body:
                 if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
                     found.add(statement.name)
                 targets = (
-                    statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+                    statement.targets
+                    if isinstance(statement, ast.Assign)
+                    else [getattr(statement, "target", None)]
                 )
                 found |= {target.id for target in targets if isinstance(target, ast.Name)}
     return {name for name in found if is_private(name)}
@@ -59,19 +84,24 @@ def owner_of(node: ast.Attribute) -> str:
     """``self`` in ``self._x``; ``super`` in ``super()._x``; empty for an expression."""
     value = node.value
     if isinstance(value, ast.Call):
-        value = value.func if isinstance(value.func, ast.Name) and value.func.id == "super" else value
+        value = (
+            value.func if isinstance(value.func, ast.Name) and value.func.id == "super" else value
+        )
     return value.id if isinstance(value, ast.Name) else ""
 
 
 def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
-    """File -> ``line: name`` of each private name in it that a class or a module of dist_sparse defines elsewhere.
+    """File -> ``line: name`` of each private name in it that a class or a module of dist_sparse
+    defines elsewhere.
 
-    A name counts by attribute access (but on ``self``, ``cls`` and ``super()``), by import, and as text in a call of
-    ``getattr``, ``setattr`` or the like.
+    A name counts by attribute access (but on ``self``, ``cls`` and ``super()``), by import, and as
+    text in a call of ``getattr``, ``setattr`` or the like.
     """
     trees = {file: ast.parse(file.read_text()) for file in {*sources(PACKAGE, root=root), *files}}
     defined = {file: private_names(tree) for file, tree in trees.items()}
-    known = set().union(*(names for file, names in defined.items() if PACKAGE in file.relative_to(root).parts[:1]))
+    known = set().union(
+        *(names for file, names in defined.items() if PACKAGE in file.relative_to(root).parts[:1])
+    )
     known -= OF_TORCH
     found: dict[str, list[str]] = defaultdict(list)
     for file in files:
@@ -87,9 +117,13 @@ def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
             names: list[str] = []
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 owner = owner_of(node)
-                if owner in modules or (node.attr in foreign and owner not in ("self", "cls", "super")):
+                if owner in modules or (
+                    node.attr in foreign and owner not in ("self", "cls", "super")
+                ):
                     names = [node.attr]
-            elif isinstance(node, ast.ImportFrom) and (str(node.module).split(".")[0] == PACKAGE or node.level):
+            elif isinstance(node, ast.ImportFrom) and (
+                str(node.module).split(".")[0] == PACKAGE or node.level
+            ):
                 names = [alias.name for alias in node.names if is_private(alias.name)]
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
                 "getattr",
@@ -103,7 +137,8 @@ def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def imports_of(file: Path, modules: set[str], root: Path = ROOT) -> set[str]:
-    """The modules out of ``modules`` that a file imports, wherever in it; those under ``TYPE_CHECKING`` too."""
+    """The modules out of ``modules`` that a file imports, wherever in it; those under
+    ``TYPE_CHECKING`` too."""
     found: set[str] = set()
     here = module_of(file, root)
     package = here if file.name == "__init__.py" else here.rpartition(".")[0]
@@ -111,9 +146,14 @@ def imports_of(file: Path, modules: set[str], root: Path = ROOT) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             name = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {each if (each := f"{name}.{alias.name}") in modules else name for alias in node.names}
+            found |= {
+                each if (each := f"{name}.{alias.name}") in modules else name
+                for alias in node.names
+            }
     return (found & modules) - {here}
 
 
@@ -132,12 +172,17 @@ def circles(files: list[Path], root: Path = ROOT) -> list[list[str]]:
         return seen
 
     below = {name: reached(name) for name in graph}
-    groups = {frozenset(n for n in below[name] if name in below[n]) for name in graph if name in below[name]}
+    groups = {
+        frozenset(n for n in below[name] if name in below[n])
+        for name in graph
+        if name in below[name]
+    }
     return sorted(sorted(group) for group in groups)
 
 
 class Crossed:
-    """What a call ran through: :attr:`modules` of dist_sparse by name, :attr:`calls` by function."""
+    """What a call ran through: :attr:`modules` of dist_sparse by name, :attr:`calls` by
+    function."""
 
     def __init__(self) -> None:
         self.calls: dict[tuple[str, str], int] = defaultdict(int)
@@ -172,7 +217,9 @@ def updating() -> tuple[Any, Any]:
     from dist_sparse import ROW, DataNormSparsifier
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.EmbeddingBag(40, 8), torch.nn.Sequential(torch.nn.Embedding(20, 8)))
+    model = torch.nn.Sequential(
+        torch.nn.EmbeddingBag(40, 8), torch.nn.Sequential(torch.nn.Embedding(20, 8))
+    )
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW), norm="L2")
     sparsifier.add_model(model)
     sparsifier.step()
@@ -211,7 +258,9 @@ def main() -> None:
     reads = private_reads(sources(PACKAGE, "tests", "examples", "benchmarks", "launch"))
     total, longest = sum(lines.values()), max(lines.values())
     print(f"modules                        {len(lines)}, {total} lines, the longest has {longest}")
-    print(f"modules crossed by an update   {len(seen.modules)} in {sum(seen.calls.values())} calls:")
+    print(
+        f"modules crossed by an update   {len(seen.modules)} in {sum(seen.calls.values())} calls:"
+    )
     print(f"                               {', '.join(sorted(seen.modules))}")
     print(f"model walks of an update       {walks(model, sparsifier.step)}")
     print(f"private reads                  {sum(map(len, reads.values()))} in {len(reads)} files")

@@ -1,8 +1,8 @@
 """The cells of a sweep and their rows in the CSV.
 
-A cell is one model: the dense one, a copy of it that was sparsified afterwards (``post``), or one that was sparsified
-during training (``training``). Its result is a row of the CSV, written when the cell is done, so that an interrupted
-sweep resumes.
+A cell is one model: the dense one, a copy of it that was sparsified afterwards (``post``), or one
+that was sparsified during training (``training``). Its result is a row of the CSV, written when the
+cell is done, so that an interrupted sweep resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "LEVELS", "TRAINING_LEVELS", "Cell", "Row", "append", "as_row", "cells", "left_to_do", "read"]
+__all__ = [
+    "COLUMNS",
+    "LEVELS",
+    "TRAINING_LEVELS",
+    "Cell",
+    "Row",
+    "append",
+    "as_row",
+    "cells",
+    "left_to_do",
+    "read",
+]
 
 LEVELS = [*(i / 10 for i in range(10)), *(i / 100 for i in range(91, 100)), 1.0]
 """torch.ao's: 0.0 to 0.9 by 0.1, 0.91 to 0.99 by 0.01, 1.0."""
@@ -45,7 +56,8 @@ COLUMNS = (
     *("step_ms", "forward_ms", "train_ms_per_step"),
     *_RUN,
 )
-"""Of the CSV. Bytes are of the whole model, or of all tables and masks; times are of the slowest rank."""
+"""Of the CSV. Bytes are of the whole model, or of all tables and masks; times are of the slowest
+rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +66,8 @@ class Cell:
 
     Args:
         mode: ``dense``, ``post`` or ``training``.
-        block: ``rows x columns`` of a sparse block, such as ``1x4`` or ``1xROW``; empty for the dense model.
+        block: ``rows x columns`` of a sparse block, such as ``1x4`` or ``1xROW``; empty for the
+            dense model.
         norm: ``L1`` or ``L2``; empty for the dense model.
         level: the fraction of blocks that is removed, in [0, 1].
         tables: the one table that is sparsified; empty for all large ones.
@@ -93,19 +106,31 @@ def cells(
     """
     found = [Cell(mode="dense", seed=seed) for seed in seeds]
     for block in blocks:
-        # L1 and L2 rank single elements alike, so with 1 x 1 blocks one of them does, as in torch.ao's sweep.
+        # L1 and L2 rank single elements alike, so with 1 x 1 blocks one of them does, as in
+        # torch.ao's sweep.
         for norm in norms[:1] if block == "1x1" else norms:
-            found += [Cell(mode="post", block=block, norm=norm, level=level, seed=seeds[0]) for level in levels]
+            found += [
+                Cell(mode="post", block=block, norm=norm, level=level, seed=seeds[0])
+                for level in levels
+            ]
     for seed, block in product(seeds, training_blocks):
         found += [
-            Cell(mode="training", block=block, norm=TRAINING_NORM, level=level, tables=tables, seed=seed)
+            Cell(
+                mode="training",
+                block=block,
+                norm=TRAINING_NORM,
+                level=level,
+                tables=tables,
+                seed=seed,
+            )
             for tables, level in training_levels
         ]
     return list(dict.fromkeys(found))
 
 
 def append(file: Path, row: Mapping[str, Any]) -> None:
-    """Adds a row to the CSV, which begins with a heading; no reader sees half a row, even if it is killed."""
+    """Adds a row to the CSV, which begins with a heading; no reader sees half a row, even if it is
+    killed."""
     lines = io.StringIO(file.read_text() if file.exists() else "", newline="")
     writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
     if not lines.getvalue():
@@ -128,7 +153,9 @@ def read(file: Path) -> list[Row]:
     with file.open(newline="") as stream:
         lines = csv.DictReader(stream)
         if lines.fieldnames is not None and tuple(lines.fieldnames) != COLUMNS:
-            raise ValueError(f"Invalid {file}: its columns are {lines.fieldnames}, must be {list(COLUMNS)}.")
+            raise ValueError(
+                f"Invalid {file}: its columns are {lines.fieldnames}, must be {list(COLUMNS)}."
+            )
         return [{name: _value(name, text) for name, text in line.items()} for line in lines]
 
 
@@ -147,19 +174,27 @@ def left_to_do(file: Path, wanted: Iterable[Cell], run: Mapping[str, Any]) -> li
     for row in read(file):
         other = {name: (row[name], value) for name, value in run.items() if row[name] != value}
         if other:
-            said = ", ".join(f"{name} {was} (asked for: {value})" for name, (was, value) in other.items())
-            raise ValueError(f"{file} can't be gone on with: it is of a run with {said}. Start without --resume.")
+            said = ", ".join(
+                f"{name} {was} (asked for: {value})" for name, (was, value) in other.items()
+            )
+            raise ValueError(
+                f"{file} can't be gone on with: it is of a run with {said}. Start without --resume."
+            )
         done.append(_cell(row))
     return [cell for cell in wanted if cell not in done]
 
 
 def as_row(cell: Cell) -> Row:
     """The columns that name the cell."""
-    return {"sparsity_level" if name == "level" else name: value for name, value in asdict(cell).items()}
+    return {
+        "sparsity_level" if name == "level" else name: value for name, value in asdict(cell).items()
+    }
 
 
 def _cell(row: Row) -> Cell:
-    return Cell(**{f.name: row["sparsity_level" if f.name == "level" else f.name] for f in fields(Cell)})
+    return Cell(
+        **{f.name: row["sparsity_level" if f.name == "level" else f.name] for f in fields(Cell)}
+    )
 
 
 def _value(name: str, text: str) -> Any:

@@ -1,6 +1,7 @@
 """Some cells of the sweep, under torchrun.
 
-Rank 0 adds a row to the CSV for each cell that is done, and prints how many there were as one line of JSON.
+Rank 0 adds a row to the CSV for each cell that is done, and prints how many there were as one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from benchmarks.sweep_cells import Cell, Row, append, as_row
-from benchmarks.sweep_model import check_zeros, forward_ms, live_tables, most, quality, saved, sizes, slowest_ms
+from benchmarks.sweep_model import (
+    check_zeros,
+    forward_ms,
+    live_tables,
+    most,
+    quality,
+    saved,
+    sizes,
+    slowest_ms,
+)
 from dist_sparse import DataNormSparsifier
 from dlrm import movielens
 from dlrm.batches import Batch, Dataset, batches, steps_per_pass
@@ -30,7 +40,8 @@ from dlrm.model import ShardedModel, build, sharding_of
 from dlrm.train import Settings, Sparsification, Sparsity, epochs, large_tables, train_steps
 
 EVERY = 20
-"""Steps between two moves of the masks while training, the main job's default; fewer where the run is short."""
+"""Steps between two moves of the masks while training, the main job's default; fewer where the run
+is short."""
 
 
 class Timed(Sparsification):
@@ -63,25 +74,33 @@ class Job:
             rank=dist.get_rank(),
             world=dist.get_world_size(),
         )
-        self.steps = self.settings.epochs * steps_per_pass(len(self.dataset.train), self.settings.batch_size)
+        self.steps = self.settings.epochs * steps_per_pass(
+            len(self.dataset.train), self.settings.batch_size
+        )
         self.test = self._batch(run["test_examples"])
         self.large = self._batch(run["forward_examples"])
         self.dense_zipped_bytes = case["dense_zipped_bytes"]
 
     def train(self, sparsity: Sparsity | None = None) -> tuple[ShardedModel, Timed | None, float]:
-        """A model of the main job's, trained as there; its sparsification, which is still attached, and milliseconds
-        of a training step."""
+        """A model of the main job's, trained as there; its sparsification, which is still attached,
+        and milliseconds of a training step."""
         settings = self.settings
-        sharded = build(self.dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world)
+        sharded = build(
+            self.dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world
+        )
         timed = None if sparsity is None else Timed(sharded, sparsity, self.steps)
         pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
         sharded.model.train()
-        ms = train_steps("", pipeline, epochs(self.dataset, settings), self.steps, settings.rank, timed)
+        ms = train_steps(
+            "", pipeline, epochs(self.dataset, settings), self.steps, settings.rank, timed
+        )
         pipeline.detach()  # so that the model takes batches again
         sharded.model.eval()
         return sharded, timed, most(ms)
 
-    def measure(self, cell: Cell, sharded: ShardedModel, sparsifier: DataNormSparsifier | None, **more: Any) -> Row:
+    def measure(
+        self, cell: Cell, sharded: ShardedModel, sparsifier: DataNormSparsifier | None, **more: Any
+    ) -> Row:
         """The row of a cell; what is removed must be 0."""
         whole = saved(sharded)
         masks, kept = 0, sharded.table_bytes
@@ -110,11 +129,20 @@ class Job:
     def _batch(self, examples: int) -> Batch:
         """This rank's part of the first test examples."""
         here = self.settings
-        return next(batches(self.dataset, self.dataset.test, batch_size=examples, rank=here.rank, world=here.world))
+        return next(
+            batches(
+                self.dataset,
+                self.dataset.test,
+                batch_size=examples,
+                rank=here.rank,
+                world=here.world,
+            )
+        )
 
 
 def dense_and_post(job: Job, cells: list[Cell]) -> Iterator[Row]:
-    """Train the dense model once; each cell sparsifies a fresh copy of its tables, without more training.
+    """Train the dense model once; each cell sparsifies a fresh copy of its tables, without more
+    training.
 
     Raises:
         RuntimeError: the dense model is another than that of the CSV.
@@ -126,13 +154,19 @@ def dense_and_post(job: Job, cells: list[Cell]) -> Iterator[Row]:
         yield row
     known = job.case["dense_auc"]
     if known is not None and known != row["auc"]:
-        raise RuntimeError(f"The dense model came out at AUC {row['auc']}, the one of the CSV at {known}.")
+        raise RuntimeError(
+            f"The dense model came out at AUC {row['auc']}, the one of the CSV at {known}."
+        )
     trained = [weight.clone() for weight in live_tables(sharded)]
     for cell in (cell for cell in cells if cell.mode == "post"):
-        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=cell.shape, norm=cell.norm)
+        sparsifier = DataNormSparsifier(
+            sparsity_level=0.0, sparse_block_shape=cell.shape, norm=cell.norm
+        )
         sparsifier.add_model(sharded.model, include=large_tables(sharded))
 
-        def dense_again(sparsifier: DataNormSparsifier = sparsifier, level: float = cell.level) -> None:
+        def dense_again(
+            sparsifier: DataNormSparsifier = sparsifier, level: float = cell.level
+        ) -> None:
             for group in sparsifier.data_groups.values():
                 group["sparsity_level"] = 0.0
             sparsifier.step()
@@ -155,15 +189,22 @@ def training(job: Job, cells: list[Cell]) -> Iterator[Row]:
         sharded, timed, train_ms = job.train(sparsity)
         assert timed is not None
         timed.enforcer.detach()  # settles: what is removed is 0 in memory from here on
-        later = timed.due_seconds[len(timed.due_seconds) // 2 :]  # the first ones have next to nothing to remove
+        later = timed.due_seconds[
+            len(timed.due_seconds) // 2 :
+        ]  # the first ones have next to nothing to remove
         step_ms = 1e3 * most(min(later))
         yield job.measure(
-            cell, sharded, timed.sparsifier, step_ms=round(step_ms, 3), train_ms_per_step=round(train_ms, 3)
+            cell,
+            sharded,
+            timed.sparsifier,
+            step_ms=round(step_ms, 3),
+            train_ms_per_step=round(train_ms, 3),
         )
 
 
 def main(case: dict[str, Any]) -> dict[str, Any]:
-    """Measures the cells of the case, which are of one job: ``dense`` and ``post``, or ``training``."""
+    """Measures the cells of the case, which are of one job: ``dense`` and ``post``, or
+    ``training``."""
     started = time.perf_counter()
     job, cells = Job(case), [Cell(**cell) for cell in case["cells"]]
     done = 0

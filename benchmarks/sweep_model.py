@@ -22,14 +22,25 @@ from dist_sparse import DataNormSparsifier
 from dlrm.batches import Batch
 from dlrm.model import ShardedModel
 
-__all__ = ["check_zeros", "forward_ms", "live_tables", "most", "quality", "saved", "sizes", "slowest_ms"]
+__all__ = [
+    "check_zeros",
+    "forward_ms",
+    "live_tables",
+    "most",
+    "quality",
+    "saved",
+    "sizes",
+    "slowest_ms",
+]
 
 _ETA = 1e-12
 
 
-def slowest_ms(call: Callable[[], Any], repeats: int, before: Callable[[], Any] | None = None) -> float:
-    """The shortest of several calls that start together, in milliseconds, on the slowest rank; one more goes ahead to
-    warm up."""
+def slowest_ms(
+    call: Callable[[], Any], repeats: int, before: Callable[[], Any] | None = None
+) -> float:
+    """The shortest of several calls that start together, in milliseconds, on the slowest rank; one
+    more goes ahead to warm up."""
 
     def start() -> None:
         if before is not None:
@@ -59,9 +70,11 @@ def forward_ms(sharded: ShardedModel, batch: Batch, repeats: int) -> float:
 
 
 def quality(sharded: ShardedModel, batch: Batch) -> dict[str, float]:
-    """How the model does on the examples of the batches of all ranks; a prediction over 0.5 counts as positive.
+    """How the model does on the examples of the batches of all ranks; a prediction over 0.5 counts
+    as positive.
 
-    ``precision``, ``recall`` and ``f1`` are 0 where they are 0 / 0, ``log_loss_nats`` is the mean cross entropy.
+    ``precision``, ``recall`` and ``f1`` are 0 where they are 0 / 0, ``log_loss_nats`` is the mean
+    cross entropy.
     """
     with torch.no_grad():
         _, (_, logits, labels) = sharded.model(batch)
@@ -72,7 +85,11 @@ def quality(sharded: ShardedModel, batch: Batch) -> dict[str, float]:
     predictions, weights = torch.sigmoid(logits), torch.ones_like(labels)
     state = get_ne_states(labels, predictions, weights, _ETA)
     ne = compute_ne(
-        state["cross_entropy_sum"], state["weighted_num_samples"], state["pos_labels"], state["neg_labels"], _ETA
+        state["cross_entropy_sum"],
+        state["weighted_num_samples"],
+        state["pos_labels"],
+        state["neg_labels"],
+        _ETA,
     )
     said, true = predictions > 0.5, labels > 0.5
     hits = float((said & true).sum())
@@ -83,7 +100,9 @@ def quality(sharded: ShardedModel, batch: Batch) -> dict[str, float]:
         "precision": hits / max(1.0, float(said.sum())),
         "recall": hits / max(1.0, float(true.sum())),
         "f1": 2 * hits / max(1.0, float(said.sum() + true.sum())),
-        "log_loss_nats": float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)),
+        "log_loss_nats": float(
+            torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        ),
     }
 
 
@@ -98,13 +117,16 @@ def live_tables(sharded: ShardedModel) -> list[Tensor]:
 
 
 def saved(sharded: ShardedModel) -> dict[str, Tensor]:
-    """The whole model's weights on rank 0, each tensor in one piece; elsewhere what of it is not sharded."""
+    """The whole model's weights on rank 0, each tensor in one piece; elsewhere what of it is not
+    sharded."""
     state = sharded.model.state_dict()
     whole = {fqn: weight for fqn, weight in state.items() if not isinstance(weight, ShardedTensor)}
     for fqn, weight in state.items():
         if isinstance(weight, ShardedTensor):
             here = [(shard.metadata.shard_offsets, shard.tensor) for shard in weight.local_shards()]
-            parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            parts: list[Any] | None = (
+                [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            )
             dist.gather_object(here, parts)
             if parts is not None:
                 full = torch.full(tuple(weight.size()), torch.nan)
@@ -115,7 +137,8 @@ def saved(sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 def sizes(whole: dict[str, Tensor]) -> dict[str, int]:
-    """Bytes of a model that is saved by ``torch.save``, and of that file in a zip archive (deflate). Local."""
+    """Bytes of a model that is saved by ``torch.save``, and of that file in a zip archive
+    (deflate). Local."""
     file, archive = io.BytesIO(), io.BytesIO()
     torch.save(whole, file)
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as stream:
@@ -124,14 +147,20 @@ def sizes(whole: dict[str, Tensor]) -> dict[str, int]:
 
 
 def check_zeros(sparsifier: DataNormSparsifier, whole: dict[str, Tensor], level: float) -> None:
-    """What is saved on rank 0 must be 0 where the masks of all ranks remove it, and these must be at the level.
+    """What is saved on rank 0 must be 0 where the masks of all ranks remove it, and these must be
+    at the level.
 
     Raises:
-        AssertionError: a table has a removed weight that is not 0, or the wrong number of removed blocks.
+        AssertionError: a table has a removed weight that is not 0, or the wrong number of removed
+            blocks.
     """
-    tables = {fqn.split(".")[-2]: weight for fqn, weight in whole.items() if ".embedding_bags." in fqn}
+    tables = {
+        fqn.split(".")[-2]: weight for fqn, weight in whole.items() if ".embedding_bags." in fqn
+    }
     for stats in sparsifier.table_stats():
-        assert stats.removed_blocks == round(level * stats.blocks), f"{stats} is not at level {level}"
+        assert stats.removed_blocks == round(level * stats.blocks), (
+            f"{stats} is not at level {level}"
+        )
         removed = sparsifier.full_mask(stats.name) == 0
         if dist.get_rank() == 0:
             alive = int(tables[stats.name][removed].count_nonzero())

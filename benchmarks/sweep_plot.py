@@ -1,9 +1,9 @@
 """The plot of a sweep: AUC, NE, size and time against the level.
 
-The x axis is logarithmic in the fraction kept, because little happens below 80%; level 1 is drawn apart at its end.
-Colors stand for blocks (Okabe and Ito's palette, safe for the color-blind), dotted lines with dots for models that were
-sparsified during training, thin lines for the other norm. Transparent background and grey ink
-suit light and dark pages.
+The x axis is logarithmic in the fraction kept, because little happens below 80%; level 1 is drawn
+apart at its end. Colors stand for blocks (Okabe and Ito's palette, safe for the color-blind),
+dotted lines with dots for models that were sparsified during training, thin lines for the other
+norm. Transparent background and grey ink suit light and dark pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ INK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "savefig.transparent": True,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY),
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY
+    ),
 }
 """Matplotlib settings of plots that are shown on light and dark pages."""
 _DASHES, _DOTS = (0, (4, 3)), (0, (1, 1.5))
@@ -76,16 +78,37 @@ def _sizes(axes: Axes, rows: Sequence[Row], dense: Row) -> None:
         style = _style(rows, curve)
         if curve[0] == "post" and style["lw"] > 1:
             axes.plot(*_series(rows, cells, lambda cell: cell["zipped_bytes"] / 1e6), **style)
-            both = _series(rows, cells, lambda cell: (cell["zipped_bytes"] + cell["mask_bytes"]) / 1e6)
+            both = _series(
+                rows, cells, lambda cell: (cell["zipped_bytes"] + cell["mask_bytes"]) / 1e6
+            )
             axes.plot(*both, **{**style, "lw": 1.2, "ls": _DOTS})
-    _dense(axes, rows, dense["zipped_bytes"] / 1e6, f"dense: {dense['zipped_bytes'] / 1e6:.2f} MB", above=False)
+    _dense(
+        axes,
+        rows,
+        dense["zipped_bytes"] / 1e6,
+        f"dense: {dense['zipped_bytes'] / 1e6:.2f} MB",
+        above=False,
+    )
     # All above their lines except the lowest: the dotted lines run above the others.
-    _names(axes, rows, lambda cell: (cell["zipped_bytes"] + cell["mask_bytes"]) / 1e6, level=0.98, better_is_up=True)
+    _names(
+        axes,
+        rows,
+        lambda cell: (cell["zipped_bytes"] + cell["mask_bytes"]) / 1e6,
+        level=0.98,
+        better_is_up=True,
+    )
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(FixedLocator([0.01 * a * 10**b for b in range(8) for a in (1, 2, 5)]))
+    axes.yaxis.set_major_locator(
+        FixedLocator([0.01 * a * 10**b for b in range(8) for a in (1, 2, 5)])
+    )
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_title("Saved model, zipped, MB (dotted: with packed masks)", loc="left", fontsize=12, fontweight="bold")
+    axes.set_title(
+        "Saved model, zipped, MB (dotted: with packed masks)",
+        loc="left",
+        fontsize=12,
+        fontweight="bold",
+    )
 
 
 def _times(axes: Axes, rows: Sequence[Row], dense: Row) -> None:
@@ -99,7 +122,10 @@ def _times(axes: Axes, rows: Sequence[Row], dense: Row) -> None:
     axes.axhline(dense["forward_ms"], color=_GREY, lw=1.1, ls=_DASHES, zorder=0)
     _names(axes, rows, lambda cell: cell["step_ms"], level=0.98, better_is_up=True)
     axes.set_ylim(bottom=0)
-    title = f"Milliseconds, {dense['ranks']} ranks: step(); grey: forward of {dense['forward_examples']:,}"
+    title = (
+        f"Milliseconds, {dense['ranks']} ranks: step(); grey: forward of"
+        f" {dense['forward_examples']:,}"
+    )
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
 
 
@@ -124,9 +150,17 @@ def _names(
     level: float,
     better_is_up: bool,
 ) -> None:
-    """Label each block next to its line: on the better side, except for the worst line, which has room beyond it."""
-    main = {curve[1]: cells for curve, cells in curves(rows).items() if curve[0] == "post" and _bold(rows, curve)}
-    at = {block: min(cells, key=lambda cell: abs(cell["sparsity_level"] - level)) for block, cells in main.items()}
+    """Label each block next to its line: on the better side, except for the worst line, which has
+    room beyond it."""
+    main = {
+        curve[1]: cells
+        for curve, cells in curves(rows).items()
+        if curve[0] == "post" and _bold(rows, curve)
+    }
+    at = {
+        block: min(cells, key=lambda cell: abs(cell["sparsity_level"] - level))
+        for block, cells in main.items()
+    }
     upward = sorted(at, key=lambda block: show(at[block]))
     for block, cell in at.items():
         up = better_is_up != (len(at) > 1 and block == upward[0 if better_is_up else -1])
@@ -147,7 +181,18 @@ def _legend(axes: Axes, rows: Sequence[Row]) -> None:
     if any(not _bold(rows, curve) for curve in curves(rows)):
         shown.append(Line2D([], [], color=_GREY, lw=0.9, label="with L1 instead of L2"))
     if any(mode == "training" for mode, _, _ in curves(rows)):
-        shown.append(Line2D([], [], color=_GREY, lw=1.3, ls=_DOTS, marker="o", ms=5, label="pruned during training"))
+        shown.append(
+            Line2D(
+                [],
+                [],
+                color=_GREY,
+                lw=1.3,
+                ls=_DOTS,
+                marker="o",
+                ms=5,
+                label="pruned during training",
+            )
+        )
     axes.legend(handles=shown, loc="lower left", frameon=False)
 
 
@@ -159,7 +204,14 @@ def _levels(axes: Axes, rows: Sequence[Row]) -> None:
     axes.grid(color=_GREY, lw=0.5, alpha=0.35)
     axes.set_axisbelow(True)
     gap = (_place(rows, 1.0) + _place(rows, max(_finite(rows)))) / 2
-    axes.annotate("//", (gap, 0), xycoords=("data", "axes fraction"), ha="center", va="center", fontweight="bold")
+    axes.annotate(
+        "//",
+        (gap, 0),
+        xycoords=("data", "axes fraction"),
+        ha="center",
+        va="center",
+        fontweight="bold",
+    )
 
 
 def _style(rows: Sequence[Row], curve: Curve) -> dict[str, Any]:
@@ -180,7 +232,9 @@ def _colour(rows: Sequence[Row], block: str) -> str:
     return _COLOURS[blocks.index(block) % len(_COLOURS)]
 
 
-def _series(rows: Sequence[Row], cells: Sequence[Row], show: Callable[[Row], float]) -> tuple[list[float], list[float]]:
+def _series(
+    rows: Sequence[Row], cells: Sequence[Row], show: Callable[[Row], float]
+) -> tuple[list[float], list[float]]:
     return [_place(rows, cell["sparsity_level"]) for cell in cells], [show(cell) for cell in cells]
 
 

@@ -1,4 +1,5 @@
-"""Sparsify the embedding tables of TorchRec models during training, the same on every sharding and number of ranks.
+"""Sparsify the embedding tables of TorchRec models during training, the same on every sharding and
+number of ranks.
 
 Start with these five:
 
@@ -20,14 +21,14 @@ Checkpoints:         Checkpoints (saved whole, verified, resumed on any number o
 
 More, by module:
 
-    dist_sparse.schedulers     CurveDataScheduler and its names for constant, linear, cosine and other curves
-    dist_sparse.extend         base classes for your own masks, scores and schedules
-    dist_sparse.optim          OptimScheduler (optimizer, accumulation, AMP, clipping, learning rate, sparsity)
-    dist_sparse.lightning      SparsifyCallback
+    dist_sparse.schedulers     CurveDataScheduler and its names for constant, linear, cosine and
+    other curves dist_sparse.extend         base classes for your own masks, scores and schedules
+    dist_sparse.optim          OptimScheduler (optimizer, accumulation, AMP, clipping, learning
+    rate, sparsity) dist_sparse.lightning      SparsifyCallback
     dist_sparse.compat         schedules of torch.ao and SpeeChain, under their original names
 
-Names are loaded when they are first used: ``import dist_sparse`` does not need torch, so that ``dist-sparse doctor``
-runs where torch is missing or broken. ``__init__.pyi`` has the types.
+Names are loaded when they are first used: ``import dist_sparse`` does not need torch, so that
+``dist-sparse doctor`` runs where torch is missing or broken. ``__init__.pyi`` has the types.
 """
 
 from importlib import import_module

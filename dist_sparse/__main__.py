@@ -1,4 +1,5 @@
-"""Runs `python -m dist_sparse` as the command `dist-sparse`, which imports nothing from the current folder."""
+"""Runs `python -m dist_sparse` as the command `dist-sparse`, which imports nothing from the current
+folder."""
 
 import sys
 

@@ -1,6 +1,8 @@
-"""Checks of arguments: integers, numbers, levels, choices, block shapes, names and globs, by one rule each.
+"""Checks of arguments: integers, numbers, levels, choices, block shapes, names and globs, by one
+rule each.
 
-NumPy scalars are accepted, bools are not numbers. Every error reads ``Invalid {name}={value!r}: must be ...``.
+NumPy scalars are accepted, bools are not numbers. Every error reads
+``Invalid {name}={value!r}: must be ...``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ __all__ = ["choice", "integer", "level", "name_list", "number", "parse_block"]
 
 
 def integer(
-    name: str, value: object, *, least: int | None = None, most: int | None = None, of: str | None = None
+    name: str,
+    value: object,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    of: str | None = None,
 ) -> int:
     """Return ``value`` as an int.
 
@@ -35,7 +42,12 @@ def integer(
 
 
 def number(
-    name: str, value: object, *, least: float | None = None, most: float | None = None, of: str | None = None
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    of: str | None = None,
 ) -> float:
     """Return ``value`` as an int if it is one, else as a float.
 
@@ -51,7 +63,9 @@ def number(
         found = int(value) if isinstance(value, numbers.Integral) else float(value)
         if (least is None or found >= least) and (most is None or found <= most):
             return found
-    raise ValueError(f"Invalid {name}={value!r}{_of(of)}: must be a finite number{_bounds(least, most)}.")
+    raise ValueError(
+        f"Invalid {name}={value!r}{_of(of)}: must be a finite number{_bounds(least, most)}."
+    )
 
 
 def level(name: str, value: object) -> float:
@@ -60,7 +74,12 @@ def level(name: str, value: object) -> float:
     Raises:
         ValueError: it is no number in [0, 1].
     """
-    if not isinstance(value, bool) and isinstance(value, numbers.Real) and _finite(value) and 0 <= float(value) <= 1:
+    if (
+        not isinstance(value, bool)
+        and isinstance(value, numbers.Real)
+        and _finite(value)
+        and 0 <= float(value) <= 1
+    ):
         return float(value)
     raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].")
 
@@ -75,7 +94,9 @@ def name_list(name: str, value: object) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         return (value,)
-    given = list(value) if isinstance(value, Collection) and not isinstance(value, Mapping) else None
+    given = (
+        list(value) if isinstance(value, Collection) and not isinstance(value, Mapping) else None
+    )
     if given is None or not all(isinstance(each, str) for each in given):
         raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
     return tuple(given)
@@ -103,8 +124,8 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
 
 
 def parse_block(text: str) -> tuple[int | str, int | str]:
-    """Return ``"1x4"``, ``"1,4"``, ``"row"``, ``"2xrow"``, ``"col"`` or ``"colx4"`` as a sparse block shape; case does
-    not matter.
+    """Return ``"1x4"``, ``"1,4"``, ``"row"``, ``"2xrow"``, ``"col"`` or ``"colx4"`` as a sparse
+    block shape; case does not matter.
 
     Raises:
         ValueError: it is no such shape.
@@ -119,9 +140,12 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
     match = re.fullmatch(r"([1-9]\d*|col) *[x,] *([1-9]\d*|row)", given, re.ASCII)
     if match is None or match.groups() == ("col", "row"):
         raise ValueError(
-            f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, row for whole rows, or col for whole columns."
+            f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, row for whole rows, or col"
+            " for whole columns."
         )
-    return "COL" if match[1] == "col" else int(match[1]), "ROW" if match[2] == "row" else int(match[2])
+    return "COL" if match[1] == "col" else int(match[1]), (
+        "ROW" if match[2] == "row" else int(match[2])
+    )
 
 
 def _finite(value: numbers.Real) -> bool:

@@ -1,6 +1,8 @@
-"""What ranks compare before they act: any value as JSON and as a digest, and messages about values that differ.
+"""What ranks compare before they act: any value as JSON and as a digest, and messages about values
+that differ.
 
-Saved states hold their values as JSON too, exactly. The length of a message does not grow with the number of ranks.
+Saved states hold their values as JSON too, exactly. The length of a message does not grow with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ def encode(value: Json) -> bytes:
 
 
 def _plain(value: object, depth: int = 0) -> Json:
-    """``value`` as JSON can hold it, whatever it is: an error here, on one rank, would leave the others waiting.
+    """``value`` as JSON can hold it, whatever it is: an error here, on one rank, would leave the
+    others waiting.
 
-    Numbers of NumPy become Python's; of what JSON does not have the type remains, which is as much as ranks can
-    compare.
+    Numbers of NumPy become Python's; of what JSON does not have the type remains, which is as much
+    as ranks can compare.
     """
     if isinstance(value, str):
         return str(value)
@@ -54,7 +57,11 @@ def _plain(value: object, depth: int = 0) -> Json:
         return value
     if isinstance(value, numbers.Integral):
         whole = int(value)
-        return whole if whole.bit_length() < 1024 else f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
+        return (
+            whole
+            if whole.bit_length() < 1024
+            else f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
+        )
     if isinstance(value, numbers.Real):
         try:
             return float(value)
@@ -75,20 +82,28 @@ def _key(key: object) -> str:
 
 def digest(value: Json) -> int:
     """Return 64 bits of a hash of any value, signed."""
-    return int.from_bytes(hashlib.blake2b(encode(value), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(encode(value), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def to_json(what: str, value: Json) -> str:
-    """Return ``value`` as JSON for a saved state: numbers, text, None, and mappings, lists and tuples of those.
+    """Return ``value`` as JSON for a saved state: numbers, text, None, and mappings, lists and
+    tuples of those.
 
     Raises:
         ValueError: it has something else; ``what`` is for the message.
     """
 
     def plain(other: Any) -> Json:
-        if getattr(other, "ndim", None) == 0 and hasattr(other, "item"):  # a number of NumPy, a tensor of no dimension
+        if getattr(other, "ndim", None) == 0 and hasattr(
+            other, "item"
+        ):  # a number of NumPy, a tensor of no dimension
             return other.item()
-        raise ValueError(f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such type.")
+        raise ValueError(
+            f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such"
+            " type."
+        )
 
     return json.dumps(value, default=plain)
 
@@ -104,7 +119,9 @@ def from_json(what: str, text: object) -> dict[str, Json]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"Invalid state: {what} must be a mapping as JSON, and are {cut(repr(text), 80)}.")
+        raise ValueError(
+            f"Invalid state: {what} must be a mapping as JSON, and are {cut(repr(text), 80)}."
+        )
     return value
 
 
@@ -137,14 +154,21 @@ def explain_actions(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]])
         if report["action"] != first:
             by_action.setdefault(report["action"], []).append(rank)
     faults = [
-        f"{ranks_text(at)} {'is' if len(at) == 1 else 'are'} at {action!r} while rank {ranks[0]} is at {first!r}"
+        f"{ranks_text(at)} {'is' if len(at) == 1 else 'are'} at {action!r} while rank {ranks[0]} is"
+        f" at {first!r}"
         for action, at in by_action.items()
     ]
-    return f"The ranks disagree at {first!r}, nothing was changed. " + "; ".join(faults[:MOST_SHOWN])
+    return f"The ranks disagree at {first!r}, nothing was changed. " + "; ".join(
+        faults[:MOST_SHOWN]
+    )
 
 
 def explain_facts(
-    ranks: Sequence[int], action: str, keys: Sequence[str], values: Sequence[Mapping[str, Json]], count: int
+    ranks: Sequence[int],
+    action: str,
+    keys: Sequence[str],
+    values: Sequence[Mapping[str, Json]],
+    count: int,
 ) -> str:
     """Return for each differing key the part of its value that differs, against the lowest rank's.
 
@@ -157,15 +181,20 @@ def explain_facts(
     faults: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in zip(ranks[1:], values[1:], strict=True):
         for key in keys:
-            path, ours_text, theirs_text = _difference(values[0].get(key, "nothing"), theirs.get(key, "nothing"))
+            path, ours_text, theirs_text = _difference(
+                values[0].get(key, "nothing"), theirs.get(key, "nothing")
+            )
             if ours_text != theirs_text:
                 faults.setdefault((f"{key}{path}", theirs_text, ours_text), []).append(rank)
     shown = [
-        f"{key} is {text} on {ranks_text(at)} and {ours} on rank {ranks[0]}" for (key, text, ours), at in faults.items()
+        f"{key} is {text} on {ranks_text(at)} and {ours} on rank {ranks[0]}"
+        for (key, text, ours), at in faults.items()
     ]
     hidden = max(len(shown) - 2 * MOST_SHOWN, count - len(keys))
     rest = ["..."] if hidden > 0 else []
-    return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(shown[: 2 * MOST_SHOWN] + rest)
+    return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(
+        shown[: 2 * MOST_SHOWN] + rest
+    )
 
 
 def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
@@ -173,10 +202,16 @@ def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
     path = ""
     while True:
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            keys = [key for key in sorted({*ours, *theirs}) if _differ(ours.get(key), theirs.get(key))]
+            keys = [
+                key for key in sorted({*ours, *theirs}) if _differ(ours.get(key), theirs.get(key))
+            ]
             if not keys:
                 break
-            path, ours, theirs = f"{path}: {keys[0]}", ours.get(keys[0], "nothing"), theirs.get(keys[0], "nothing")
+            path, ours, theirs = (
+                f"{path}: {keys[0]}",
+                ours.get(keys[0], "nothing"),
+                theirs.get(keys[0], "nothing"),
+            )
         elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
             at = [i for i, pair in enumerate(zip(ours, theirs, strict=True)) if _differ(*pair)]
             if not at or max(len(str(ours)), len(str(theirs))) <= _LONGEST_VALUE // 2:
@@ -185,9 +220,13 @@ def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
         else:
             break
     mine, other = str(ours), str(theirs)
-    same = next((i for i, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]), 0)
+    same = next(
+        (i for i, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]), 0
+    )
     start = max(0, same - 20) if max(len(mine), len(other)) > _LONGEST_VALUE else 0
-    mine, other = (("..." if start else "") + cut(text[start:], _LONGEST_VALUE) for text in (mine, other))
+    mine, other = (
+        ("..." if start else "") + cut(text[start:], _LONGEST_VALUE) for text in (mine, other)
+    )
     return path, mine, other
 
 
@@ -203,7 +242,10 @@ def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-3, 7``, cut after a few."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     if len(texts) > 8:
         texts = [*texts[:8], f"... ({len(ranks)} in all)"]

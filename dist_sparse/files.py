@@ -32,7 +32,8 @@ def sealed(entries: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
-    """Return what was passed to :func:`sealed`, in which ``format`` and ``version`` are the given ones.
+    """Return what was passed to :func:`sealed`, in which ``format`` and ``version`` are the given
+    ones.
 
     Raises:
         ValueError: the text is not exactly that.
@@ -47,7 +48,9 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
     if not isinstance(entries, dict) or entries.get("format") != form:
         raise ValueError(f"it does not say that its format is {form!r}")
     if entries.get("version") != version:
-        raise ValueError(f"version {entries.get('version')!r} is not {version}, the one that this release reads")
+        raise ValueError(
+            f"version {entries.get('version')!r} is not {version}, the one that this release reads"
+        )
     return entries
 
 

@@ -1,8 +1,10 @@
-"""All communication of the library: groups of ranks, their collectives, and agreement before anything changes.
+"""All communication of the library: groups of ranks, their collectives, and agreement before
+anything changes.
 
-A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout. Without a process group it
-is a world of one that runs the same code and sends nothing. Objects cross ranks as JSON bytes in tensors, never as
-pickles. Every collective is counted by :func:`traffic`, for each thread.
+A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout.
+Without a process group it is a world of one that runs the same code and sends nothing. Objects
+cross ranks as JSON bytes in tensors, never as pickles. Every collective is counted by
+:func:`traffic`, for each thread.
 """
 
 from __future__ import annotations
@@ -55,15 +57,16 @@ Json = Any
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of collectives, and of bytes that this rank put into them, since the last :func:`reset_traffic`."""
+    """Number of collectives, and of bytes that this rank put into them, since the last
+    :func:`reset_traffic`."""
 
     collectives: int
     bytes: int
 
 
 class Replica(NamedTuple):
-    """This rank's copy of something that several ranks hold: its hash, whether this rank is the first holder, how many
-    there are."""
+    """This rank's copy of something that several ranks hold: its hash, whether this rank is the
+    first holder, how many there are."""
 
     hash: int
     first: bool
@@ -93,14 +96,17 @@ class Disagreement(Refused):
 
 
 class Facts(dict[str, Json]):
-    """Values that must be equal on all ranks of one group, by a key for messages. See :func:`agreeing`.
+    """Values that must be equal on all ranks of one group, by a key for messages. See
+    :func:`agreeing`.
 
     Attributes:
-        replicas: hashes of what this rank holds in common with others, by a name that its holders share.
-        drifted: for each replica that differs from its first holder's the global ranks where it does; filled on exit.
+        replicas: hashes of what this rank holds in common with others, by a name that its holders
+            share.
+        drifted: for each replica that differs from its first holder's the global ranks where it
+            does; filled on exit.
         differing: the keys that differ between the ranks of this group; filled on exit.
-        on_drift: called on every rank of the group with what has drifted, if anything has. What it raises is raised on
-            every rank of the other groups too.
+        on_drift: called on every rank of the group with what has drifted, if anything has. What it
+            raises is raised on every rank of the other groups too.
     """
 
     def __init__(self) -> None:
@@ -114,8 +120,8 @@ class Facts(dict[str, Json]):
 class Rider:
     """Values that travel with somebody else's all-reduce, without a message of their own.
 
-    Pass it to the calls that may carry it: the first int64 :meth:`Group.all_reduce` does. Every rank must pass one of
-    the same shape.
+    Pass it to the calls that may carry it: the first int64 :meth:`Group.all_reduce` does. Every
+    rank must pass one of the same shape.
 
     Attributes:
         values: int64, of any shape.
@@ -128,7 +134,8 @@ class Rider:
 
 
 class _Sent(threading.local):
-    """Counted for each thread, so that what save_async() sends in its own belongs to no mask update."""
+    """Counted for each thread, so that what save_async() sends in its own belongs to no mask
+    update."""
 
     collectives = 0
     bytes = 0
@@ -140,7 +147,8 @@ _groups: dict[tuple[tuple[int, ...], str | None], tuple[Any, Group]] = {}
 
 
 def traffic() -> Traffic:
-    """Return the collectives that this thread took part in through the library, and the bytes it handed to them.
+    """Return the collectives that this thread took part in through the library, and the bytes it
+    handed to them.
 
     A world of one sends nothing.
 
@@ -170,8 +178,8 @@ def reset_traffic() -> None:
 def set_timeout(seconds: float) -> None:
     """Set how long a collective of the library waits for a stalled or dead rank (600 s by default).
 
-    Applies to groups made afterwards, so call it before the first ``add_model`` or ``step``, with the same value on
-    every rank.
+    Applies to groups made afterwards, so call it before the first ``add_model`` or ``step``, with
+    the same value on every rank.
 
     Example::
 
@@ -186,7 +194,8 @@ def set_timeout(seconds: float) -> None:
 
 
 def world_ranks() -> tuple[int, ...] | None:
-    """Return all global ranks, or None when torch.distributed is not in use or the world is this process alone."""
+    """Return all global ranks, or None when torch.distributed is not in use or the world is this
+    process alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return tuple(range(dist.get_world_size()))
@@ -198,20 +207,27 @@ def rank_in(ranks: tuple[int, ...] | None) -> int:
 
 
 class Group:
-    """Ranks that take part in the same collectives. Every method that says "Collective" must be called by all of them.
+    """Ranks that take part in the same collectives. Every method that says "Collective" must be
+    called by all of them.
 
     Args:
         ranks: global ranks in group order; None or a single rank is a world of one.
         process_group: what the messages are sent through; None for a world of one.
     """
 
-    def __init__(self, ranks: tuple[int, ...] | None, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...] | None, process_group: dist.ProcessGroup | None
+    ) -> None:
         self.ranks = ranks if ranks is not None else (0,)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if process_group is not None else 0
         self.process_group = self._group = process_group
         backend = dist.get_backend(process_group) if process_group is not None else "gloo"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if "nccl" in backend
+            else torch.device("cpu")
+        )
         self._timeout = _timeout
         self._at = "before any agreement"
 
@@ -220,11 +236,14 @@ class Group:
 
         Args:
             tensor: of any shape, on any device, where the result is too; it may be overwritten.
-            rider: more to sum, in the same message; skipped if it has been carried already. ``tensor`` must be int64.
+            rider: more to sum, in the same message; skipped if it has been carried already.
+                ``tensor`` must be int64.
         """
         if rider is not None and rider.summed is None and self._group is not None:
             values = rider.values
-            both = self.all_reduce(torch.cat([tensor.flatten(), values.flatten().to(tensor.device)]))
+            both = self.all_reduce(
+                torch.cat([tensor.flatten(), values.flatten().to(tensor.device)])
+            )
             rider.summed = both[tensor.numel() :].view(values.shape)
             return both[: tensor.numel()].view(tensor.shape)
         if self._group is None:
@@ -235,7 +254,8 @@ class Group:
         return sent.to(tensor.device)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective over the group."""
+        """Return all ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective
+        over the group."""
         if self._group is None:
             return tensor.unsqueeze(0)
         sent = tensor.to(self.device).contiguous()
@@ -244,12 +264,15 @@ class Group:
             dist.all_gather(parts, sent, group=self._group)
         return torch.stack(parts).to(tensor.device)
 
-    def all_to_all(self, pieces: Sequence[list[Tensor]], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-        """Send the bytes of ``pieces[r]``, one after the other, to rank r. Collective. :class:`Parcels` does the
-        bookkeeping.
+    def all_to_all(
+        self, pieces: Sequence[list[Tensor]], sizes: Sequence[int], device: torch.device
+    ) -> list[Tensor]:
+        """Send the bytes of ``pieces[r]``, one after the other, to rank r. Collective.
+        :class:`Parcels` does the bookkeeping.
 
         Args:
-            pieces: contiguous tensors of any dtype, for each rank. The lists are emptied once they are copied.
+            pieces: contiguous tensors of any dtype, for each rank. The lists are emptied once they
+                are copied.
             sizes: how many bytes come from each rank.
             device: of the results.
 
@@ -257,7 +280,9 @@ class Group:
             What every rank sent here, uint8 ``(sizes[r],)`` from rank r.
         """
         lengths = [sum(piece.numel() * piece.element_size() for piece in parts) for parts in pieces]
-        raw = [piece.view(-1).view(torch.uint8).to(self.device) for parts in pieces for piece in parts]
+        raw = [
+            piece.view(-1).view(torch.uint8).to(self.device) for parts in pieces for piece in parts
+        ]
         sent = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8, device=self.device)
         del raw
         for parts in pieces:
@@ -270,8 +295,8 @@ class Group:
         return list(torch.split(received.to(device), list(sizes)))
 
     def all_gather_json(self, value: Json) -> list[Json]:
-        """Return every rank's JSON value, in group order. Collective over the group; two messages (lengths, then
-        bytes)."""
+        """Return every rank's JSON value, in group order. Collective over the group; two messages
+        (lengths, then bytes)."""
         if self._group is None:
             return [value]
         raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
@@ -282,7 +307,8 @@ class Group:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` in place by that of the group's first rank. Collective over the group."""
+        """Overwrite ``tensor`` in place by that of the group's first rank. Collective over the
+        group."""
         if self._group is None:
             return
         sent = tensor.data.to(self.device).contiguous()
@@ -297,24 +323,27 @@ class Group:
         error: Exception | None = None,
         replicas: Mapping[str, Replica] | None = None,
     ) -> dict[str, list[int]]:
-        """Check that all ranks are about to do the same, before any of them does it. Collective over the group.
+        """Check that all ranks are about to do the same, before any of them does it. Collective
+        over the group.
 
-        One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at fault and what is
-        wrong with each. :func:`agreeing` wraps it around the local work that comes before.
+        One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at
+        fault and what is wrong with each. :func:`agreeing` wraps it around the local work that
+        comes before.
 
         Args:
             action: what is about to happen, for messages.
             facts: what must be equal on all ranks; differing keys are named in the message.
             error: what this rank found wrong already; raised on all ranks.
-            replicas: hashes of what this rank holds in common with others, by a name that its holders share.
+            replicas: hashes of what this rank holds in common with others, by a name that its
+                holders share.
 
         Returns:
-            For each replica that differs from its first holder's: the global ranks where it does. Empty when all is
-            well.
+            For each replica that differs from its first holder's: the global ranks where it does.
+            Empty when all is well.
 
         Raises:
-            ValueError: a rank reported an error (with its text), or facts differ (:class:`Disagreement`). A world of
-                one re-raises ``error`` itself.
+            ValueError: a rank reported an error (with its text), or facts differ
+                (:class:`Disagreement`). A world of one re-raises ``error`` itself.
         """
         if self._group is None:
             if error is not None:
@@ -322,15 +351,23 @@ class Group:
             return {}
         self._at = f"in {action}"
         replicas = replicas or {}
-        balance = sum(_weight(name) * r.hash * (r.holders - 1 if r.first else -1) for name, r in replicas.items())
+        balance = sum(
+            _weight(name) * r.hash * (r.holders - 1 if r.first else -1)
+            for name, r in replicas.items()
+        )
         # As int64. It sums to zero over ranks, modulo 2**64, if no replica has drifted.
         balance = (balance + (1 << 63)) % (1 << 64) - (1 << 63)
-        mine = torch.tensor([error is not None, digest(action), digest(facts), balance], dtype=torch.int64)
+        mine = torch.tensor(
+            [error is not None, digest(action), digest(facts), balance], dtype=torch.int64
+        )
         told = self.all_gather(mine)
         if not told[:, 0].any() and bool((told[:, 1:3] == told[0, 1:3]).all()):
             if int(told[:, 3].sum()) == 0:
                 return {}
-            return _drifted(self.ranks, self.all_gather_json({name: [r.hash, r.first] for name, r in replicas.items()}))
+            return _drifted(
+                self.ranks,
+                self.all_gather_json({name: [r.hash, r.first] for name, r in replicas.items()}),
+            )
         refused = self._refusal(action, facts, error)
         refused.raised_by = frozenset(self.ranks)
         raise refused from error
@@ -342,11 +379,15 @@ class Group:
             yield facts
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> Refused:
-        """What every rank raises. Collective over the group: first digests alone, for facts may be long (tilings of
-        all ranks), then the values of the first few that differ."""
+        """What every rank raises. Collective over the group: first digests alone, for facts may be
+        long (tilings of all ranks), then the values of the first few that differ."""
         said = None if error is None else cut(f"{type(error).__name__}: {error}")
         reports = self.all_gather_json(
-            {"action": action, "error": said, "facts": {key: digest(value) for key, value in facts.items()}}
+            {
+                "action": action,
+                "error": said,
+                "facts": {key: digest(value) for key, value in facts.items()},
+            }
         )
         if any(report["error"] for report in reports):
             return Refused(explain_errors(self.ranks, reports))
@@ -354,17 +395,25 @@ class Group:
             return Disagreement(explain_actions(self.ranks, reports))
         digests = [report["facts"] for report in reports]
         differing = sorted(
-            {key for known in digests for key in known if len({each.get(key) for each in digests}) > 1},
+            {
+                key
+                for known in digests
+                for key in known
+                if len({each.get(key) for each in digests}) > 1
+            },
             # What a rank lacks it has not come to yet: a consequence of something else.
             key=lambda key: (not all(key in known for known in digests), key),
         )
         shown = differing[:MOST_SHOWN]
         values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
-        return Disagreement(explain_facts(self.ranks, action, shown, values, len(differing)), differing)
+        return Disagreement(
+            explain_facts(self.ranks, action, shown, values, len(differing)), differing
+        )
 
     @contextmanager
     def _issued(self, operation: str, sent: Tensor) -> Iterator[None]:
-        """Around each collective: counts it, and says what a timeout or a broken connection means."""
+        """Around each collective: counts it, and says what a timeout or a broken connection
+        means."""
         _sent.collectives += 1
         _sent.bytes += sent.numel() * sent.element_size()
         try:
@@ -373,28 +422,30 @@ class Group:
             if not any(word in str(fault).lower() for word in _LOST):
                 raise
             raise RuntimeError(
-                f"Rank {self.ranks[self.rank]}: {operation} {self._at} failed. Not all of "
-                f"{ranks_text(self.ranks)} made this call within {self._timeout.total_seconds():g} s: a rank has "
-                f"ended, is stalled, or is making another call. The backend says: {cut(str(fault), 300)}"
+                f"Rank {self.ranks[self.rank]}: {operation} {self._at} failed. Not all of"
+                f" {ranks_text(self.ranks)} made this call within {self._timeout.total_seconds():g}"
+                " s: a rank has ended, is stalled, or is making another call. The backend says:"
+                f" {cut(str(fault), 300)}"
             ) from fault
 
 
 @contextmanager
 def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
-    """Run local work, then check that all ranks are about to do the same. Collective over all ``groups``.
+    """Run local work, then check that all ranks are about to do the same. Collective over all
+    ``groups``.
 
-    The body must not change anything, or the caller must undo it. Once it is left, an exception in it is raised on all
-    ranks of ``groups``, and so is a difference between the facts that it has noted. ``KeyboardInterrupt`` and
-    ``SystemExit`` leave at once, without an exchange.
+    The body must not change anything, or the caller must undo it. Once it is left, an exception in
+    it is raised on all ranks of ``groups``, and so is a difference between the facts that it has
+    noted. ``KeyboardInterrupt`` and ``SystemExit`` leave at once, without an exchange.
 
-    The body must not communicate either, unless an agreement over the same group comes before each of its collectives,
-    with no local work in between: a rank whose body has failed then meets the others in their next agreement, and their
-    :class:`Refused` leaves at once.
+    The body must not communicate either, unless an agreement over the same group comes before each
+    of its collectives, with no local work in between: a rank whose body has failed then meets the
+    others in their next agreement, and their :class:`Refused` leaves at once.
 
     Args:
         action: what is about to happen, for messages.
-        groups: in an order that all ranks share, larger ones later, so that an error of one group reaches all of its
-            ranks through the largest.
+        groups: in an order that all ranks share, larger ones later, so that an error of one group
+            reaches all of its ranks through the largest.
 
     Yields:
         One :class:`Facts` for each group.
@@ -434,8 +485,9 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
 class Parcels:
     """One all-to-all: pack tensors per receiver, read them per sender.
 
-    Call :meth:`send` and :meth:`expect` for all of them, then :meth:`exchange`. What is expected of a rank must come in
-    the order in which that rank sends it: both sides loop over the same metadata.
+    Call :meth:`send` and :meth:`expect` for all of them, then :meth:`exchange`. What is expected of
+    a rank must come in the order in which that rank sends it: both sides loop over the same
+    metadata.
 
     Args:
         group: over which to send.
@@ -448,12 +500,15 @@ class Parcels:
         self._received: list[Tensor] = []
 
     def send(self, receiver: int, tensor: Tensor) -> None:
-        """Pack a contiguous tensor for group rank ``receiver``. It is released once it is copied."""
+        """Pack a contiguous tensor for group rank ``receiver``. It is released once it is
+        copied."""
         self._pieces[receiver].append(tensor)
 
-    def expect(self, sender: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Callable[[], Tensor]:
-        """Return a function that gives the next tensor of group rank ``sender``, of this shape and dtype, once
-        :meth:`exchange` has been called. It may be a view of the received bytes."""
+    def expect(
+        self, sender: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8
+    ) -> Callable[[], Tensor]:
+        """Return a function that gives the next tensor of group rank ``sender``, of this shape and
+        dtype, once :meth:`exchange` has been called. It may be a view of the received bytes."""
         start = self._sizes[sender]
         stop = self._sizes[sender] = start + math.prod(shape) * dtype.itemsize
 
@@ -470,21 +525,26 @@ class Parcels:
 
 
 def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group:
-    """Return the library's own group over these global ranks, made at the first call. Collective over ``ranks`` (that
-    first time).
+    """Return the library's own group over these global ranks, made at the first call. Collective
+    over ``ranks`` (that first time).
 
     Args:
         ranks: None is a world of one.
-        apart: names a group of its own, over gloo, which another thread may use than the one that trains.
+        apart: names a group of its own, over gloo, which another thread may use than the one that
+            trains.
     """
     if ranks is None or len(ranks) == 1:
         return Group(None, None)
     parent = dist.group.WORLD
     known = _groups.get((ranks, apart))
-    if known is None or known[0] is not parent:  # a destroyed and re-initialised world needs new groups
+    if (
+        known is None or known[0] is not parent
+    ):  # a destroyed and re-initialised world needs new groups
         everyone = ranks == world_ranks()
         backend = None if apart is None else "gloo"
-        made = dist.new_group(list(ranks), _timeout, backend, use_local_synchronization=not everyone)
+        made = dist.new_group(
+            list(ranks), _timeout, backend, use_local_synchronization=not everyone
+        )
         known = _groups[ranks, apart] = (parent, Group(ranks, made))
     return known[1]
 

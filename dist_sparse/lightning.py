@@ -1,11 +1,12 @@
 """Lightning callback that prunes the training model.
 
-:class:`SparsifyCallback` calls :func:`~dist_sparse.sparsify` when training starts, on the model as the strategy has
-wrapped it and on its optimizers, and takes a step for every round of optimizer steps. Every hook runs on every rank, so
-collective calls in it are made by all of them; ``state_dict()`` is called on all ranks too.
+:class:`SparsifyCallback` calls :func:`~dist_sparse.sparsify` when training starts, on the model as
+the strategy has wrapped it and on its optimizers, and takes a step for every round of optimizer
+steps. Every hook runs on every rank, so collective calls in it are made by all of them;
+``state_dict()`` is called on all ranks too.
 
-The callbacks are those of ``lightning``, or of ``pytorch_lightning`` where it is installed alone: the same code under
-two names, and a Trainer of the one refuses callbacks of the other.
+The callbacks are those of ``lightning``, or of ``pytorch_lightning`` where it is installed alone:
+the same code under two names, and a Trainer of the one refuses callbacks of the other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from dist_sparse.rotation.outputs import expect_bases
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.tables.shards import ROW
 from dist_sparse.training.following import combines, steppers
-from dist_sparse.training.plan import BlockShape, Levels, Norm, OptimizerState, Plan, Schedule, Scope, Score
+from dist_sparse.training.plan import (
+    BlockShape,
+    Levels,
+    Norm,
+    OptimizerState,
+    Plan,
+    Schedule,
+    Scope,
+    Score,
+)
 from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 if TYPE_CHECKING:
@@ -40,8 +50,8 @@ else:
                 if missing.name not in (package, package.partition(".")[0]):
                     raise  # it is installed, and lacks a dependency
         raise ImportError(
-            "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is installed: "
-            "pip install lightning."
+            "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is"
+            " installed: pip install lightning."
         )
 
     Callback = _installed().Callback
@@ -66,28 +76,31 @@ class SparsifyCallback(Callback):
     (:class:`~dist_sparse.lightning.OptimizerRounds`), taken at the end of its batch: accumulated
     batches and steps that a gradient scaler skips do not count.
 
-    The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in which removed weights
-    are 0; ``trainer.fit(ckpt_path=...)`` resumes exactly, also on another number of DDP ranks. Another fit of the same
-    model by the same Trainer resumes as well; any other starts again. A resumed fit keeps its schedule, whatever the
-    arguments here. For sharded models ``dcp.save({"sparse": callback})``, and ``dcp.load`` of it once training has
-    started.
+    The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in
+    which removed weights are 0; ``trainer.fit(ckpt_path=...)`` resumes exactly, also on another
+    number of DDP ranks. Another fit of the same model by the same Trainer resumes as well; any
+    other starts again. A resumed fit keeps its schedule, whatever the arguments here. For sharded
+    models ``dcp.save({"sparse": callback})``, and ``dcp.load`` of it once training has started.
 
-    At each mask update the achieved sparsity is sent to all loggers and to ``trainer.callback_metrics``:
-    ``sparsity/<table>`` of each, and ``sparsity/level``, the scheduled level, over all blocks.
+    At each mask update the achieved sparsity is sent to all loggers and to
+    ``trainer.callback_metrics``: ``sparsity/<table>`` of each, and ``sparsity/level``, the
+    scheduled level, over all blocks.
 
     Args:
-        level, budget, scope, floor, protect, block, norm, score: as in :func:`~dist_sparse.sparsify`.
-        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate, decay:
-            likewise; steps are rounds of optimizer steps.
+        level, budget, scope, floor, protect, block, norm, score: as in
+            :func:`~dist_sparse.sparsify`.
+        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate,
+            decay: likewise; steps are rounds of optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
-        training: the :class:`~dist_sparse.SparseTraining` of the fit; detached after its end, with masks that can still
-            be read; None before the first.
+        training: the :class:`~dist_sparse.SparseTraining` of the fit; detached after its end, with
+            masks that can still be read; None before the first.
 
     Raises:
-        ValueError: an argument is invalid, here or when training starts, where models, optimizers and ranks are known;
-            the strategy is not supported; the model is compiled. Nothing is left attached.
+        ValueError: an argument is invalid, here or when training starts, where models, optimizers
+            and ranks are known; the strategy is not supported; the model is compiled. Nothing is
+            left attached.
 
     Example::
 
@@ -155,7 +168,9 @@ class SparsifyCallback(Callback):
             "min_rows": min_rows,
             "decay": decay,
         }
-        Plan(**self._plan)  # invalid arguments are refused here, before anything is loaded or trained
+        Plan(
+            **self._plan
+        )  # invalid arguments are refused here, before anything is loaded or trained
         self.training: SparseTraining | None = None
         self._tables: dict[str, Any] = {"include": include, "exclude": exclude, "dense": dense}
         self._rotate, self._logs = rotate, log
@@ -167,12 +182,14 @@ class SparsifyCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state in checkpoints: callbacks for different tables of one model have their own."""
+        """Key of the state in checkpoints: callbacks for different tables of one model have their
+        own."""
         chosen = {key: value for key, value in self._tables.items() if value is not None}
         return self._generate_state_key(**chosen) if chosen else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse unsupported strategies and compiled models, before anything is wrapped or loaded."""
+        """Refuse unsupported strategies and compiled models, before anything is wrapped or
+        loaded."""
         self._loaded = None  # the state of an earlier run that loaded and did not use it
         if stage == "fit":
             _refuse(trainer, pl_module)
@@ -188,9 +205,14 @@ class SparsifyCallback(Callback):
             if self._fit == fit:
                 state = self.state_dict()
             else:
-                _log.warning("No masks were loaded: sparsification starts again at global step %d", trainer.global_step)
+                _log.warning(
+                    "No masks were loaded: sparsification starts again at global step %d",
+                    trainer.global_step,
+                )
         self._detach()
-        training = sparsify(trainer.model, trainer.optimizers, **self._tables, **self._plan, rotate=self._rotate)
+        training = sparsify(
+            trainer.model, trainer.optimizers, **self._tables, **self._plan, rotate=self._rotate
+        )
         rounds = OptimizerRounds(trainer.optimizers)
         first = training.scheduler.last_epoch
         try:
@@ -202,11 +224,18 @@ class SparsifyCallback(Callback):
             raise
         if trainer.is_global_zero and (sharded := training.partial_tables):
             _log.warning(
-                "The tables %s are sharded: Lightning's checkpoints hold the weights and masks of one rank, so that "
-                "training can't be resumed from them. Save the model and this callback by dcp.save().",
+                "The tables %s are sharded: Lightning's checkpoints hold the weights and masks of"
+                " one rank, so that training can't be resumed from them. Save the model and this"
+                " callback by dcp.save().",
                 sharded,
             )
-        self.training, self._rounds, self._first, self._loaded, self._fit = training, rounds, first, None, fit
+        self.training, self._rounds, self._first, self._loaded, self._fit = (
+            training,
+            rounds,
+            first,
+            None,
+            fit,
+        )
         settle = Hook(lambda *_: training.enforcer.settle())
         self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
 
@@ -225,25 +254,31 @@ class SparsifyCallback(Callback):
                 self._report(trainer, training, levels)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End enforcement. Removed weights are 0, also where callbacks before this one have written to them."""
+        """End enforcement. Removed weights are 0, also where callbacks before this one have written
+        to them."""
         if self.training is not None and self.training.enforcer.attached:
             self.training.sparsifier.apply_masks()
         self._detach()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """End enforcement."""
         try:
             self._detach()
         except Exception:  # the exception that ended the fit matters more
-            _log.warning("Removed weights may not all be 0 after the exception that ended the fit.", exc_info=True)
+            _log.warning(
+                "Removed weights may not all be 0 after the exception that ended the fit.",
+                exc_info=True,
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End enforcement if nothing else has."""
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks, configurations, the schedule's step and optimizers' steps; communicates where
-        :meth:`~dist_sparse.BaseDataSparsifier.state_dict` does."""
+        """Return masks, configurations, the schedule's step and optimizers' steps; communicates
+        where :meth:`~dist_sparse.BaseDataSparsifier.state_dict` does."""
         if self._loaded is not None:
             return dict(self._loaded)
         if self.training is None:
@@ -251,34 +286,47 @@ class SparsifyCallback(Callback):
         return {**self.training.state_dict(), "optimizer_steps": self._rounds.counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training starts; during training (a search for a learning rate) load it at once, which
-        is collective."""
+        """Keep the state until training starts; during training (a search for a learning rate) load
+        it at once, which is collective."""
         if self.training is not None and self.training.enforcer.attached:
             _load(self.training, self._rounds, state_dict)
         else:
             self._loaded = state_dict
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Refuse to resume a training whose masks no callback loads.
 
         Raises:
             ValueError: the checkpoint has the state of such a callback for other tables.
         """
-        mine = [key for key in checkpoint.get("callbacks", {}) if str(key).partition("{")[0] == type(self).__qualname__]
+        mine = [
+            key
+            for key in checkpoint.get("callbacks", {})
+            if str(key).partition("{")[0] == type(self).__qualname__
+        ]
         here = [callback.state_key for callback in trainer.callbacks]  # type: ignore[attr-defined]
         if trainer.state.fn == "fit" and (lost := [key for key in mine if key not in here]):
             raise ValueError(
-                f"The checkpoint has the masks of {lost}, which no callback loads: include, exclude and dense must be "
-                f"those of that training. The callbacks here are {here}."
+                f"The checkpoint has the masks of {lost}, which no callback loads: include, exclude"
+                f" and dense must be those of that training. The callbacks here are {here}."
             )
 
-    def _report(self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, float]) -> None:
+    def _report(
+        self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, float]
+    ) -> None:
         stats = training.sparsifier.table_stats()
         blocks = sum(table.blocks for table in stats)
         level = sum(levels[table.name] * table.blocks for table in stats) / max(blocks, 1)
-        metrics = {"sparsity/level": level, **{f"sparsity/{table.name}": table.sparsity for table in stats}}
+        metrics = {
+            "sparsity/level": level,
+            **{f"sparsity/{table.name}": table.sparsity for table in stats},
+        }
         # Not through log(): log_every_n_steps would drop most of the few mask updates.
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value) for name, value in metrics.items()}
+        )
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -295,13 +343,16 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
     for kind in type(trainer.strategy).__mro__:
         if kind.__name__ in _REFUSED:
             raise ValueError(
-                f"Invalid strategy {type(trainer.strategy).__name__}: SparsifyCallback does not support it, because "
+                f"Invalid strategy {type(trainer.strategy).__name__}: SparsifyCallback does not"
+                " support it, because "
                 f'{_REFUSED[kind.__name__]}. Use a single device or "ddp".'
             )
-    if getattr(pl_module, "_compiler_ctx", None) is not None:  # Lightning unpacks a compiled module, and keeps this
+    if (
+        getattr(pl_module, "_compiler_ctx", None) is not None
+    ):  # Lightning unpacks a compiled module, and keeps this
         raise ValueError(
-            "The LightningModule is compiled: hooks do not run inside torch.compile, so removed weights would come "
-            "back unseen. Fit the module as it was before torch.compile."
+            "The LightningModule is compiled: hooks do not run inside torch.compile, so removed"
+            " weights would come back unseen. Fit the module as it was before torch.compile."
         )
 
 
@@ -318,10 +369,10 @@ def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str,
 class OptimizerRounds:
     """Rounds of optimizer steps, counted from construction until :meth:`stop`.
 
-    A round is one step of every optimizer that steps most often: the most steps that any one optimizer has made. Two
-    optimizers that step in turns make one round together, one that steps four times in a batch makes four. Only real
-    steps count: not batches whose gradients are accumulated, not steps that a gradient scaler skips, not steps without
-    a gradient.
+    A round is one step of every optimizer that steps most often: the most steps that any one
+    optimizer has made. Two optimizers that step in turns make one round together, one that steps
+    four times in a batch makes four. Only real steps count: not batches whose gradients are
+    accumulated, not steps that a gradient scaler skips, not steps without a gradient.
 
     Args:
         optimizers: as the training loop has them, wrapped or not.
@@ -356,7 +407,8 @@ class OptimizerRounds:
         """
         if len(counts) != len(self._counts):
             raise ValueError(
-                f"Invalid state: it has the steps of {len(counts)} optimizers; the model has {len(self._counts)} here."
+                f"Invalid state: it has the steps of {len(counts)} optimizers; the model has"
+                f" {len(self._counts)} here."
             )
         self._counts = list(counts)
 
@@ -366,8 +418,12 @@ class OptimizerRounds:
             handle.remove()
         self._handles = []
 
-    def _stepped(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _stepped(
+        self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
         # Fused tables have no gradient after the backward: steps of their optimizers always count.
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        gradients = (
+            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+        )
         if combines(optimizer) or any(gradient is not None for gradient in gradients):
             self._counts[number] += 1

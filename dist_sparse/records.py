@@ -1,6 +1,7 @@
 """What is known of tables and of mask updates, as plain values.
 
-Needs no torch: sparsifiers measure them where it is, and `dist-sparse inspect` and `report` read them where it is not.
+Needs no torch: sparsifiers measure them where it is, and `dist-sparse inspect` and `report` read
+them where it is not.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ class MaskChange:
     Args:
         name: of the table.
         target: the configured sparsity_level; None without one.
-        threshold: the largest score that was removed; None where none decides (nothing or everything is pruned, or the
-            masks are a user's own).
-        scores: a histogram of all blocks' scores before the update: ``(smallest score of a bucket, blocks)``, eight
-            buckets an octave, empty ones left out, zeros by themselves; empty where there is no threshold.
+        threshold: the largest score that was removed; None where none decides (nothing or
+            everything is pruned, or the masks are a user's own).
+        scores: a histogram of all blocks' scores before the update:
+            ``(smallest score of a bucket, blocks)``, eight buckets an octave, empty ones left out,
+            zeros by themselves; empty where there is no threshold.
         blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
         removed_blocks: how many of them are removed now.
         flipped_blocks: how many are no longer what they were; None if the block shape has changed.
         regrown_blocks: how many of those were removed before.
-        dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank sees a whole row.
-        lookups: with ``score="frequency"`` all counted so far, before the update's decay; otherwise a sample since the
-            masks were last replaced, one training forward in 16; None where none are known.
+        dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank
+            sees a whole row.
+        lookups: with ``score="frequency"`` all counted so far, before the update's decay; otherwise
+            a sample since the masks were last replaced, one training forward in 16; None where none
+            are known.
         removed_lookups: how many of them are of rows that were removed until now.
     """
 
@@ -87,7 +91,8 @@ class TableStats:
         name: of the table.
         shape: global (rows, columns); of plain data as a matrix.
         dtype: of the weights; in a run that was read, its name, such as ``"float32"``.
-        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"``, ``"dtensor"`` or ``"plain"``.
+        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"``, ``"dtensor"`` or
+            ``"plain"``.
         shards: number of distinct pieces over all ranks.
         sparse_block_shape: as configured; None for a sparsifier without blocks.
         target: configured sparsity_level; None without one.

@@ -1,8 +1,9 @@
 """Numbers, shapes and tables as text for a terminal or a page.
 
-Plain standard library: ``dist-sparse doctor`` prints its table where torch is missing. Numbers have no locale and at
-most four significant digits, so that the same number always reads the same; bytes are in powers of 1024. Names come
-from models and logs: control characters in them are escaped (:func:`printable`).
+Plain standard library: ``dist-sparse doctor`` prints its table where torch is missing. Numbers have
+no locale and at most four significant digits, so that the same number always reads the same; bytes
+are in powers of 1024. Names come from models and logs: control characters in them are escaped
+(:func:`printable`).
 """
 
 from __future__ import annotations
@@ -33,17 +34,24 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def printable(text: str) -> str:
     r"""Escape everything that could control a terminal or reorder the text around it.
 
-    Control and format characters (``\x1b``, ``\n``, ``\u202e``), lone surrogates and unassigned code points are written
-    as Python's ``repr`` writes them.
+    Control and format characters (``\x1b``, ``\n``, ``\u202e``), lone surrogates and unassigned
+    code points are written as Python's ``repr`` writes them.
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def shortened(value: object, most: int = 80) -> str:
-    """Return ``repr(value)``, with the middle left out where it is longer than ``most`` characters."""
-    text = repr(value if not isinstance(value, str) or len(value) <= 2 * most else value[:most] + value[-most:])
+    """Return ``repr(value)``, with the middle left out where it is longer than ``most``
+    characters."""
+    text = repr(
+        value
+        if not isinstance(value, str) or len(value) <= 2 * most
+        else value[:most] + value[-most:]
+    )
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
@@ -81,8 +89,8 @@ def shape_text(shape: Sequence[int | str] | None) -> str:
 
 
 def block_shape_text(block: Sequence[int | str] | None) -> str:
-    """Return a sparse block shape as the command line takes it: ``1x4``, ``row`` for ``(1, ROW)``, ``col`` for
-    ``(COL, 1)``; None as a dash."""
+    """Return a sparse block shape as the command line takes it: ``1x4``, ``row`` for ``(1, ROW)``,
+    ``col`` for ``(COL, 1)``; None as a dash."""
     if block is None:
         return "-"
     rows, columns = block
@@ -90,10 +98,15 @@ def block_shape_text(block: Sequence[int | str] | None) -> str:
 
 
 def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:
-    """Return how many elements a pruned block loses: a number, ``all``, or a dash without a block."""
+    """Return how many elements a pruned block loses: a number, ``all``, or a dash without a
+    block."""
     if block is None:
         return "-"
-    whole = math.nan if any(isinstance(size, str) for size in block) else math.prod(int(size) for size in block)
+    whole = (
+        math.nan
+        if any(isinstance(size, str) for size in block)
+        else math.prod(int(size) for size in block)
+    )
     return "all" if zeros is None or zeros == whole else str(zeros)
 
 
@@ -103,7 +116,8 @@ def mib(count: int) -> str:
 
 
 def amount(value: float) -> str:
-    """Return four significant digits, all digits of whole numbers: ``0.6990``, ``-1.235e-07``, ``1,385,728``."""
+    """Return four significant digits, all digits of whole numbers: ``0.6990``, ``-1.235e-07``,
+    ``1,385,728``."""
     if float(value).is_integer() and abs(value) < 1e15:
         return count(int(value))
     return f"{value:#.4g}".removesuffix(".") if 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
@@ -120,7 +134,8 @@ def number_of(value: int, noun: str, nouns: str | None = None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share in [0, 1] as ``79.9%``, a dash for None; more digits where one would read as nothing or all."""
+    """Return a share in [0, 1] as ``79.9%``, a dash for None; more digits where one would read as
+    nothing or all."""
     if share is None:
         return "-"
     value = 100 * share

@@ -23,19 +23,27 @@ else:
 torch.manual_seed(dist.get_rank())  # every rank has examples of its own
 
 configs = [
-    EmbeddingBagConfig(name="user", num_embeddings=2000, embedding_dim=16, feature_names=["user_id"]),
-    EmbeddingBagConfig(name="item", num_embeddings=1000, embedding_dim=16, feature_names=["item_id"]),
+    EmbeddingBagConfig(
+        name="user", num_embeddings=2000, embedding_dim=16, feature_names=["user_id"]
+    ),
+    EmbeddingBagConfig(
+        name="item", num_embeddings=1000, embedding_dim=16, feature_names=["item_id"]
+    ),
 ]
 tables = EmbeddingBagCollection(tables=configs)
 apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
-model = DistributedModelParallel(tables, device=torch.device("cpu"))  # its planner shards the tables
+model = DistributedModelParallel(
+    tables, device=torch.device("cpu")
+)  # its planner shards the tables
 optimizer = model.fused_optimizer
 
 sparse = sparsify(model, optimizer, level=0.8, block=(1, ROW), begin=20, end=80, every=10)
 
 for _ in range(100):
     ids = torch.cat([torch.randint(2000, (64,)), torch.randint(1000, (64,))])
-    batch = KeyedJaggedTensor(["user_id", "item_id"], ids, lengths=torch.ones(128, dtype=torch.int64))
+    batch = KeyedJaggedTensor(
+        ["user_id", "item_id"], ids, lengths=torch.ones(128, dtype=torch.int64)
+    )
     vectors = model(batch).to_dict()
     score = (vectors["user_id"] * vectors["item_id"]).sum(1)
     (score - 1).square().mean().backward()  # the fused optimizer updates the tables in here
@@ -44,5 +52,8 @@ for _ in range(100):
 
 for table in sparse.sparsifier.table_stats():  # collective: every rank must call it
     if dist.get_rank() == 0:
-        print(f"{table.name} ({table.sharding}): {table.removed_blocks} of {table.blocks} rows removed")
+        print(
+            f"{table.name} ({table.sharding}): {table.removed_blocks} of {table.blocks} rows"
+            " removed"
+        )
 dist.destroy_process_group()

@@ -4,9 +4,11 @@ One process:               python examples/resume.py runs/resumed
 Killed after 70 steps:     python examples/resume.py runs/resumed --kill-at 70
 The same again, to go on:  python examples/resume.py runs/resumed
 On two processes:          python -m launch --nproc 2 examples/resume.py -- runs/resumed
-Restarted by itself:       python -m launch --nproc 2 --max-restarts 1 examples/resume.py -- runs/again --kill-at 70
+Restarted by itself:       python -m launch --nproc 2 --max-restarts 1 examples/resume.py --
+runs/again --kill-at 70
 
-The number of processes may change from one start to the next: tables are sharded by rows over those that there are.
+The number of processes may change from one start to the next: tables are sharded by rows over those
+that there are.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Clicks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        table = EmbeddingBagConfig(name="item", num_embeddings=_ROWS, embedding_dim=16, feature_names=["item"])
+        table = EmbeddingBagConfig(
+            name="item", num_embeddings=_ROWS, embedding_dim=16, feature_names=["item"]
+        )
         self.tables = EmbeddingBagCollection(tables=[table])
         self.over = nn.Linear(16, 1)
 
@@ -61,7 +65,12 @@ def build() -> tuple[DistributedModelParallel, CombinedOptimizer]:
     apply_optimizer_in_backward(RowWiseAdagrad, net.tables.parameters(), {"lr": 0.1})
     sharder, world = EmbeddingBagCollectionSharder(), dist.get_world_size()
     plan = construct_module_sharding_plan(
-        net.tables, {"item": row_wise()}, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+        net.tables,
+        {"item": row_wise()},
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
     )
     model = DistributedModelParallel(
         net, device=torch.device("cpu"), plan=ShardingPlan({"tables": plan}), sharders=[sharder]
@@ -72,20 +81,25 @@ def build() -> tuple[DistributedModelParallel, CombinedOptimizer]:
 
 
 def batches(start: int) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
-    """This rank's part of every batch from the step ``start`` on: whoever reads data from files seeks there."""
+    """This rank's part of every batch from the step ``start`` on: whoever reads data from files
+    seeks there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(start, _STEPS):
         drawn = torch.Generator().manual_seed(step)
         ids = torch.randint(_ROWS, (_SAMPLES, 5), generator=drawn)[rank::world]
         clicked = (ids % 7 == 0).any(dim=1).float()
-        items = KeyedJaggedTensor(keys=["item"], values=ids.flatten(), lengths=torch.full((len(ids),), 5))
+        items = KeyedJaggedTensor(
+            keys=["item"], values=ids.flatten(), lengths=torch.full((len(ids),), 5)
+        )
         yield items, clicked
 
 
 def main(options: argparse.Namespace) -> None:
     """Train from the newest checkpoint, or from the start."""
     model, optimizer = build()
-    sparse = sparsify(model, optimizer, level=0.5, block="row", begin=20, end=80, every=10, min_rows=0)
+    sparse = sparsify(
+        model, optimizer, level=0.5, block="row", begin=20, end=80, every=10, min_rows=0
+    )
     parts = {"model": model, "optimizer": optimizer, "sparse": sparse}
 
     checkpoints = Checkpoints(options.folder, keep=2, every=25)
@@ -109,11 +123,21 @@ def main(options: argparse.Namespace) -> None:
 
 def state_of(model: nn.Module) -> list[Tensor]:
     """What this rank holds of the table."""
-    return [shard.tensor for shard in model.state_dict()["tables.embedding_bags.item.weight"].local_shards()]
+    return [
+        shard.tensor
+        for shard in model.state_dict()["tables.embedding_bags.item.weight"].local_shards()
+    ]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="where the checkpoints are")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill rank 0 after so many steps of a first start")
+    parser.add_argument(
+        "--kill-at",
+        type=int,
+        metavar="STEP",
+        help="kill rank 0 after so many steps of a first start",
+    )
     run_and_leave(main, parser.parse_args())

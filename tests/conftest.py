@@ -1,9 +1,11 @@
-"""Settings for all tests: one thread per process, batch scheduling, seeds, tests on ranks, the longest files first.
+"""Settings for all tests: one thread per process, batch scheduling, seeds, tests on ranks, the
+longest files first.
 
-Two test files run at a time, each with up to four ranks: threads of small operations would wait for each other, for
-most of the time on a busy machine. And with Linux's standard policy a rank that wakes up preempts another one that was
-about to send it something: with more ranks than cores a collective takes two to three times as long as with the policy
-for batch jobs. Processes that tests start take both over.
+Two test files run at a time, each with up to four ranks: threads of small operations would wait for
+each other, for most of the time on a busy machine. And with Linux's standard policy a rank that
+wakes up preempts another one that was about to send it something: with more ranks than cores a
+collective takes two to three times as long as with the policy for batch jobs. Processes that tests
+start take both over.
 """
 
 from __future__ import annotations
@@ -17,19 +19,48 @@ import pytest
 from tests import seeds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-with contextlib.suppress(AttributeError, OSError):  # only Linux has it, and not every container allows it
+with contextlib.suppress(
+    AttributeError, OSError
+):  # only Linux has it, and not every container allows it
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 pytest_plugins = ["tests.dist.plugin"]
 
 LONG = (
-    *("dist/test_enforce.py", "examples/test_dlrm.py", "dist/test_masks.py", "launch/test_signals.py"),
-    *("test_sweep.py", "test_house.py", "launch/test_torchx.py", "launch/test_jobs.py", "docs/test_site.py"),
-    *("examples/test_optim_scheduler.py", "dist/test_enforce_equals.py", "dist/test_plugin.py", "test_benchmarks.py"),
-    *("dist/test_dead.py", "enforcer/test_rows_triton.py", "launch/test_files.py", "cli/test_doctor.py"),
-    *("dist/test_sharded_tensors.py", "docs/test_code_blocks.py", "examples/test_notebook.py", "test_memory.py"),
+    *(
+        "dist/test_enforce.py",
+        "examples/test_dlrm.py",
+        "dist/test_masks.py",
+        "launch/test_signals.py",
+    ),
+    *(
+        "test_sweep.py",
+        "test_house.py",
+        "launch/test_torchx.py",
+        "launch/test_jobs.py",
+        "docs/test_site.py",
+    ),
+    *(
+        "examples/test_optim_scheduler.py",
+        "dist/test_enforce_equals.py",
+        "dist/test_plugin.py",
+        "test_benchmarks.py",
+    ),
+    *(
+        "dist/test_dead.py",
+        "enforcer/test_rows_triton.py",
+        "launch/test_files.py",
+        "cli/test_doctor.py",
+    ),
+    *(
+        "dist/test_sharded_tensors.py",
+        "docs/test_code_blocks.py",
+        "examples/test_notebook.py",
+        "test_memory.py",
+    ),
 )
-"""Files that take long. pytest-xdist hands out files in this order, so that none of them runs alone at the end."""
+"""Files that take long. pytest-xdist hands out files in this order, so that none of them runs alone
+at the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,7 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> None:
     """A fixture of a module draws the same, whichever of its tests comes first."""
     seeds.seed_by(f"{request.node.nodeid} {fixturedef.argname}")
 

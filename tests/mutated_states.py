@@ -1,7 +1,9 @@
-"""Mutations of the state of a SparseTraining, and what a load may do with one: three outcomes, and no other.
+"""Mutations of the state of a SparseTraining, and what a load may do with one: three outcomes, and
+no other.
 
-A mutated state is refused with nothing changed, or is equivalent to the good one, or is another valid state: masks are
-updated and audited with it. Afterwards the good state still loads. Ranks draw the same mutations.
+A mutated state is refused with nothing changed, or is equivalent to the good one, or is another
+valid state: masks are updated and audited with it. Afterwards the good state still loads. Ranks
+draw the same mutations.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def outcomes(
         move_on()
         rng = random.Random(case)
         state = _copied(good)
-        only = rng.choice([None, 0, 1]) if dist.is_initialized() else None  # the rank that is wrong, or all
+        only = (
+            rng.choice([None, 0, 1]) if dist.is_initialized() else None
+        )  # the rank that is wrong, or all
         what = _mutate(state, rng)
         if only is not None and dist.get_rank() != only:
             state = _copied(good)
@@ -64,9 +68,13 @@ def outcomes(
         except ValueError as error:
             said = "refused"
             text = str(error)
-            assert _everything(training) == before, f"case {case} ({what}) was refused, and changed something: {text}"
+            assert _everything(training) == before, (
+                f"case {case} ({what}) was refused, and changed something: {text}"
+            )
         except Exception as error:
-            raise AssertionError(f"case {case} ({what}): {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"case {case} ({what}): {type(error).__name__}: {error}"
+            ) from error
         everywhere = group_over(world_ranks()).all_gather_json(said)
         assert len(set(everywhere)) == 1, f"case {case} ({what}): {everywhere}"
         if said == "accepted":
@@ -78,13 +86,19 @@ def outcomes(
                 training.sparsifier.step()
                 training.sparsifier.audit()
             except Exception as error:
-                raise AssertionError(f"case {case} ({what}) broke: {type(error).__name__}: {error}") from error
+                raise AssertionError(
+                    f"case {case} ({what}) broke: {type(error).__name__}: {error}"
+                ) from error
         counts[said] += 1
         try:
             training.load_state_dict(good)
         except Exception as error:
-            raise AssertionError(f"after case {case} ({what}) a good state is refused: {error}") from error
-        assert _everything(training)[1:] == known, f"after case {case} ({what}) a good state loads otherwise"
+            raise AssertionError(
+                f"after case {case} ({what}) a good state is refused: {error}"
+            ) from error
+        assert _everything(training)[1:] == known, (
+            f"after case {case} ({what}) a good state loads otherwise"
+        )
     return counts
 
 
@@ -95,11 +109,23 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 def _everything(training: SparseTraining) -> list[Any]:
     """Weights, and all that a state restores."""
     sparsifier = training.sparsifier
-    weights = [hash_tensor(shard.tensor) for data in sparsifier.packed_store.locate().values() for shard in data.shards]
-    counts = {name: [*map(hash_tensor, sparsifier.packed_store.counts(name) or ())] for name in sparsifier.data_groups}
+    weights = [
+        hash_tensor(shard.tensor)
+        for data in sparsifier.packed_store.locate().values()
+        for shard in data.shards
+    ]
+    counts = {
+        name: [*map(hash_tensor, sparsifier.packed_store.counts(name) or ())]
+        for name in sparsifier.data_groups
+    }
     settings = [sparsifier.scored_by, sparsifier.scope, dict(sparsifier.floors)]
-    schedule = {key: value for key, value in training.scheduler.state_dict().items() if key != "_last_param"}
-    masks = {name: [hash_tensor(mask.bits) for mask in sparsifier.packed_store.masks(name)] for name in counts}
+    schedule = {
+        key: value for key, value in training.scheduler.state_dict().items() if key != "_last_param"
+    }
+    masks = {
+        name: [hash_tensor(mask.bits) for mask in sparsifier.packed_store.masks(name)]
+        for name in counts
+    }
     return [weights, counts, settings, repr(schedule), repr(sparsifier.data_groups), masks]
 
 
@@ -137,7 +163,9 @@ def _mutate_tree(tree: Json, rng: random.Random) -> str:
 
 def _mutate_entry(holder: Json, key: Any, rng: random.Random) -> str:
     value = holder[key]
-    kinds = ["replace", "replace", "nudge"] + (["delete", "add", "rename"] if isinstance(holder, dict) else ["extend"])
+    kinds = ["replace", "replace", "nudge"] + (
+        ["delete", "add", "rename"] if isinstance(holder, dict) else ["extend"]
+    )
     kind = rng.choice(kinds)
     if kind == "nudge" and not isinstance(value, (int, float)):
         kind = "replace"
@@ -153,7 +181,10 @@ def _mutate_entry(holder: Json, key: Any, rng: random.Random) -> str:
         holder[key] = rng.choice([value + 1, value - 1, value * 1.1, -value])
     else:
         holder[key] = rng.choice(JUNK)
-    return f"{kind} {key!r}: {str(value)[:40]} -> {str(holder.get(key) if isinstance(holder, dict) else holder)[:40]}"
+    return (
+        f"{kind} {key!r}: {str(value)[:40]} ->"
+        f" {str(holder.get(key) if isinstance(holder, dict) else holder)[:40]}"
+    )
 
 
 def _mutate_pieces(sharded: dict[str, Any], rng: random.Random) -> str:
@@ -185,7 +216,13 @@ def _mutate_tensor(piece: dict[str, Any], key: str, kind: str, rng: random.Rando
     tensor = piece[key]
     if kind == "tensor":
         piece[key] = rng.choice(
-            [tensor[:-1], tensor.float(), tensor.view(1, -1), torch.cat([tensor, tensor]), tensor.tolist()]
+            [
+                tensor[:-1],
+                tensor.float(),
+                tensor.view(1, -1),
+                torch.cat([tensor, tensor]),
+                tensor.tolist(),
+            ]
         )
         return
     if tensor.numel():

@@ -1,9 +1,11 @@
 # ruff: noqa: E501  (a table)
-"""Bugs put into the code by hand, each with the tests that must fail on it. Not collected by pytest.
+"""Bugs put into the code by hand, each with the tests that must fail on it. Not collected by
+pytest.
 
-``python -m tests.mutations`` copies the checkout into a temporary folder, applies one mutation at a time there, runs its
-tests and expects them to fail; ``-k word`` takes those whose file or text has the word, ``--check`` only looks whether
-every text is in the code once. The exit code is 1 if a mutation survives or a text is not found.
+``python -m tests.mutations`` copies the checkout into a temporary folder, applies one mutation at a
+time there, runs its tests and expects them to fail; ``-k word`` takes those whose file or text has
+the word, ``--check`` only looks whether every text is in the code once. The exit code is 1 if a
+mutation survives or a text is not found.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Mutation(NamedTuple):
 M = Mutation
 # fmt: off
 MUTATIONS = [
-    # -- masking ---------------------------------------------------------------------------------------------------------
+    # -- masking
+    # ---------------------------------------------------------------------------------------------------------
     M("masking/selection.py", "segment.ids(where + start) > self.last", "segment.ids(where + start) >= self.last", "tests/dist/test_sharded_tensors.py"),
     M("masking/selection.py", "search.holders > 1 or table.spread_replicas", "search.holders > 1", "tests/dist/test_sharded_tensors.py -k spread and ties"),
     M("masking/selection.py", "bucket = (upto < wanted)", "bucket = (upto <= wanted)", "tests/masking/test_selection.py"),
@@ -55,18 +58,21 @@ MUTATIONS = [
     M("masking/block_scores.py", "counts = shard.rect in mine", "counts = True", "tests/dist/test_masks.py -k 2-data_parallel"),
     M("masking/cuts.py", "scores[[i - owned.start for i in slabs]] = KEPT", "pass", "tests/dist/test_sharded_tensors.py -k cross"),
     M("masking/block_scores.py", "return bool((low >= 0) & (high < torch.inf))", "return bool(high < torch.inf)", "tests/dist/test_bad_values.py -k negative"),
-    # -- sparsifiers -----------------------------------------------------------------------------------------------------
+    # -- sparsifiers
+    # -----------------------------------------------------------------------------------------------------
     M("sparsifiers/step.py", "            mask.data = before\n", "            pass\n", "tests/dist/test_bad_values.py -k plain_data"),
     M("sparsifiers/step.py", "                recorder.forget(ranks)  #", "                pass  #", "tests/dist/test_record.py -k late_error"),
     M("sparsifiers/step.py", "made[name].append(NewMask(new, ~new.bits))", "made[name].append(NewMask(new, None))", "tests/dist/test_custom.py -k own_update_mask"),
     M("sparsifiers/digest.py", "hash_tensor(shard.tensor), holders[0] == rank,", "hash_tensor(shard.tensor), True,", "tests/dist/test_golden.py -k 2-data_parallel"),
-    # -- groups ----------------------------------------------------------------------------------------------------------
+    # -- groups
+    # ----------------------------------------------------------------------------------------------------------
     M("groups.py", "torch.tensor([error is not None, digest", "torch.tensor([False, digest", "tests/dist/test_groups.py -k exception"),
     M("groups.py", "if int(told[:, 3].sum()) == 0:", "if True:", "tests/dist/test_bad_replicas.py -k drifted"),
     M("groups.py", "                error = refused\n", "                raise\n", "tests/dist/test_groups.py -k small_group"),
     M("groups.py", "rider is not None and rider.summed is None and", "rider is not None and", "tests/dist/test_groups.py -k rider"),
     M("groups.py", "-> int:\n    return digest(name) | 1", "-> int:\n    return 0", "tests/dist/test_bad_replicas.py -k drifted"),
-    # -- schedulers ------------------------------------------------------------------------------------------------------
+    # -- schedulers
+    # ------------------------------------------------------------------------------------------------------
     M("schedulers/curves.py", "% self.every == 0 or step == self.end", "% self.every == 0", "tests/schedulers"),
     M("schedulers/curves.py", "_finite(end))) ** 3)", "_finite(end))) ** 2)", "tests/schedulers/test_curves.py"),
     M("schedulers/curves.py", "    if share in (0.0, 1.0):\n        return final if share else initial\n", "", "tests/schedulers/test_curves.py"),
@@ -74,7 +80,8 @@ MUTATIONS = [
     M("schedulers/base.py", "if repr(value) != repr(theirs[name])]", "if value != theirs[name]]", "tests/dist/test_schedulers.py -k types"),
     M("schedulers/base.py", "if notes.stepped == sparsifier.step_count", "if scheduler is self", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     M("schedulers/base.py", "            if notes.stepped == sparsifier.step_count\n", "", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
-    # -- enforcer --------------------------------------------------------------------------------------------------------
+    # -- enforcer
+    # --------------------------------------------------------------------------------------------------------
     M("enforcer/fused.py", "        if self._lookup.needed and not", "        if False and not", "tests/dist/test_enforce.py -k batches"),
     M("enforcer/fused.py", "not self._only_kept or known != self._masks_known()", "not self._only_kept", "tests/dist/test_drop.py -k equals"),
     M("enforcer/drop.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_drop.py"),
@@ -86,7 +93,8 @@ MUTATIONS = [
     M("enforcer/enforcer.py", "        self._loaded = True\n        for kernel", "        for kernel", "tests/dist/test_enforce.py tests/enforcer -k load"),
     M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n\n    def check_rotation", "            pass\n\n    def check_rotation", "tests/dist/test_enforce_equals.py -k states"),
     M("enforcer/dense.py", "target.clean(step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
-    # -- optim -----------------------------------------------------------------------------------------------------------
+    # -- optim
+    # -----------------------------------------------------------------------------------------------------------
     M("optim/gradients.py", "at == 0 or place.is_shard() for", "True for", "tests/dist/test_optim_dtensor.py -k norm"),
     M("optim/gradients.py", "return total, bool(received[:, 1].any())", "return total, bool(grads)", "tests/dist/test_optim_dtensor.py"),
     M("optim/gradients.py", "(norm + 1e-6), max=1.0)", "(norm + 1e-6))", "tests/optim/test_optim_gradients.py tests/dist/test_optim_dtensor.py"),
@@ -102,15 +110,18 @@ MUTATIONS = [
     M("optim/scheduler.py", "if peer._forward != (step_num, epoch_num):", "if False:", "tests/optim/test_optim_fused.py"),
     M("optim/gradients.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
     M("optim/gradients.py", "    lent.grad = torch.zeros_like(lent)\n", "    return True\n", "tests/dist/test_optim_torchrec.py -k no and gradient"),
-    # -- training --------------------------------------------------------------------------------------------------------
+    # -- training
+    # --------------------------------------------------------------------------------------------------------
     M("training/loading.py", "            _check_steps(levels, saved, scheduler)\n", "", "tests/training"),
     M("training/loading.py", "            _check_next_updates(sparsifier, levels, saved.schedule.get(\"final\"))\n", "", "tests/training"),
     M("training/loading.py", "        saved.settings.put(sparsifier)\n        sparsifier.data_groups", "        sparsifier.data_groups", "tests/training"),
     M("training/unwrapped.py", "            if drifted:\n                self._names = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
-    # -- report ----------------------------------------------------------------------------------------------------------
+    # -- report
+    # ----------------------------------------------------------------------------------------------------------
     M("report/quality.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
-    # -- serving ---------------------------------------------------------------------------------------------------------
+    # -- serving
+    # ---------------------------------------------------------------------------------------------------------
     M("serving/export.py", "            consume(chunks)", "            consume(iter(list(chunks)))", "tests/serving/test_export_ranks.py -k no_rank_holds"),
     M("serving/export.py", "        check_zero(sparsifier, sources)", "        pass", "tests/serving/test_export.py -k plain_data"),
     M("serving/export.py", "            sparsifier.enforcer.settle()", "            pass", "tests/serving/test_export.py -k settled"),
@@ -141,7 +152,9 @@ def copied(to: Path) -> None:
 def missing(mutations: Sequence[Mutation]) -> list[Mutation]:
     """Those whose text is not in its file exactly once."""
     texts = [(each, ROOT / "dist_sparse" / each.file) for each in mutations]
-    return [each for each, file in texts if not file.exists() or file.read_text().count(each.old) != 1]
+    return [
+        each for each, file in texts if not file.exists() or file.read_text().count(each.old) != 1
+    ]
 
 
 def survives(mutation: Mutation, folder: Path) -> str | None:
@@ -172,14 +185,22 @@ def survives(mutation: Mutation, folder: Path) -> str | None:
         )
     finally:
         file.write_text(text)
-    return None if done.returncode == 1 else f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
+    return (
+        None
+        if done.returncode == 1
+        else f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutations; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-k", default="", help="those whose file or text has this word")
-    parser.add_argument("--check", action="store_true", help="only look whether every text is in the code once")
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether every text is in the code once"
+    )
     given = parser.parse_args(arguments)
     chosen = [each for each in MUTATIONS if given.k in f"{each.file} {each.old} {each.tests}"]
     lost = missing(chosen)
@@ -191,7 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in [] if given.check else [each for each in chosen if each not in lost]:
             output = survives(each, Path(name))
             survivors += output is not None
-            print(f"{'failed    ' if output is None else 'SURVIVED  '} {each.file}: {each.new!r}", flush=True)
+            print(
+                f"{'failed    ' if output is None else 'SURVIVED  '} {each.file}: {each.new!r}",
+                flush=True,
+            )
             if output is not None:
                 print(output, flush=True)
     print(f"{len(chosen)} mutations, {survivors} survived, {len(lost)} not found")

@@ -1,6 +1,7 @@
 """Reference masks by the rules of the math (docs/design.md, section 5).
 
-Plain loops over one whole matrix, written to be obviously right and nothing else. Slow: for small matrices in tests.
+Plain loops over one whole matrix, written to be obviously right and nothing else. Slow: for small
+matrices in tests.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ __all__ = ["COL", "ROW", "oracle_blocks", "oracle_mask", "oracle_scores"]
 ROW, COL = "ROW", "COL"
 
 
-def _blocks(rows: int, cols: int, block: tuple[int | str, int | str]) -> list[list[tuple[int, int]]]:
-    """The elements of every block. Blocks and elements are in row-major order; the grid starts at (0, 0)."""
+def _blocks(
+    rows: int, cols: int, block: tuple[int | str, int | str]
+) -> list[list[tuple[int, int]]]:
+    """The elements of every block. Blocks and elements are in row-major order; the grid starts at
+    (0, 0)."""
     height = rows if block[0] == COL else int(block[0])
     width = cols if block[1] == ROW else int(block[1])
     blocks = []
@@ -49,7 +53,8 @@ def oracle_blocks(shape: tuple[int, int], block: tuple[int | str, int | str]) ->
 
 
 def oracle_scores(weights: Tensor, block: tuple[int | str, int | str], norm: str) -> list[float]:
-    """The score of every block, in row-major order: the float64 mean of its real elements, rounded once to float32."""
+    """The score of every block, in row-major order: the float64 mean of its real elements, rounded
+    once to float32."""
     element = _element_scores(weights, norm)
     scores = []
     for elements in _blocks(*weights.shape, block):
@@ -72,7 +77,8 @@ def oracle_mask(
     Args:
         weights: 2-D, any float dtype, finite.
         level: fraction of blocks that are hit; clipped to [0, 1].
-        block: height and width of a block; ``(n, "ROW")`` for whole rows, ``("COL", n)`` for whole columns.
+        block: height and width of a block; ``(n, "ROW")`` for whole rows, ``("COL", n)`` for whole
+            columns.
         zeros_per_block: how many elements of a hit block go; None is all of them.
         norm: "L1" or "L2".
     """
@@ -89,7 +95,9 @@ def oracle_mask(
     for index in order[:hits]:
         elements = blocks[index]
         if zeros_per_block is not None:
-            smallest = sorted(elements, key=lambda place: (_float32(element[place[0]][place[1]]), place))
+            smallest = sorted(
+                elements, key=lambda place: (_float32(element[place[0]][place[1]]), place)
+            )
             elements = smallest[:zeros_per_block]
         for row, col in elements:
             mask[row, col] = 0

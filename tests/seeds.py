@@ -19,12 +19,14 @@ _current = 0
 
 
 def seed_by(name: str) -> None:
-    """Seed everything that draws without a generator of its own, by the name of a test or a fixture."""
+    """Seed everything that draws without a generator of its own, by the name of a test or a
+    fixture."""
     seed(zlib.crc32(f"{name} {SHIFT}".encode()))
 
 
 def seed(value: int) -> None:
-    """Seed ``random`` with 32 bits, and NumPy and torch where they are imported: not in tests of the launcher."""
+    """Seed ``random`` with 32 bits, and NumPy and torch where they are imported: not in tests of
+    the launcher."""
     global _current
     _current = value
     random.seed(value)

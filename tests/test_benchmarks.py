@@ -25,10 +25,24 @@ from tests.warm import run_case
         (2, "column_wise", "rows", GATHER),
     ],
 )
-def test_a_small_case_runs(ranks: int, sharding: str, block: str | list[int], peers: list[str]) -> None:
-    case = {"block": block, "norm": "L2", "rows": 2048, "dim": 64, "ranks": ranks, "sharding": sharding, "peers": peers}
+def test_a_small_case_runs(
+    ranks: int, sharding: str, block: str | list[int], peers: list[str]
+) -> None:
+    case = {
+        "block": block,
+        "norm": "L2",
+        "rows": 2048,
+        "dim": 64,
+        "ranks": ranks,
+        "sharding": sharding,
+        "peers": peers,
+    }
     module = "benchmarks.mask_update_case"
-    found = run_case(module, case, ranks) if sharding == "column_wise" else fresh(module, case, ranks, 1)
+    found = (
+        run_case(module, case, ranks)
+        if sharding == "column_wise"
+        else fresh(module, case, ranks, 1)
+    )
     times = [value for key, value in found.items() if key.endswith("_s")]
     assert len(times) == 3 + len(peers) and all(time > 0 for time in times)
     assert found["shard_bytes"] == 2048 * 64 * 4 // ranks
@@ -50,7 +64,11 @@ def test_a_case_of_many_tables_runs(ranks: int, score: str, how: str) -> None:
 
 @pytest.mark.parametrize("which", ["a", "main job", "tables"])
 def test_a_small_case_of_enforcement_runs(which: str) -> None:
-    case = next(c for c in CASES if which in (c["kind"], c["model"]) and (c["kind"] == "a") == (which == "a"))
+    case = next(
+        c
+        for c in CASES
+        if which in (c["kind"], c["model"]) and (c["kind"] == "a") == (which == "a")
+    )
     tables = case["tables"] and {**case["tables"], "rows": 3000, "below": 3000}
     peers = ["whole", "ancestor"] if which == "tables" else case["peers"]
     small = {
@@ -72,24 +90,40 @@ def test_a_small_case_of_enforcement_runs(which: str) -> None:
 @pytest.mark.parametrize("kind", ["lookups", "many"])
 def test_a_small_case_of_serving_runs(kind: str) -> None:
     case = next(c for c in SERVING if c["kind"] == kind and c["removed"])
-    small = {**case, "rows": 2000, "bags": 4, "rounds": 1, "ids": "zipf", **({"tables": 2} if kind == "many" else {})}
+    small = {
+        **case,
+        "rows": 2000,
+        "bags": 4,
+        "rounds": 1,
+        "ids": "zipf",
+        **({"tables": 2} if kind == "many" else {}),
+    }
     found = run_case("benchmarks.serving_case", small, 1)
     assert all(time > 0 for time in found["times_s"].values()) and len(found["times_s"]) > 1
     assert f"| {case['dtype']} | " in serving_report([found])
 
 
 def test_loading_a_small_table_runs() -> None:
-    found = loads({**WRITTEN, "rows": 2000}, lambda module, case, ranks, _: run_case(module, case, ranks))
-    assert [each["what"] for each in found] == ["dense", "fp32", "int8"] and all(each["seconds"] > 0 for each in found)
+    found = loads(
+        {**WRITTEN, "rows": 2000}, lambda module, case, ranks, _: run_case(module, case, ranks)
+    )
+    assert [each["what"] for each in found] == ["dense", "fp32", "int8"] and all(
+        each["seconds"] > 0 for each in found
+    )
     assert "dense, 2,000 x 64" in serving_report(found)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_small_case_of_compact_tables_runs(ranks: int) -> None:
     tables = {"tables": 2, "rows": 3000, "dim": 64, "ids": 3, "below": 3000, "batch": 64}
-    found = run_case("benchmarks.compact_case", {"tables": tables, "skew": 3, "ranks": ranks, "steps": 2}, ranks)
+    found = run_case(
+        "benchmarks.compact_case", {"tables": tables, "skew": 3, "ranks": ranks, "steps": 2}, ranks
+    )
     assert all(found[key] > 0 for key in ("dense_s", "masked_s", "compact_step_s", "compact_s"))
-    assert found["table_bytes"] == 2 * 3000 * 260 // ranks and found["compact_bytes"] == 2 * 600 * 260 // ranks
+    assert (
+        found["table_bytes"] == 2 * 3000 * 260 // ranks
+        and found["compact_bytes"] == 2 * 600 * 260 // ranks
+    )
     assert "2 x 3,000 x 64" in report_compact([found])
 
 

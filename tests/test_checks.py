@@ -18,7 +18,9 @@ def test_integers_of_numpy_are_ints(value: Any) -> None:
     assert found == 3 and type(found) is int
 
 
-@pytest.mark.parametrize("value", [True, np.True_, 3.0, np.float32(3), "3", None, torch.tensor(3), 0, 4])
+@pytest.mark.parametrize(
+    "value", [True, np.True_, 3.0, np.float32(3), "3", None, torch.tensor(3), 0, 4]
+)
 def test_no_integers(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^Invalid every=.*: must be an int in \[1, 3\]\.$"):
         integer("every", value, least=1, most=3)
@@ -58,9 +60,14 @@ def test_levels() -> None:
 
 def test_choices() -> None:
     assert choice("norm", "l2", ("L1", "L2")) == choice("norm", "L2", ("L1", "L2")) == "L2"
-    with pytest.raises(ValueError, match=r"^Invalid schedule='cubicc': .* 'cubic', 'linear'. Did you mean 'cubic'\?$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^Invalid schedule='cubicc': .* 'cubic', 'linear'. Did you mean 'cubic'\?$",
+    ):
         choice("schedule", "cubicc", ("cubic", "linear"))
-    with pytest.raises(ValueError, match=r"^Invalid norm=2: must be one of 'L1', 'L2' or a number\.$"):
+    with pytest.raises(
+        ValueError, match=r"^Invalid norm=2: must be one of 'L1', 'L2' or a number\.$"
+    ):
         choice("norm", 2, ("L1", "L2"), " or a number")
 
 
@@ -69,5 +76,7 @@ def test_lists_of_names() -> None:
     assert name_list("include", "user_*") == ("user_*",)
     assert name_list("include", ["a", "b"]) == name_list("include", ("a", "b")) == ("a", "b")
     for value in (3, ["a", 3], {"a": 1}, [None]):
-        with pytest.raises(ValueError, match=r"^Invalid include=.*: must be a string or a sequence of strings\.$"):
+        with pytest.raises(
+            ValueError, match=r"^Invalid include=.*: must be a string or a sequence of strings\.$"
+        ):
             name_list("include", value)

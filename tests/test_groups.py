@@ -47,27 +47,41 @@ def test_invalid_timeouts(seconds: float) -> None:
 def test_one_mistake_on_512_ranks_is_said_once() -> None:
     report = {"action": "step()", "error": "ValueError: " + "x" * 300, "facts": {}}
     message = explain_errors(WORLD, [report] * 512)
-    assert message.startswith("step() was refused on every rank, nothing was changed. ranks 0-511: ValueError: xxx")
+    assert message.startswith(
+        "step() was refused on every rank, nothing was changed. ranks 0-511: ValueError: xxx"
+    )
     assert message.count("ValueError") == 1 and len(message) < 500
 
 
 def test_512_different_mistakes_are_cut() -> None:
     reports = [{"action": "step()", "error": f"ValueError: {rank} " + "x" * 5000} for rank in WORLD]
     message = explain_errors(WORLD, reports)
-    assert "rank 0: ValueError: 0 xxx" in message and "ranks 3-511: other errors" in message and len(message) < 2000
+    assert (
+        "rank 0: ValueError: 0 xxx" in message
+        and "ranks 3-511: other errors" in message
+        and len(message) < 2000
+    )
 
 
 def test_other_actions_are_grouped() -> None:
     reports = [{"action": "audit()" if rank in (3, 5, 6) else "step()"} for rank in WORLD]
-    assert "ranks 3, 5-6 are at 'audit()' while rank 0 is at 'step()'" in explain_actions(WORLD, reports)
+    assert "ranks 3, 5-6 are at 'audit()' while rank 0 is at 'step()'" in explain_actions(
+        WORLD, reports
+    )
 
 
 def test_the_part_that_differs_is_shown_alone() -> None:
     tiling = [[rank * 100, 0, 100, 64] for rank in WORLD]
     other = [*tiling[:300], [7, 0, 100, 64], *tiling[301:]]
-    values = [{"table 'a'": {"config": {"level": 0.5}, "tiling": other if rank == 9 else tiling}} for rank in WORLD]
+    values = [
+        {"table 'a'": {"config": {"level": 0.5}, "tiling": other if rank == 9 else tiling}}
+        for rank in WORLD
+    ]
     message = explain_facts(WORLD, "add_model()", ["table 'a'"], values, 1)
-    assert "table 'a': tiling[300] is [7, 0, 100, 64] on rank 9 and [30000, 0, 100, 64] on rank 0" in message
+    assert (
+        "table 'a': tiling[300] is [7, 0, 100, 64] on rank 9 and [30000, 0, 100, 64] on rank 0"
+        in message
+    )
     assert len(message) < 250
 
 

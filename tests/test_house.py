@@ -1,4 +1,5 @@
-"""The package's own rules: what it offers, what it imports, how long its files are, what they read of each other."""
+"""The package's own rules: what it offers, what it imports, how long its files are, what they read
+of each other."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ import pytest
 
 import dist_sparse
 import dist_sparse.groups
-from benchmarks.structure import circles, crossed, module_of, private_reads, sources, updating, walks
+from benchmarks.structure import (
+    circles,
+    crossed,
+    module_of,
+    private_reads,
+    sources,
+    updating,
+    walks,
+)
 from tests.mutations import MUTATIONS, missing
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +59,12 @@ MOVED = {
 
 def public_names() -> list[str]:
     """The names in the reference's table of public names."""
-    section = (ROOT / "docs" / "api" / "index.md").read_text().split("## Public names", 1)[1].split("\n## ", 1)[0]
+    section = (
+        (ROOT / "docs" / "api" / "index.md")
+        .read_text()
+        .split("## Public names", 1)[1]
+        .split("\n## ", 1)[0]
+    )
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
 
@@ -58,7 +72,9 @@ def public_names() -> list[str]:
 def imported(statement: str) -> set[str]:
     """The modules that a fresh interpreter has after ``statement``."""
     code = f"{statement}\nimport sys\nprint(*sys.modules, sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -75,7 +91,8 @@ def test_public_names_are_those_of_the_reference() -> None:
 
 
 def test_old_imports_still_work() -> None:
-    """Of what other modules list, the objects are the same, and the first screen does not show them."""
+    """Of what other modules list, the objects are the same, and the first screen does not show
+    them."""
     page = (ROOT / "docs" / "api" / "index.md").read_text().split("## More names, by module")[1]
     for path, names in MOVED.items():
         module = import_module(f"dist_sparse.{path}")
@@ -84,44 +101,75 @@ def test_old_imports_still_work() -> None:
             assert getattr(module, name) is getattr(dist_sparse, name)
             assert name == "CubicDataScheduler" or name not in dist_sparse.__all__
             assert f"`{name}`" in page or path == "compat"
-    within = imported("from dist_sparse import BaseDataScheduler, CubicSL, LinearDataScheduler, OptimScheduler")
+    within = imported(
+        "from dist_sparse import BaseDataScheduler, CubicSL, LinearDataScheduler, OptimScheduler"
+    )
     assert "dist_sparse.extend" not in within and "dist_sparse.compat" not in within
 
 
-PUBLIC = sorted({*dist_sparse.__all__, "CurveDataScheduler", *(name for names in MOVED.values() for name in names)})
+PUBLIC = sorted(
+    {
+        *dist_sparse.__all__,
+        "CurveDataScheduler",
+        *(name for names in MOVED.values() for name in names),
+    }
+)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ("COL", "ROW")])
 def test_public_names_have_docstrings(name: str) -> None:
-    public = getattr(dist_sparse if name != "CurveDataScheduler" else import_module("dist_sparse.schedulers"), name)
+    public = getattr(
+        dist_sparse if name != "CurveDataScheduler" else import_module("dist_sparse.schedulers"),
+        name,
+    )
     assert public.__doc__
     for attribute, value in vars(public).items() if isinstance(public, type) else ():
         if callable(value) and not attribute.startswith("_"):
-            assert any(getattr(getattr(base, attribute, None), "__doc__", None) for base in public.__mro__), attribute
+            assert any(
+                getattr(getattr(base, attribute, None), "__doc__", None) for base in public.__mro__
+            ), attribute
 
 
 def test_import_alone_needs_nothing() -> None:
-    """Not even torch, so that the doctor runs where it is broken; each name comes when it is used."""
+    """Not even torch, so that the doctor runs where it is broken; each name comes when it is
+    used."""
     within = imported("import dist_sparse\nassert set(dist_sparse.__all__) < set(dir(dist_sparse))")
     assert below(within, "dist_sparse") == {"dist_sparse"} and not below(within, "torch")
     assert not below(imported("import dist_sparse.cli.main, dist_sparse.cli.doctor"), "torch")
-    imported("import dist_sparse\nassert callable(dist_sparse.sparsify) and dist_sparse.groups.traffic()")
-    imported("import pickle, dist_sparse as d\nassert pickle.loads(pickle.dumps(d.RunLog)) is d.RunLog")
+    imported(
+        "import dist_sparse\nassert callable(dist_sparse.sparsify) and dist_sparse.groups.traffic()"
+    )
+    imported(
+        "import pickle, dist_sparse as d\nassert pickle.loads(pickle.dumps(d.RunLog)) is d.RunLog"
+    )
     with pytest.raises(AttributeError, match="module 'dist_sparse' has no attribute 'sparsfy'"):
         dist_sparse.__getattr__("sparsfy")
 
 
 def test_the_stub_has_the_public_names() -> None:
-    """Type checkers and editors read the stub, the interpreter ``__init__.py``: the same names, of the same modules."""
+    """Type checkers and editors read the stub, the interpreter ``__init__.py``: the same names, of
+    the same modules."""
     tree = ast.parse((ROOT / "dist_sparse" / "__init__.pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    seen = {alias.asname: node.module for node in imports for alias in node.names if node.module != "dist_sparse"}
-    packages = {alias.asname for node in imports for alias in node.names if node.module == "dist_sparse"}
-    assert set(map(str, seen)) == {*dist_sparse.__all__, *(name for names in MOVED.values() for name in names)}
+    seen = {
+        alias.asname: node.module
+        for node in imports
+        for alias in node.names
+        if node.module != "dist_sparse"
+    }
+    packages = {
+        alias.asname for node in imports for alias in node.names if node.module == "dist_sparse"
+    }
+    assert set(map(str, seen)) == {
+        *dist_sparse.__all__,
+        *(name for names in MOVED.values() for name in names),
+    }
     for name, module in seen.items():
         assert getattr(import_module(str(module)), str(name)) is getattr(dist_sparse, str(name))
     assert packages | {*dist_sparse.__all__, "__version__"} <= set(dir(dist_sparse))
-    assert not set(seen) & {path.stem for path in (ROOT / "dist_sparse").iterdir()}, "a name is a module's too"
+    assert not set(seen) & {path.stem for path in (ROOT / "dist_sparse").iterdir()}, (
+        "a name is a module's too"
+    )
 
 
 def test_version_is_that_of_the_project() -> None:
@@ -131,26 +179,41 @@ def test_version_is_that_of_the_project() -> None:
 
 def test_the_names_need_torch_alone() -> None:
     """Nothing but modules of its own: what torch has not imported, neither does the package."""
-    without, within = imported("import torch"), imported("import torch\nfrom dist_sparse import *\nsparsify, RunLog")
+    without, within = (
+        imported("import torch"),
+        imported("import torch\nfrom dist_sparse import *\nsparsify, RunLog"),
+    )
     assert within - without == below(within, "dist_sparse")
     assert below(within, "dist_sparse.tables.torchrec") == set()
 
 
 def test_whoever_registers_plain_data_needs_torch_alone() -> None:
     use = (
-        "sparsifier = dist_sparse.DataNormSparsifier([('table', torch.randn(9, 4))])\n"
-        "sparsifier.add_model(torch.nn.EmbeddingBag(8, 4))\n"
-        "scheduler = dist_sparse.CubicDataScheduler(sparsifier, 'sparsity_level', final=0.5, begin=0, end=4, every=2)\n"
-        "sparsifier.step(); scheduler.step(); sparsifier.squash_mask(); dist_sparse.describe(sparsifier)\n"
+        "sparsifier = dist_sparse.DataNormSparsifier([('table', torch.randn(9,"
+        " 4))])\nsparsifier.add_model(torch.nn.EmbeddingBag(8, 4))\nscheduler ="
+        " dist_sparse.CubicDataScheduler(sparsifier, 'sparsity_level', final=0.5, begin=0, end=4,"
+        " every=2)\nsparsifier.step(); scheduler.step(); sparsifier.squash_mask();"
+        " dist_sparse.describe(sparsifier)\n"
     )
     more = imported(f"import torch, dist_sparse\n{use}") - imported("import torch")
-    for package in ("torchrec", "fbgemm_gpu", "numpy", "tqdm", "torch.ao", "dist_sparse.tables.torchrec", "launch"):
+    for package in (
+        "torchrec",
+        "fbgemm_gpu",
+        "numpy",
+        "tqdm",
+        "torch.ao",
+        "dist_sparse.tables.torchrec",
+        "launch",
+    ):
         assert below(more, package) == set()
 
 
 def test_torchrec_needs_no_import_order() -> None:
     """The package may come before torchrec."""
-    table = "torchrec.EmbeddingBagConfig(name='t', num_embeddings=8, embedding_dim=4, feature_names=['f'])"
+    table = (
+        "torchrec.EmbeddingBagConfig(name='t', num_embeddings=8, embedding_dim=4,"
+        " feature_names=['f'])"
+    )
     use = f"dist_sparse.DataNormSparsifier().add_model(torchrec.EmbeddingBagCollection(tables=[{table}]))"
     within = imported(f"import dist_sparse, torchrec\nassert {use} == ['t']")
     assert "dist_sparse.tables.torchrec" in within
@@ -166,7 +229,9 @@ def test_files_are_short_and_state_what_they_hold(file: Path) -> None:
         assert "?" not in docstring.splitlines()[0], "the first line is a question"
 
 
-@pytest.mark.parametrize("file", sources("dist_sparse"), ids=[module_of(file) for file in sources("dist_sparse")])
+@pytest.mark.parametrize(
+    "file", sources("dist_sparse"), ids=[module_of(file) for file in sources("dist_sparse")]
+)
 def test_modules_list_their_public_names(file: Path) -> None:
     """In ``__all__``, and every name there exists in the module."""
     body = ast.parse(file.read_text()).body
@@ -179,11 +244,14 @@ def test_modules_list_their_public_names(file: Path) -> None:
     }
     defined = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     if [name for name in defined if not name.startswith("_")]:
-        assert "__all__" in named or file.name == "components.py", "has no __all__"  # torchx lists that one
+        assert "__all__" in named or file.name == "components.py", (
+            "has no __all__"
+        )  # torchx lists that one
 
 
 def test_no_module_reads_private_names_of_another() -> None:
-    """Of its classes and modules; tests, examples and benchmarks neither. See benchmarks/structure.py."""
+    """Of its classes and modules; tests, examples and benchmarks neither. See
+    benchmarks/structure.py."""
     assert private_reads(sources("dist_sparse", "launch", "examples", "benchmarks", "tests")) == {}
 
 
@@ -209,10 +277,10 @@ def test_structure_is_counted_right(tmp_path: Path) -> None:
     package = tmp_path / "dist_sparse"
     package.mkdir()
     (package / "a.py").write_text(
-        "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from dist_sparse.b import other\n"
-        "class Group:\n    _shared = 1\n    def __init__(self):\n        self._pending = self._shared\n"
-        "    def _send(self): ...\n    def same(self, other): return other._pending\n"
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dist_sparse.b import"
+        " other\nclass Group:\n    _shared = 1\n    def __init__(self):\n        self._pending ="
+        " self._shared\n    def _send(self): ...\n    def same(self, other): return"
+        " other._pending\n"
     )
     (package / "b.py").write_text("from .a import Group\n")
     (package / "c.py").write_text("from dist_sparse import b\n")
@@ -240,29 +308,47 @@ def examples() -> list[str]:
 def test_examples_of_docstrings_run(module: str) -> None:
     if module.startswith("dist_sparse.lightning"):
         pytest.importorskip("lightning")
-    ran = doctest.testmod(import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    ran = doctest.testmod(
+        import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     assert ran.failed == 0 and ran.attempted > 0
 
 
 def test_public_names_have_examples() -> None:
-    without = {name for name in dist_sparse.__all__ if ">>> " not in (getattr(dist_sparse, name).__doc__ or "")}
+    without = {
+        name
+        for name in dist_sparse.__all__
+        if ">>> " not in (getattr(dist_sparse, name).__doc__ or "")
+    }
     assert without <= NO_EXAMPLE
 
 
 def test_one_module_communicates_and_nobody_prints() -> None:
     """Collectives are in groups.py alone, and what is printed is a scheduler's ``verbose``."""
-    calls = {"all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "all_to_all", "broadcast", "barrier"}
+    calls = {
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "all_to_all_single",
+        "all_to_all",
+        "broadcast",
+        "barrier",
+    }
     for file in (ROOT / "dist_sparse").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
                 here = f"{file.name}:{node.lineno}"
-                assert file.name == "groups.py" or not (node.func.value.id == "dist" and node.func.attr in calls), here
+                assert file.name == "groups.py" or not (
+                    node.func.value.id == "dist" and node.func.attr in calls
+                ), here
                 assert node.func.value.id != "pickle", here
             if isinstance(node.func, ast.Name) and node.func.id == "print":
                 place = f"{file.parent.name}/{file.name}"
-                allowed = place in ("schedulers/base.py", "cli/output.py") or file.parent.name == "launch"
+                allowed = (
+                    place in ("schedulers/base.py", "cli/output.py") or file.parent.name == "launch"
+                )
                 assert allowed, f"{place}:{node.lineno}"
 
 
@@ -271,7 +357,9 @@ def test_pytest_looks_into_every_folder(pytestconfig: pytest.Config) -> None:
     left_out = pytestconfig.getini("norecursedirs")
     folders = {file.parent.name for file in (ROOT / "tests").rglob("test_*.py")}
     assert "dist" in folders
-    assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in left_out)]
+    assert not [
+        folder for folder in folders if any(fnmatch(folder, pattern) for pattern in left_out)
+    ]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")

@@ -1,7 +1,7 @@
 """Extra memory of a mask update beside the weights, measured in fresh processes. (C4)
 
-The high-water mark of the resident memory is the kernel's, of the process that exec made: ru_maxrss would start at that
-of the process that forked it.
+The high-water mark of the resident memory is the kernel's, of the process that exec made: ru_maxrss
+would start at that of the process that forked it.
 """
 
 from __future__ import annotations
@@ -59,15 +59,19 @@ print(json.dumps([extra, stats.blocks, weight.numel() * 4, masks]))
 """
 
 pytestmark = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, to reset the high-water mark of memory"
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="needs Linux, to reset the high-water mark of memory",
 )
 
 
 def measured(block: tuple[int, Any], norm: str, levels: tuple[float, ...], waste: int = 0) -> Any:
-    """Extra bytes of each step, number of blocks, bytes of the table and of the masks: new, after steps, in a state."""
+    """Extra bytes of each step, number of blocks, bytes of the table and of the masks: new, after
+    steps, in a state."""
     case = json.dumps([ROWS, DIM, block, norm, levels, waste])
     env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", CODE, case], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, case], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -77,8 +81,11 @@ def measured(block: tuple[int, Any], norm: str, levels: tuple[float, ...], waste
     [((1, "ROW"), "L2", 0.05, 64 * MIB), ((1, 4), "L1", 0.30, 32 * MIB)],
     ids=["rows", "blocks"],
 )
-def test_a_due_step_stays_within_its_memory(block: tuple[int, Any], norm: str, share: float, constant: int) -> None:
-    """The first step, one that removes more, and one that takes some back: there millions of zeros tie."""
+def test_a_due_step_stays_within_its_memory(
+    block: tuple[int, Any], norm: str, share: float, constant: int
+) -> None:
+    """The first step, one that removes more, and one that takes some back: there millions of zeros
+    tie."""
     levels = (0.5, 0.8, 0.25)
     extra, blocks, table, masks = measured(block, norm, levels)
     assert table == 256 * MIB

@@ -1,4 +1,5 @@
-"""The sweep runs from its command line, reports its cells correctly, and continues where it stopped."""
+"""The sweep runs from its command line, reports its cells correctly, and continues where it
+stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ pytest.importorskip("matplotlib")
 
 import benchmarks.sweep
 from benchmarks.sweep import main
-from benchmarks.sweep_cells import COLUMNS, LEVELS, TRAINING_LEVELS, Cell, append, as_row, cells, left_to_do, read
+from benchmarks.sweep_cells import (
+    COLUMNS,
+    LEVELS,
+    TRAINING_LEVELS,
+    Cell,
+    append,
+    as_row,
+    cells,
+    left_to_do,
+    read,
+)
 from benchmarks.sweep_plot import plot
 from benchmarks.sweep_report import report
 from dlrm import movielens
@@ -44,25 +55,44 @@ def of_mode(rows: Sequence[dict[str, Any]], mode: str) -> list[dict[str, Any]]:
 
 class TestCells:
     def test_are_torch_aos_and_whole_rows(self) -> None:
-        found = cells(LEVELS, ["1x1", "1x4", "1xROW"], ["L1", "L2"], TRAINING_LEVELS, ["1x4", "1xROW"], [0, 1])
-        assert len(LEVELS) == 20 and LEVELS[0] == 0.0 and LEVELS[-1] == 1.0 and 0.91 in LEVELS and 0.3 in LEVELS
-        assert [cell.mode for cell in found] == ["dense"] * 2 + ["post"] * 100 + ["training"] * 2 * 12
+        found = cells(
+            LEVELS, ["1x1", "1x4", "1xROW"], ["L1", "L2"], TRAINING_LEVELS, ["1x4", "1xROW"], [0, 1]
+        )
+        assert (
+            len(LEVELS) == 20
+            and LEVELS[0] == 0.0
+            and LEVELS[-1] == 1.0
+            and 0.91 in LEVELS
+            and 0.3 in LEVELS
+        )
+        assert [cell.mode for cell in found] == ["dense"] * 2 + ["post"] * 100 + [
+            "training"
+        ] * 2 * 12
         assert not [cell for cell in found if (cell.block, cell.norm) == ("1x1", "L2")]
         assert len(set(found)) == len(found)
         assert (found[2].shape, found[-1].shape) == ((1, 1), (1, "ROW"))
-        assert found[-1].tables == "user_x_genre" and {cell.seed for cell in found if cell.mode == "post"} == {0}
+        assert found[-1].tables == "user_x_genre" and {
+            cell.seed for cell in found if cell.mode == "post"
+        } == {0}
 
     def test_a_cell_asked_for_twice_is_one(self) -> None:
         assert len(cells([0.5, 0.5], ["1x4", "1x4"], ["L2", "L2"], [], [], [0, 0])) == 2
 
     def test_the_csv_gives_back_what_was_written(self, tmp_path: Path) -> None:
         file = tmp_path / "sweep.csv"
-        dense, post = Cell(mode="dense"), Cell(mode="post", block="1xROW", norm="L2", level=0.1 + 0.2)
+        dense, post = (
+            Cell(mode="dense"),
+            Cell(mode="post", block="1xROW", norm="L2", level=0.1 + 0.2),
+        )
         append(file, row(dense, step_ms=None, auc=2 / 3))
         append(file, row(post, mask_bytes=7))
         first, second = read(file)
         assert (first["auc"], first["step_ms"], first["block"]) == (2 / 3, None, "")
-        assert (second["sparsity_level"], second["mask_bytes"], second["block"]) == (0.1 + 0.2, 7, "1xROW")
+        assert (second["sparsity_level"], second["mask_bytes"], second["block"]) == (
+            0.1 + 0.2,
+            7,
+            "1xROW",
+        )
         assert type(second["mask_bytes"]) is int
         later = Cell(mode="post", block="1xROW", norm="L1", level=0.1 + 0.2)
         assert left_to_do(file, [dense, later, post], RUN) == [later]
@@ -71,7 +101,9 @@ class TestCells:
     def test_another_run_is_refused_by_what_differs(self, tmp_path: Path) -> None:
         file = tmp_path / "sweep.csv"
         append(file, row(Cell(mode="dense")))
-        with pytest.raises(ValueError, match=r"of a run with train_examples 6400 \(asked for: 9\), ranks 2 \(asked"):
+        with pytest.raises(
+            ValueError, match=r"of a run with train_examples 6400 \(asked for: 9\), ranks 2 \(asked"
+        ):
             left_to_do(file, [], {**RUN, "train_examples": 9, "ranks": 4})
         file.write_text("mode,auc\ndense,0.5\n")
         with pytest.raises(ValueError, match=r"its columns are \['mode', 'auc'\], must be"):
@@ -81,8 +113,13 @@ class TestCells:
 def test_seeds_are_compared_with_their_own_dense_model() -> None:
     rows = []
     for seed, dense, trained in ((0, 0.70, 0.69), (1, 0.72, 0.70)):
-        cell = Cell(mode="training", block="1xROW", norm="L2", level=0.95, tables="user_x_genre", seed=seed)
-        rows += [row(Cell(mode="dense", seed=seed), auc=dense), row(cell, auc=trained, table_bytes_kept=1_000)]
+        cell = Cell(
+            mode="training", block="1xROW", norm="L2", level=0.95, tables="user_x_genre", seed=seed
+        )
+        rows += [
+            row(Cell(mode="dense", seed=seed), auc=dense),
+            row(cell, auc=trained, table_bytes_kept=1_000),
+        ]
     text = report(rows)
     assert "seeds 0, 1; dense AUC 0.7100 ± 0.0100:" in text
     assert "| rows | user_x_genre | 95 % | 1,000 | 0.0150 ± 0.0050 |" in text
@@ -117,7 +154,9 @@ def test_wrong_options_are_refused_with_the_rule(
 
 
 @pytest.mark.network
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         movielens.fetch()
     except DataError as error:
@@ -141,14 +180,24 @@ def test_a_small_sweep_runs_and_goes_on(
         pytest.skip(f"OFFLINE, the sweep is not tested: {error}")
     monkeypatch.setattr(benchmarks.sweep, "REPEATS", 2)  # of what is timed
     monkeypatch.setattr(benchmarks.sweep, "fresh", run_case)
-    small = ["--quick", "--train-examples", str(RUN["train_examples"]), "--blocks", "1,4", "--norms", "L2"]
+    small = [
+        "--quick",
+        "--train-examples",
+        str(RUN["train_examples"]),
+        "--blocks",
+        "1,4",
+        "--norms",
+        "L2",
+    ]
     small += ["--training-blocks", "1,4", "--seeds", "0", "--out", str(tmp_path)]
     assert main([*small, "--levels", "0", "0.8", "--training-levels"]) == 0
     (file,) = tmp_path.glob("*-sweep-quick.csv")
     with file.open() as stream:
         assert tuple(next(csv.reader(stream))) == COLUMNS
     before = read(file)
-    assert main([*small, "--levels", "0", "0.8", "0.99", "--training-levels", "0.8", "--resume"]) == 0
+    assert (
+        main([*small, "--levels", "0", "0.8", "0.99", "--training-levels", "0.8", "--resume"]) == 0
+    )
     rows = read(file)
     assert rows[:3] == before  # times and all, so they were not measured again
     assert [row["mode"] for row in rows] == ["dense", "post", "post", "post", "training"]
@@ -156,7 +205,16 @@ def test_a_small_sweep_runs_and_goes_on(
 
     (dense,), (training,) = of_mode(rows, "dense"), of_mode(rows, "training")
     level_0, level_80, level_99 = of_mode(rows, "post")
-    for name in ("auc", "ne", "accuracy", "precision", "recall", "f1", "log_loss_nats", "zipped_bytes"):
+    for name in (
+        "auc",
+        "ne",
+        "accuracy",
+        "precision",
+        "recall",
+        "f1",
+        "log_loss_nats",
+        "zipped_bytes",
+    ):
         assert level_0[name] == dense[name], name
     assert level_0["auc"] > level_99["auc"] > 0.5  # after 50 steps the model has learned something
     assert 0 < dense["ne"] < level_99["ne"]

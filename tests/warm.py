@@ -1,7 +1,9 @@
-"""Python scripts in processes that are forked from a warm server: as ``python script.py``, without the imports.
+"""Python scripts in processes that are forked from a warm server: as ``python script.py``, without
+the imports.
 
-Importing torch and torchrec costs three seconds of CPU in every new process, more than what most scripts of the tests
-do then. Tests of imports, and one start of each program as its users start it, stay with :mod:`subprocess`.
+Importing torch and torchrec costs three seconds of CPU in every new process, more than what most
+scripts of the tests do then. Tests of imports, and one start of each program as its users start it,
+stay with :mod:`subprocess`.
 """
 
 from __future__ import annotations
@@ -33,19 +35,24 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout: float = 200.0,
 ) -> CompletedProcess[str]:
-    """What ``python script arguments`` returns and prints. ``env`` comes on top of this process's."""
+    """What ``python script arguments`` returns and prints. ``env`` comes on top of this
+    process's."""
     return _run(script, arguments, cwd, [env or {}], timeout)[0]
 
 
 def run_ranks_of(
     script: Path, arguments: Sequence[object] = (), *, world: int, cwd: Path, timeout: float = 200.0
 ) -> list[CompletedProcess[str]]:
-    """The same of every rank, with the variables that torchrun sets. Their clocks show different hours."""
+    """The same of every rank, with the variables that torchrun sets. Their clocks show different
+    hours."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "TZ": f"ZONE{rank}"} for rank in range(world)]
+    ranks = [
+        {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "TZ": f"ZONE{rank}"}
+        for rank in range(world)
+    ]
     return _run(script, arguments, cwd, ranks, timeout)
 
 
@@ -61,7 +68,11 @@ def run_case(module: str, case: dict[str, Any], ranks: int, threads: int = 1) ->
 
 
 def _run(
-    script: Path, arguments: Sequence[object], cwd: Path, envs: Sequence[Mapping[str, str]], timeout: float
+    script: Path,
+    arguments: Sequence[object],
+    cwd: Path,
+    envs: Sequence[Mapping[str, str]],
+    timeout: float,
 ) -> list[CompletedProcess[str]]:
     words = [str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as name:
@@ -81,7 +92,9 @@ def _run(
                 process.kill()
                 process.join()
         return [
-            CompletedProcess(words, process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
+            CompletedProcess(
+                words, process.exitcode, (folder / "out").read_text(), (folder / "err").read_text()
+            )
             for process, folder in zip(processes, folders, strict=True)
         ]
 

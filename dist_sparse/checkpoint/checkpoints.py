@@ -1,8 +1,10 @@
-"""Checkpoints of a training in one call: saved whole or not at all, verified before they are read, on any ranks.
+"""Checkpoints of a training in one call: saved whole or not at all, verified before they are read,
+on any ranks.
 
-Order of a save: collect on all ranks, write tensors through DCP, gather CRC32s, write the marker, sweep old folders.
-Order of a resume: verify every byte, check that each entry has one owner, read masks, then weights and optimizer state.
-Whatever one rank can't do is raised on all of them before the marker is written, or before anything is read.
+Order of a save: collect on all ranks, write tensors through DCP, gather CRC32s, write the marker,
+sweep old folders. Order of a resume: verify every byte, check that each entry has one owner, read
+masks, then weights and optimizer state. Whatever one rank can't do is raised on all of them before
+the marker is written, or before anything is read.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Resumed:
         step: of the checkpoint.
         extra: what was passed to ``save``.
         path: of its folder.
-        rng: whether the states of torch's random number generators were restored: on as many ranks as saved them.
+        rng: whether the states of torch's random number generators were restored: on as many ranks
+            as saved them.
         merged: optimizer state that was merged because its table is cut into other columns.
     """
 
@@ -69,7 +72,8 @@ class Checkpoints:
     """Checkpoints of one training, in one folder.
 
     Args:
-        root: the folder: a path that all ranks share, or an address that fsspec knows (``"s3://..."``).
+        root: the folder: a path that all ranks share, or an address that fsspec knows
+            (``"s3://..."``).
         keep: how many to keep. Older ones are deleted once a new one is whole.
         every: steps between checkpoints: :meth:`save` does nothing at others.
 
@@ -126,21 +130,22 @@ class Checkpoints:
         """Save a checkpoint. Collective; local at steps where nothing is saved.
 
         Args:
-            step: number of steps done: of ``pipeline.progress()``, which is the position in the data, while the
-                pipeline's reader is ahead of it.
+            step: number of steps done: of ``pipeline.progress()``, which is the position in the
+                data, while the pipeline's reader is ahead of it.
             model: plain, under DDP, or a DistributedModelParallel.
             optimizer: one of torch or TorchRec, or a list of them.
-            sparse: a :class:`~dist_sparse.SparseTraining`, a sparsifier, or several objects by name.
-            extra: values that :meth:`resume_latest` returns, such as the state of a learning rate scheduler: what JSON
-                gives back, the same on every rank.
+            sparse: a :class:`~dist_sparse.SparseTraining`, a sparsifier, or several objects by
+                name.
+            extra: values that :meth:`resume_latest` returns, such as the state of a learning rate
+                scheduler: what JSON gives back, the same on every rank.
             force: also at a step that is no multiple of ``every``.
 
         Returns:
             Whether it was saved.
 
         Raises:
-            ValueError, OSError: on every rank, with the ranks at fault. There is no new checkpoint; the others are
-                unchanged.
+            ValueError, OSError: on every rank, with the ranks at fault. There is no new checkpoint;
+                the others are unchanged.
         """
         if not self._due(step, force):
             return False
@@ -159,9 +164,11 @@ class Checkpoints:
         extra: Json = None,
         force: bool = False,
     ) -> bool:
-        """As :meth:`save`, but return once everything is copied to memory, and write it in a thread. Collective.
+        """As :meth:`save`, but return once everything is copied to memory, and write it in a
+        thread. Collective.
 
-        The next save waits for it, and raises what it has raised, as :meth:`wait` does: call that at the end.
+        The next save waits for it, and raises what it has raised, as :meth:`wait` does: call that
+        at the end.
         """
         if not self._due(step, force):
             return False
@@ -189,15 +196,17 @@ class Checkpoints:
 
         Args:
             model, optimizer, sparse: as in :meth:`save`, sharded as they like.
-            row_wise_state: what happens to row-wise optimizer state of a table that is cut into other columns now:
-                ``"merge"`` takes means (:mod:`dist_sparse.checkpoint.row_wise`), and reports it.
+            row_wise_state: what happens to row-wise optimizer state of a table that is cut into
+                other columns now: ``"merge"`` takes means (:mod:`dist_sparse.checkpoint.row_wise`),
+                and reports it.
 
         Returns:
             What was loaded; None if there is no checkpoint.
 
         Raises:
-            ValueError, OSError: on every rank: a file is damaged or missing, an entry has no owner here, an owner no
-                entry, or shapes differ. Nothing has changed, unless the disk fails while tensors are read.
+            ValueError, OSError: on every rank: a file is damaged or missing, an entry has no owner
+                here, an owner no entry, or shapes differ. Nothing has changed, unless the disk
+                fails while tensors are read.
         """
         self.wait()
         group = self._group()
@@ -211,7 +220,8 @@ class Checkpoints:
         return None if step is None else self._load(step, model, optimizer, sparse, row_wise_state)
 
     def inspect(self, step: int | None = None) -> Inspection:
-        """Return what the checkpoint of a step, or the newest one, holds, after verifying every byte. Local.
+        """Return what the checkpoint of a step, or the newest one, holds, after verifying every
+        byte. Local.
 
         Raises:
             ValueError: there is none, or a file is missing or damaged; names it.
@@ -264,7 +274,11 @@ class Checkpoints:
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
             written = save_tensors(folders.files, folders.path(step), tensors, group.process_group)
-            files = {name: (size, crc) for each in group.all_gather_json(written) for name, (size, crc) in each.items()}
+            files = {
+                name: (size, crc)
+                for each in group.all_gather_json(written)
+                for name, (size, crc) in each.items()
+            }
             with group.agreeing("save()"):
                 if group.rank == 0:
                     folders.commit(Marker(step=step, world=group.size, files=files), values)
@@ -280,7 +294,9 @@ class Checkpoints:
                 warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
 
     @quiet()
-    def _load(self, step: int, model: nn.Module, optimizer: Any, sparse: Any, row_wise_state: RowWiseState) -> Resumed:
+    def _load(
+        self, step: int, model: nn.Module, optimizer: Any, sparse: Any, row_wise_state: RowWiseState
+    ) -> Resumed:
         from dist_sparse.checkpoint import storage
 
         group, folders = self._group(), self._folders
@@ -289,7 +305,9 @@ class Checkpoints:
             shared = sorted(marker.files, key=lambda name: (-marker.sizes[name], name))
             folders.verify(marker, {storage.METADATA, VALUES, *shared[group.rank :: group.size]})
             metadata = storage.read_metadata(
-                folders.files, folders.path(step), {n: size for n, (size, _) in marker.files.items()}
+                folders.files,
+                folders.path(step),
+                {n: size for n, (size, _) in marker.files.items()},
             )
             values = folders.values(step)
             tree = _inner(model).state_dict()
@@ -304,7 +322,9 @@ class Checkpoints:
             _check_owners(values["state"], held)
             optimizers = OptimizerState(optimizer, _inner(model))
             states, commit = optimizers.prepare_load(metadata, values["optimizer"], row_wise_state)
-            random = {key: state for key, state in _rng().items() if key in metadata.state_dict_metadata}
+            random = {
+                key: state for key, state in _rng().items() if key in metadata.state_dict_metadata
+            }
             random = random if marker.world == group.size else {}
             rest = {**weights, **states, **random}
             storage.check_saved(metadata, {**masks, **rest})
@@ -319,7 +339,9 @@ class Checkpoints:
         _inner(model).load_state_dict(tree)
         merged = sorted({each for keys in group.all_gather_json(commit()) for each in keys})
         _set_rng(random)
-        return Resumed(step=step, extra=values["extra"], path=path, rng=bool(random), merged=tuple(merged))
+        return Resumed(
+            step=step, extra=values["extra"], path=path, rng=bool(random), merged=tuple(merged)
+        )
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -329,12 +351,14 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _parts(sparse: Any) -> list[tuple[str, Stateful]]:
     """What was passed as ``sparse``, by key."""
-    named = sparse.items() if isinstance(sparse, Mapping) else () if sparse is None else [("", sparse)]
+    named = (
+        sparse.items() if isinstance(sparse, Mapping) else () if sparse is None else [("", sparse)]
+    )
     for _, part in named:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ValueError(
-                f"Invalid sparse of type {type(part).__name__}: must be what sparsify() returns, a sparsifier, or "
-                "several objects with state_dict() by name."
+                f"Invalid sparse of type {type(part).__name__}: must be what sparsify() returns, a"
+                " sparsifier, or several objects with state_dict() by name."
             )
     return [(f"sparse.{name}" if name else "sparse", part) for name, part in named]
 
@@ -363,14 +387,20 @@ def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     """Refuse saved tensors that no rank asks for. Collective."""
     keys = sorted(metadata.state_dict_metadata)
-    claims = group.all_reduce(torch.tensor([key in tensors for key in keys], dtype=torch.int64)).tolist()
-    if strange := [key for key, claim in zip(keys, claims, strict=True) if not claim and not key.startswith("rng.")]:
+    claims = group.all_reduce(
+        torch.tensor([key in tensors for key in keys], dtype=torch.int64)
+    ).tolist()
+    if strange := [
+        key
+        for key, claim in zip(keys, claims, strict=True)
+        if not claim and not key.startswith("rng.")
+    ]:
         raise ValueError(_unclaimed(strange))
 
 
 def _unclaimed(keys: list[str]) -> str:
     more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
     return (
-        f"{keys[0]!r}{more} of the checkpoint would be dropped: nothing that was passed has it. Pass what was saved, "
-        "with the same tables, layers and optimizers."
+        f"{keys[0]!r}{more} of the checkpoint would be dropped: nothing that was passed has it."
+        " Pass what was saved, with the same tables, layers and optimizers."
     )

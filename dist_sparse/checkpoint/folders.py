@@ -1,8 +1,9 @@
 """Folders of checkpoints: one a step, written once, whole from the moment it holds its marker.
 
-``step-<step>/`` holds what DCP has written, ``values.json`` and, written last and by a rename, ``COMMITTED``: bytes and
-CRC32 of every other file, and of itself. A folder without it is what a save has left that was killed or failed. No
-folder is renamed and none is written twice: object stores know no rename of folders, and a mix of two saves would load.
+``step-<step>/`` holds what DCP has written, ``values.json`` and, written last and by a rename,
+``COMMITTED``: bytes and CRC32 of every other file, and of itself. A folder without it is what a
+save has left that was killed or failed. No folder is renamed and none is written twice: object
+stores know no rename of folders, and a mix of two saves would load.
 
 Nothing here communicates: one rank prepares, commits and sweeps.
 """
@@ -74,7 +75,9 @@ class Folders:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         given = os.fspath(root)
-        if _BROKEN_ADDRESS.match(given):  # pathlib makes one slash of two: it would be a folder of this machine
+        if _BROKEN_ADDRESS.match(
+            given
+        ):  # pathlib makes one slash of two: it would be a folder of this machine
             raise ValueError(f"Invalid root={given!r}: pass an address as a string, not as a Path.")
         self.local = "://" not in given
         self.root = os.path.abspath(given) if self.local else given.rstrip("/")
@@ -89,12 +92,14 @@ class Folders:
         return [step for step in self._found() if self.files.exists(f"{self.path(step)}/{MARKER}")]
 
     def warn_of_unmarked(self, newest: int) -> None:
-        """Warn of folders that are newer than the newest checkpoint: a marker may have been lost."""
+        """Warn of folders that are newer than the newest checkpoint: a marker may have been
+        lost."""
         for step in self._found():
             if step > newest:
                 warnings.warn(
-                    f"{self.path(step)} is newer than step {newest}, the newest checkpoint, and has no {MARKER}: it is "
-                    "of a save that was killed or failed, or the file was lost.",
+                    f"{self.path(step)} is newer than step {newest}, the newest checkpoint, and has"
+                    f" no {MARKER}: it is of a save that was killed or failed, or the file was"
+                    " lost.",
                     stacklevel=3,
                 )
 
@@ -107,17 +112,24 @@ class Folders:
         self.files.mkdir(self.root)
         if (last := max(self.steps(), default=-1)) >= step:
             raise ValueError(
-                f"Invalid {step=}: {self.root} holds the checkpoint of step {last}, and steps must grow: resume from "
-                "it, save to another folder, or delete it."
+                f"Invalid {step=}: {self.root} holds the checkpoint of step {last}, and steps must"
+                " grow: resume from it, save to another folder, or delete it."
             )
         self.delete(step)
 
     def commit(self, marker: Marker, values: Mapping[str, Any]) -> None:
-        """Write the values and then the marker, which lists them too, of a folder whose other files are on disk."""
+        """Write the values and then the marker, which lists them too, of a folder whose other files
+        are on disk."""
         folder = self.path(marker.step)
-        files = {**marker.files, VALUES: self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False))}
+        files = {
+            **marker.files,
+            VALUES: self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False)),
+        }
         self._sync(folder)
-        entries = {name: {"bytes": size, "crc32": hex_of(crc)} for name, (size, crc) in sorted(files.items())}
+        entries = {
+            name: {"bytes": size, "crc32": hex_of(crc)}
+            for name, (size, crc) in sorted(files.items())
+        }
         head = {"format": FORMAT, "version": VERSION, "step": marker.step, "world": marker.world}
         self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
         self._sync(folder)
@@ -156,13 +168,15 @@ class Folders:
                 raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
             if found[0] != size:
                 has = "more" if found[0] > size else str(found[0])
-                raise ValueError(f"{path} is damaged: {MARKER} lists {size} bytes, and it has {has}.")
+                raise ValueError(
+                    f"{path} is damaged: {MARKER} lists {size} bytes, and it has {has}."
+                )
             if found[1] != crc:
                 raise ValueError(f"{path} is damaged: its CRC32 is not the one in {MARKER}.")
 
     def values(self, step: int) -> dict[str, Any]:
-        """Return the Python values of a checkpoint that has been verified: ``state`` and ``optimizer``, which are
-        dicts, and ``extra``.
+        """Return the Python values of a checkpoint that has been verified: ``state`` and
+        ``optimizer``, which are dicts, and ``extra``.
 
         Raises:
             ValueError: the file holds anything else; names it.
@@ -188,7 +202,8 @@ class Folders:
                 self.delete(step)
 
     def delete(self, step: int) -> None:
-        """Delete the folder of a step, its marker first, so that half of it is no checkpoint. None is no error."""
+        """Delete the folder of a step, its marker first, so that half of it is no checkpoint. None
+        is no error."""
         folder = self.path(step)
         if not self.files.exists(folder):
             return
@@ -222,7 +237,9 @@ class Folders:
         with files.create_stream(f"{path}.tmp", "wb") as stream:
             stream.write(text.encode())
             stream.flush()
-            with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no file of this machine
+            with contextlib.suppress(
+                AttributeError, io.UnsupportedOperation
+            ):  # no file of this machine
                 os.fsync(stream.fileno())
         files.rename(f"{path}.tmp", path)
         return written[_name(path)]
@@ -251,9 +268,13 @@ def _name(path: str) -> str:
 def _marker(entries: Mapping[str, Any]) -> Marker:
     try:
         files = {
-            name: (integer("bytes", f["bytes"], least=0), int(f["crc32"], 16)) for name, f in entries["files"].items()
+            name: (integer("bytes", f["bytes"], least=0), int(f["crc32"], 16))
+            for name, f in entries["files"].items()
         }
-        step, world = integer("step", entries["step"], least=0), integer("world", entries["world"], least=1)
+        step, world = (
+            integer("step", entries["step"], least=0),
+            integer("world", entries["world"], least=1),
+        )
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"an entry is missing or of another type: {error!r}") from None
     if strange := [name for name in files if not _FILE.fullmatch(name) or name.startswith("..")]:

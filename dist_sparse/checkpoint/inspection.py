@@ -22,8 +22,8 @@ class Inspection:
         path: of its folder.
         world: number of ranks that wrote it.
         bytes: of its files.
-        tensors: shape and dtype by key: ``model.<name>``, ``optimizer.<parameter>.<name>``, ``sparse.<...>``,
-            ``rng.<device>.<rank>``.
+        tensors: shape and dtype by key: ``model.<name>``, ``optimizer.<parameter>.<name>``,
+            ``sparse.<...>``, ``rng.<device>.<rank>``.
         extra: what was passed to ``save``.
     """
 
@@ -35,8 +35,13 @@ class Inspection:
     extra: Any
 
     def __str__(self) -> str:
-        head = f"step {self.step}, saved by {number_of(self.world, 'rank')}, {size(self.bytes)}: whole"
-        rows = [(key, " x ".join(map(str, shape)), dtype) for key, (shape, dtype) in sorted(self.tensors.items())]
+        head = (
+            f"step {self.step}, saved by {number_of(self.world, 'rank')}, {size(self.bytes)}: whole"
+        )
+        rows = [
+            (key, " x ".join(map(str, shape)), dtype)
+            for key, (shape, dtype) in sorted(self.tensors.items())
+        ]
         return "\n".join([self.path, head, "", *table_lines(("tensor", "shape", "dtype"), rows)])
 
 
@@ -46,12 +51,16 @@ def inspect_checkpoint(folders: Folders, step: int | None = None) -> Inspection:
     Raises:
         ValueError: there is none, or a file is missing or damaged; names it.
     """
-    from dist_sparse.checkpoint.storage import read_metadata  # loads DCP, which torch itself does not
+    from dist_sparse.checkpoint.storage import (
+        read_metadata,
+    )  # loads DCP, which torch itself does not
 
     steps = folders.steps()
     if not steps or (step is not None and step not in steps):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise ValueError(f"{folders.root} holds {what}; a folder without its marker is of an unfinished save.")
+        raise ValueError(
+            f"{folders.root} holds {what}; a folder without its marker is of an unfinished save."
+        )
     step = steps[-1] if step is None else step
     marker = folders.read(step)
     folders.verify(marker, marker.files)
@@ -62,7 +71,9 @@ def inspect_checkpoint(folders: Folders, step: int | None = None) -> Inspection:
         path=folders.path(step),
         world=marker.world,
         bytes=marker.bytes,
-        tensors={key: (tuple(each.size), str(each.properties.dtype)) for key, each in found.items()},
+        tensors={
+            key: (tuple(each.size), str(each.properties.dtype)) for key, each in found.items()
+        },
         extra=folders.values(step)["extra"],
     )
 

@@ -1,10 +1,12 @@
-"""State of optimizers for a checkpoint, keyed by parameter: torch's, and TorchRec's keyed, fused and combined ones.
+"""State of optimizers for a checkpoint, keyed by parameter: torch's, and TorchRec's keyed, fused
+and combined ones.
 
-- Tensors are ``optimizer.<parameter>.<name>``. Options of param groups (learning rates), other values and the fused
-  optimizers' count of steps are JSON, gathered from all ranks: not every rank holds every parameter.
+- Tensors are ``optimizer.<parameter>.<name>``. Options of param groups (learning rates), other
+  values and the fused optimizers' count of steps are JSON, gathered from all ranks: not every rank
+  holds every parameter.
 - A dense optimizer that has not stepped yet has no state: it gets what was saved.
-- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel; for other column cuts see
-  :mod:`dist_sparse.checkpoint.row_wise`.
+- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel; for other
+  column cuts see :mod:`dist_sparse.checkpoint.row_wise`.
 """
 
 from __future__ import annotations
@@ -31,8 +33,16 @@ RowWiseState = Literal["refuse", "merge"]
 _PREFIX: Final = "optimizer"
 _NO_OPTIONS: Final = ("params", "param_names")
 _OF_FUSED: Final = {"params", "lr"}
-_OF_SCHEDULERS: Final = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Options of the groups of fused optimizers; those that torch's learning rate schedulers add to groups."""
+_OF_SCHEDULERS: Final = {
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+}
+"""Options of the groups of fused optimizers; those that torch's learning rate schedulers add to
+groups."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,8 @@ class _Part:
 
     @property
     def fused_steps(self) -> int | None:
-        """Steps of a fused optimizer, which FBGEMM counts for Adam's bias correction; None of others."""
+        """Steps of a fused optimizer, which FBGEMM counts for Adam's bias correction; None of
+        others."""
         count = getattr(getattr(self.optimizer, "_emb_module", None), "iter", None)
         return None if count is None else int(count)
 
@@ -76,7 +87,13 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        several = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+        several = (
+            optimizer
+            if isinstance(optimizer, (list, tuple))
+            else []
+            if optimizer is None
+            else [optimizer]
+        )
         names = {id(param): name for name, param in model.named_parameters()}
         self.tensors: dict[str, Tensor] = {}
         self._scalars: dict[str, dict[str, Json]] = {}
@@ -95,7 +112,9 @@ class OptimizerState:
 
     def _note(self, key: str, part: _Part) -> None:
         for name, value in part.state(key).items():
-            path = f"{_PREFIX}.{key}.{name.rpartition('.')[2]}"  # fused state is named <table>.<name>
+            path = (  # fused state is named <table>.<name>
+                f"{_PREFIX}.{key}.{name.rpartition('.')[2]}"
+            )
             if (found := row_wise(name, value, part.params[key])) is not None:
                 path = f"{_PREFIX}.{key}.{found.name}"
                 self.tensors[path], self._row_wise[path] = found.tensor, found
@@ -108,19 +127,32 @@ class OptimizerState:
     def described(self) -> Json:
         """Return what is no tensor, of this rank; :func:`gathered` puts it together."""
         groups = [
-            [{name: _plain(keys[0], name, value) for name, value in group.items() if name not in _NO_OPTIONS}, keys]
+            [
+                {
+                    name: _plain(keys[0], name, value)
+                    for name, value in group.items()
+                    if name not in _NO_OPTIONS
+                },
+                keys,
+            ]
             for part in self._parts
             for group, keys in part.groups()
         ]
         cuts = {path: found.cuts for path, found in self._row_wise.items() if found.cuts != [0]}
         steps = [part.fused_steps for part in self._parts if part.fused_steps is not None]
-        return {"groups": groups, "values": self._scalars, "cuts": cuts, "fused_steps": max(steps, default=None)}
+        return {
+            "groups": groups,
+            "values": self._scalars,
+            "cuts": cuts,
+            "fused_steps": max(steps, default=None),
+        }
 
     def prepare_load(
         self, metadata: Metadata, saved: Json, choice: RowWiseState
     ) -> tuple[dict[str, Tensor], Callable[[], list[str]]]:
-        """Return the tensors to load into, and a function that puts in place what is not loaded in place, and returns
-        the keys of merged row-wise state. Nothing is changed before it is called.
+        """Return the tensors to load into, and a function that puts in place what is not loaded in
+        place, and returns the keys of merged row-wise state. Nothing is changed before it is
+        called.
 
         Args:
             metadata: of the checkpoint.
@@ -128,14 +160,16 @@ class OptimizerState:
             choice: what happens to row-wise state of a table that was cut into other columns.
 
         Raises:
-            ValueError: a parameter was not stepped when the checkpoint was saved, or by another class of optimizer, or
-                row-wise state is refused.
+            ValueError: a parameter was not stepped when the checkpoint was saved, or by another
+                class of optimizer, or row-wise state is refused.
         """
         options = {key: found for found, keys in saved["groups"] for key in keys}
         changes = [change for part in self._parts for change in _option_changes(part, options)]
         fresh = self._fresh(metadata, saved["values"])
         targets = dict(self.tensors)
-        targets |= {f"{_PREFIX}.{key}.{name}": made for key, name, made in fresh if isinstance(made, Tensor)}
+        targets |= {
+            f"{_PREFIX}.{key}.{name}": made for key, name, made in fresh if isinstance(made, Tensor)
+        }
         merges: dict[str, Callable[[], None]] = {}
         for path, found in self._row_wise.items():
             cuts = saved["cuts"].get(path, [0])
@@ -143,8 +177,9 @@ class OptimizerState:
                 continue
             if choice == "refuse":
                 raise ValueError(
-                    f"{path!r} has a number for each row of a column shard: it was saved with cuts at columns {cuts}, "
-                    f"and they are at {found.cuts} now. Cut the table as before, or pass row_wise_state='merge'."
+                    f"{path!r} has a number for each row of a column shard: it was saved with cuts"
+                    f" at columns {cuts}, and they are at {found.cuts} now. Cut the table as"
+                    " before, or pass row_wise_state='merge'."
                 )
             targets[path], merges[path] = found.merging(cuts)
 
@@ -168,7 +203,8 @@ class OptimizerState:
         return targets, commit
 
     def _fresh(self, metadata: Metadata, values: Json) -> list[tuple[str, str, Any]]:
-        """The state, by key and name, of parameters that have none yet and had some when it was saved."""
+        """The state, by key and name, of parameters that have none yet and had some when it was
+        saved."""
         bare = {key for key, part in self._part_of.items() if not part.state(key)}
         fresh: list[tuple[str, str, Any]] = []
         found: dict[str, Any] = metadata.state_dict_metadata
@@ -182,9 +218,13 @@ class OptimizerState:
                     made = torch.zeros_like(param, dtype=dtype, requires_grad=False)
                 else:  # counts of steps stay on the CPU, as in torch
                     there = bool(saved.size) or group.get("capturable") or group.get("fused")
-                    made = torch.zeros(saved.size, dtype=dtype, device=param.device if there else "cpu")
+                    made = torch.zeros(
+                        saved.size, dtype=dtype, device=param.device if there else "cpu"
+                    )
                 fresh.append((key, name, made))
-        return fresh + [(key, name, value) for key in bare for name, value in values.get(key, {}).items()]
+        return fresh + [
+            (key, name, value) for key in bare for name, value in values.get(key, {}).items()
+        ]
 
 
 def gathered(described: Sequence[Json]) -> Json:
@@ -209,19 +249,21 @@ def _parts(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[_P
         for key, part in optimizer.optimizers:
             yield from _parts(part, _joined(prefix, key), names)
     elif isinstance(getattr(optimizer, "params", None), Mapping):  # any other KeyedOptimizer
-        yield _Part(optimizer, {_joined(prefix, key): param for key, param in optimizer.params.items()})
+        yield _Part(
+            optimizer, {_joined(prefix, key): param for key, param in optimizer.params.items()}
+        )
     elif isinstance(optimizer, torch.optim.Optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if foreign := [param for param in params if id(param) not in names]:
             raise ValueError(
-                f"Invalid optimizer: {type(optimizer).__name__} steps a parameter of shape {tuple(foreign[0].shape)}, "
-                "which is none of the model's."
+                f"Invalid optimizer: {type(optimizer).__name__} steps a parameter of shape"
+                f" {tuple(foreign[0].shape)}, which is none of the model's."
             )
         yield _Part(optimizer, {names[id(param)]: param for param in params})
     else:
         raise ValueError(
-            f"Invalid optimizer of type {type(optimizer).__name__}: must be one of torch or TorchRec, or a list of "
-            "them."
+            f"Invalid optimizer of type {type(optimizer).__name__}: must be one of torch or"
+            " TorchRec, or a list of them."
         )
 
 
@@ -232,20 +274,28 @@ def _joined(prefix: str, key: str) -> str:
 def _option_changes(part: _Part, saved: Mapping[str, Json]) -> Iterator[Callable[[], None]]:
     for group, keys in part.groups():
         if unknown := [key for key in keys if key not in saved]:
-            raise ValueError(f"{unknown[0]!r} was stepped by no optimizer when the checkpoint was saved.")
-        for name in sorted(group.keys() & saved[keys[0]].keys()):  # fused optimizers have a learning rate alone
+            raise ValueError(
+                f"{unknown[0]!r} was stepped by no optimizer when the checkpoint was saved."
+            )
+        for name in sorted(
+            group.keys() & saved[keys[0]].keys()
+        ):  # fused optimizers have a learning rate alone
             value = saved[keys[0]][name]
             if differing := [key for key in keys if not _alike(saved[key].get(name, value), value)]:
                 raise ValueError(
-                    f"{keys[0]!r} and {differing[0]!r} had another {name!r} each, and are in one group now."
+                    f"{keys[0]!r} and {differing[0]!r} had another {name!r} each, and are in one"
+                    " group now."
                 )
             yield _change(group, name, value)
-        lost = {name: key for key in keys for name in saved[key].keys() - group.keys() - _OF_SCHEDULERS}
+        lost = {
+            name: key for key in keys for name in saved[key].keys() - group.keys() - _OF_SCHEDULERS
+        }
         if lost and not group.keys() <= _OF_FUSED:
             name = min(lost)
             raise ValueError(
-                f"{lost[name]!r} was saved with the option {name!r}, which {type(part.optimizer).__name__} does not "
-                "have: it was stepped by another class of optimizer."
+                f"{lost[name]!r} was saved with the option {name!r}, which"
+                f" {type(part.optimizer).__name__} does not have: it was stepped by another class"
+                " of optimizer."
             )
 
 
@@ -272,4 +322,6 @@ def _set(held: dict[str, Any], name: str, value: Json) -> None:
 def _plain(key: str, name: str, value: Any) -> Json:
     if isinstance(value, Tensor):
         value = value.item()
-    return as_json(f"option {name!r} of {key!r}", list(value) if isinstance(value, tuple) else value)
+    return as_json(
+        f"option {name!r} of {key!r}", list(value) if isinstance(value, tuple) else value
+    )

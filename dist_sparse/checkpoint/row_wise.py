@@ -1,9 +1,11 @@
-"""Optimizer state of one number a row, such as row-wise Adagrad's, of tables that are cut by columns.
+"""Optimizer state of one number a row, such as row-wise Adagrad's, of tables that are cut by
+columns.
 
-Such state depends on the cuts: each column cut sums its own gradients. TorchRec keeps it as a vector of ``cuts x rows``
-numbers. Between other cuts it can't be equal, and is **merged**: a cut takes the mean of the saved cuts that it
-overlaps, weighted by the columns that they share, in float64 and in ascending order. That is what an uncut row-wise
-Adagrad would have summed from the same gradients; a cut that is split hands its sum to both parts.
+Such state depends on the cuts: each column cut sums its own gradients. TorchRec keeps it as a
+vector of ``cuts x rows`` numbers. Between other cuts it can't be equal, and is **merged**: a cut
+takes the mean of the saved cuts that it overlaps, weighted by the columns that they share, in
+float64 and in ascending order. That is what an uncut row-wise Adagrad would have summed from the
+same gradients; a cut that is split hands its sum to both parts.
 """
 
 from __future__ import annotations
@@ -40,17 +42,21 @@ class RowWise:
     pieces: Sequence[tuple[int, Tensor]]
 
     def merging(self, before: Sequence[int]) -> tuple[ChunkedTensor, Callable[[], None]]:
-        """Return what has to be loaded of state that was saved with the cuts ``before``, and a function that merges
-        it."""
+        """Return what has to be loaded of state that was saved with the cuts ``before``, and a
+        function that merges it."""
         rows, width = self.shape
         saved, now = (list(pairwise([*cuts, width])) for cuts in (before, self.cuts))
         wants: list[tuple[tuple[int], tuple[int]]] = []
-        merges: list[tuple[Tensor, list[tuple[int, int]]]] = []  # numbers, and (place in wants, columns shared)
+        merges: list[
+            tuple[Tensor, list[tuple[int, int]]]
+        ] = []  # numbers, and (place in wants, columns shared)
         for offset, numbers in self.pieces:
             if not numbers.numel():
                 continue
             start, stop = now[offset // rows]
-            shared = [(i, min(stop, last) - max(start, first)) for i, (first, last) in enumerate(saved)]
+            shared = [
+                (i, min(stop, last) - max(start, first)) for i, (first, last) in enumerate(saved)
+            ]
             parts = []
             for i, columns in shared:
                 if columns > 0:
@@ -74,8 +80,8 @@ def row_wise(name: str, value: Any, param: Any) -> RowWise | None:
     """Return the state ``value`` of ``param`` as row-wise state, or None if it is something else.
 
     Args:
-        name: of it in the optimizer: ``"<table>.<name>"`` of fused ones. The sums of the row-wise Adagrad that steps
-            data-parallel tables get FBGEMM's name.
+        name: of it in the optimizer: ``"<table>.<name>"`` of fused ones. The sums of the row-wise
+            Adagrad that steps data-parallel tables get FBGEMM's name.
     """
     if param.dim() != 2 or not isinstance(value, Tensor):
         return None
@@ -85,7 +91,9 @@ def row_wise(name: str, value: Any, param: Any) -> RowWise | None:
         shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
         cuts = sorted({shard.shard_offsets[1] for shard in shards})
         if value.dim() == 1 and value.size(0) == rows * len(cuts):
-            pieces = [(shard.metadata.shard_offsets[0], shard.tensor) for shard in sharded.local_shards()]
+            pieces = [
+                (shard.metadata.shard_offsets[0], shard.tensor) for shard in sharded.local_shards()
+            ]
             return RowWise(name.rpartition(".")[2], value, cuts, (rows, columns), pieces)
     elif name == "sum" and value.shape == (rows, 1) != param.shape and value.is_contiguous():
         flat = value.view(-1)

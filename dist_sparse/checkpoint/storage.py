@@ -1,9 +1,12 @@
-"""DCP's writer and reader with a CRC32 of every file, without pickled objects, and with errors that name rank and file.
+"""DCP's writer and reader with a CRC32 of every file, without pickled objects, and with errors that
+name rank and file.
 
-- Tensors alone are written through DCP: Python values are JSON in a file beside them, so that no object is unpickled.
-- ``.metadata`` is a pickle: it is read by an unpickler that knows DCP's eight classes of it, and dtypes, sizes and
-  layouts of torch. What it says of files is checked against the marker.
-- DCP compares neither dtypes nor whether what was saved covers a tensor: :func:`check_saved` does, before DCP reads.
+- Tensors alone are written through DCP: Python values are JSON in a file beside them, so that no
+  object is unpickled.
+- ``.metadata`` is a pickle: it is read by an unpickler that knows DCP's eight classes of it, and
+  dtypes, sizes and layouts of torch. What it says of files is checked against the marker.
+- DCP compares neither dtypes nor whether what was saved covers a tensor: :func:`check_saved` does,
+  before DCP reads.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
@@ -62,8 +70,8 @@ _CLASSES: Final = {
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU. DCP's stagers copy the whole storage of each view: of each table, that of all tables
-    that FBGEMM keeps together."""
+    """Return copies on the CPU. DCP's stagers copy the whole storage of each view: of each table,
+    that of all tables that FBGEMM keeps together."""
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if isinstance(tensor, ShardedTensor):
@@ -89,8 +97,8 @@ def save_tensors(
     Args:
         files: the file system.
         folder: that does not exist yet, or is empty.
-        tensors: by key: plain ones, which the ranks hold in common, ShardedTensors, DTensors, or any that DCP knows to
-            write in pieces.
+        tensors: by key: plain ones, which the ranks hold in common, ShardedTensors, DTensors, or
+            any that DCP knows to write in pieces.
 
     Returns:
         Bytes and CRC32 of what this rank has written, by the name of the file.
@@ -101,14 +109,18 @@ def save_tensors(
     writer = _Writer(folder, files)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with _errors_of_ranks(f"Saving to {folder}"):
-        # What DCP's save() calls. That one warns in a process without ranks, and a thread can't silence it: filters of
-        # warnings are those of the process.
+        # What DCP's save() calls. That one warns in a process without ranks, and a thread can't
+        # silence it: filters of warnings are those of the process.
         _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=planner)
     return writer.written
 
 
 def load_tensors(
-    files: Any, folder: str, metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+    files: Any,
+    folder: str,
+    metadata: Metadata,
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Read saved tensors into ``tensors``, in place. Collective over ``group``.
 
@@ -116,12 +128,19 @@ def load_tensors(
         metadata: from :func:`read_metadata`; the tensors have passed :func:`check_saved`.
 
     Raises:
-        ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been read.
+        ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been
+            read.
     """
     reader, planner = _Reader(folder, files, metadata), DefaultLoadPlanner(flatten_state_dict=False)
     with _errors_of_ranks(f"Loading {folder}"):
         alone = group is None
-        load(dict(tensors), storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
+        load(
+            dict(tensors),
+            storage_reader=reader,
+            planner=planner,
+            process_group=group,
+            no_dist=alone,
+        )
 
 
 def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> Metadata:
@@ -147,7 +166,9 @@ def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> Metadata
     except OSError:
         raise
     except Exception as error:  # a pickle of another shape fails in any way
-        raise ValueError(f"{path} is refused: {cut(str(error) or type(error).__name__, 300)}.") from None
+        raise ValueError(
+            f"{path} is refused: {cut(str(error) or type(error).__name__, 300)}."
+        ) from None
     return found
 
 
@@ -164,20 +185,26 @@ def check_saved(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
         assert isinstance(saved, TensorStorageMetadata)
         if saved.size != tensor.size() or saved.properties.dtype != tensor.dtype:
             raise ValueError(
-                f"{key!r} was saved with shape {tuple(saved.size)} and {saved.properties.dtype}, and is of shape "
-                f"{tuple(tensor.size())} and {tensor.dtype} now."
+                f"{key!r} was saved with shape {tuple(saved.size)} and {saved.properties.dtype},"
+                f" and is of shape {tuple(tensor.size())} and {tensor.dtype} now."
             )
         inside = all(
             start >= 0 and size >= 0 and start + size <= whole
             for chunk in saved.chunks
             for start, size, whole in zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
         )
-        if not inside or sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
-            raise ValueError(f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)} once.")
+        if not inside or sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(
+            saved.size
+        ):
+            raise ValueError(
+                f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
+                " once."
+            )
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of ``.metadata``: knows the classes of DCP's metadata and torch's dtypes, sizes and layouts."""
+    """Of ``.metadata``: knows the classes of DCP's metadata and torch's dtypes, sizes and
+    layouts."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None
@@ -188,10 +215,16 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check_place(key: str, metadata: Metadata, index: MetadataIndex, sizes: Mapping[str, int]) -> None:
+def _check_place(
+    key: str, metadata: Metadata, index: MetadataIndex, sizes: Mapping[str, int]
+) -> None:
     place = metadata.storage_data[index]
     size = sizes.get(place.relative_path)
-    if size is None or not 0 <= place.offset <= place.offset + place.length <= size or place.transform_descriptors:
+    if (
+        size is None
+        or not 0 <= place.offset <= place.offset + place.length <= size
+        or place.transform_descriptors
+    ):
         raise ValueError(f"{key!r} is not at a place in a file of the checkpoint")
 
 
@@ -207,7 +240,8 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Keeps bytes and CRC32 of each file. A path in the metadata would be that of another machine, so none is."""
+    """Keeps bytes and CRC32 of each file. A path in the metadata would be that of another machine,
+    so none is."""
 
     def __init__(self, folder: str, files: Any) -> None:
         super().__init__(folder)
@@ -221,12 +255,16 @@ class _Writer(FileSystemWriter):
 
 @contextmanager
 def _errors_of_ranks(action: str) -> Iterator[None]:
-    """Raise what DCP reports of ranks as an OSError or a ValueError: its own exception passes ``except Exception``."""
+    """Raise what DCP reports of ranks as an OSError or a ValueError: its own exception passes
+    ``except Exception``."""
     try:
         yield
     except CheckpointException as fault:
         faults = {rank: error for rank, (error, _) in sorted(fault.failures.items())}
-        text = " | ".join(f"rank {rank}: {type(error).__name__}: {cut(str(error))}" for rank, error in faults.items())
+        text = " | ".join(
+            f"rank {rank}: {type(error).__name__}: {cut(str(error))}"
+            for rank, error in faults.items()
+        )
         first = next(iter(faults.values()))
         kind: Callable[[str], Exception] = OSError if isinstance(first, OSError) else ValueError
         raise kind(f"{action} failed. {text}") from None

@@ -1,4 +1,5 @@
-"""Files of a checkpoint on any of DCP's file systems: written with a CRC32, and errors that name the file."""
+"""Files of a checkpoint on any of DCP's file systems: written with a CRC32, and errors that name
+the file."""
 
 from __future__ import annotations
 
@@ -38,18 +39,23 @@ def filesystem_of(path: str) -> Any:
 
 
 def check_kind(path: str) -> None:
-    """Refuse what is no regular file. A local path, before it is opened: a pipe would block, a device never end.
+    """Refuse what is no regular file. A local path, before it is opened: a pipe would block, a
+    device never end.
 
     Raises:
         ValueError: it is a link, a folder, a pipe or a device; names it.
         FileNotFoundError: there is nothing.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise ValueError(f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a device.")
+        raise ValueError(
+            f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
+            " device."
+        )
 
 
 def read_crc(files: Any, path: Any, most: int) -> Entry:
-    """Return the bytes of a file and their CRC32. It is read no further than where it has more than ``most``."""
+    """Return the bytes of a file and their CRC32. It is read no further than where it has more than
+    ``most``."""
     size, crc = 0, 0
     part = memoryview(bytearray(_READ_AT_ONCE))
     with files.create_stream(path, "rb") as stream:
@@ -80,8 +86,11 @@ class Counted:
                 counted = _Stream(stream)
                 yield counted
         except Exception as fault:
-            # torch.save() raises an error of its own while it handles the one of a full disk, which names no file.
-            error = fault if isinstance(fault, OSError) else None if counted is None else counted.error
+            # torch.save() raises an error of its own while it handles the one of a full disk, which
+            # names no file.
+            error = (
+                fault if isinstance(fault, OSError) else None if counted is None else counted.error
+            )
             if error is None or error.filename is not None:
                 raise
             raise OSError(error.errno, error.strerror, str(path)) from fault

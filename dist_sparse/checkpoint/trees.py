@@ -1,7 +1,8 @@
-"""State as DCP and JSON take it: a tree of a ``state_dict()`` split into tensors and Python values, by dotted keys.
+"""State as DCP and JSON take it: a tree of a ``state_dict()`` split into tensors and Python values,
+by dotted keys.
 
-A subtree without a tensor is one value. Empty ones are left out: a rank without a table has empty dicts where others
-have tensors.
+A subtree without a tensor is one value. Empty ones are left out: a rank without a table has empty
+dicts where others have tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ Json = Any
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what torch says at each attribute of the ShardedTensors that TorchRec's states are of, and what DCP says
-    in a process without ranks. Filters are those of the process: only for the thread that trains."""
+    """Silence what torch says at each attribute of the ShardedTensors that TorchRec's states are
+    of, and what DCP says in a process without ranks. Filters are those of the process: only for the
+    thread that trains."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled", category=UserWarning
+        )
+        warnings.filterwarnings(
+            "ignore", message="Please use DTensor instead", category=FutureWarning
+        )
         yield
 
 
@@ -52,7 +58,8 @@ def split(tree: object, key: str) -> tuple[dict[str, Tensor], dict[str, Json]]:
 
 
 def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
-    """Return ``tree`` with its values replaced by those of :func:`split`; its tensors are the same objects."""
+    """Return ``tree`` with its values replaced by those of :func:`split`; its tensors are the same
+    objects."""
     if isinstance(tree, Tensor):
         return tree
     if not _holds_tensor(tree):
@@ -74,8 +81,8 @@ def as_json(name: str, value: object) -> Json:
         same = False
     if not same:
         raise ValueError(
-            f"Invalid {name}: must be what JSON gives back: dicts with strings as keys, lists (no tuples), strings, "
-            "finite numbers, True, False and None; nothing is pickled."
+            f"Invalid {name}: must be what JSON gives back: dicts with strings as keys, lists (no"
+            " tuples), strings, finite numbers, True, False and None; nothing is pickled."
         )
     return value
 
@@ -91,7 +98,9 @@ def _leaves(tree: object, key: str) -> list[tuple[str, object]]:
 def _holds_tensor(tree: object) -> bool:
     if isinstance(tree, Mapping):
         return any(map(_holds_tensor, tree.values()))
-    return isinstance(tree, Tensor) or (isinstance(tree, (list, tuple)) and any(map(_holds_tensor, tree)))
+    return isinstance(tree, Tensor) or (
+        isinstance(tree, (list, tuple)) and any(map(_holds_tensor, tree))
+    )
 
 
 def _empty(leaf: object) -> bool:

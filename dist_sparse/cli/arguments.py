@@ -58,15 +58,17 @@ def model_from(entry: str) -> Any:
     model = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if not hasattr(model, "named_modules"):  # torch need not be there to say so
         raise EntryError(
-            f"Invalid {entry=}: returned {type(returned).__name__}; must return a torch.nn.Module, or "
-            "(model, evaluate)."
+            f"Invalid {entry=}: returned {type(returned).__name__}; must return a torch.nn.Module,"
+            " or (model, evaluate)."
         )
     return model
 
 
-def model_and_evaluate(entry: str) -> tuple[Any, Any, dict[Any, Callable[[float], tuple[Any, Any]]]]:
-    """Call the function that ``entry`` names, and return its ``(model, evaluate)``, and what calls it with one of its
-    parameters ``columns`` and ``rows``, by name, if it has them.
+def model_and_evaluate(
+    entry: str,
+) -> tuple[Any, Any, dict[Any, Callable[[float], tuple[Any, Any]]]]:
+    """Call the function that ``entry`` names, and return its ``(model, evaluate)``, and what calls
+    it with one of its parameters ``columns`` and ``rows``, by name, if it has them.
 
     Args:
         entry: as for :func:`model_from`.
@@ -82,7 +84,9 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, dict[Any, Callable[[float]
         with _users_code(entry):
             returned = function(**part)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
-            raise EntryError(f"Invalid {entry=}: must return (model, evaluate), where evaluate is a function.")
+            raise EntryError(
+                f"Invalid {entry=}: must return (model, evaluate), where evaluate is a function."
+            )
         return returned
 
     def calling(part: str) -> Callable[[float], tuple[Any, Any]]:
@@ -127,12 +131,15 @@ def parse_share(text: str) -> float:
     except ValueError:
         share = math.nan
     if not text.strip().endswith("%") or not 0 < share <= 1:
-        raise ArgumentTypeError(f"Invalid share {text!r}: must be a percentage such as 10%, above 0% and up to 100%.")
+        raise ArgumentTypeError(
+            f"Invalid share {text!r}: must be a percentage such as 10%, above 0% and up to 100%."
+        )
     return share
 
 
 def _function(entry: str) -> Callable[..., Any]:
-    """Import what ``entry`` names. The file's folder, or the current one, comes first on ``sys.path``, as for a script.
+    """Import what ``entry`` names. The file's folder, or the current one, comes first on
+    ``sys.path``, as for a script.
 
     Raises:
         EntryError: there is no such file, module or function, the module failed, or the function
@@ -157,7 +164,9 @@ def _function(entry: str) -> Callable[..., Any]:
                 missing = error.name
                 if missing is None or not f"{where}.".startswith(f"{missing}."):
                     raise
-                raise EntryError(f"Invalid {entry=}: there is no module {missing!r} here.") from error
+                raise EntryError(
+                    f"Invalid {entry=}: there is no module {missing!r} here."
+                ) from error
         found = getattr(module, name, None)
     if not callable(found):
         raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
@@ -198,7 +207,8 @@ def _users_code(entry: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Return `` at FILE:LINE`` of the last line in the user's file, "" if none ran (a syntax error)."""
+    """Return `` at FILE:LINE`` of the last line in the user's file, "" if none ran (a syntax
+    error)."""
     # What called the user's code comes first in the traceback, what that called (torch) comes last.
     machinery = (__file__, runpy.run_path.__code__.co_filename, importlib.__file__)
     frames = [

@@ -27,7 +27,8 @@ Needs shtab: pip install shtab.
 
 
 def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand; ``parser`` is that of `dist-sparse`, with all of its subcommands when it runs."""
+    """Add the subcommand; ``parser`` is that of `dist-sparse`, with all of its subcommands when it
+    runs."""
 
     def run(options: argparse.Namespace) -> int:
         try:
@@ -36,7 +37,9 @@ def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
             return fail("completion", "needs shtab: pip install shtab.")
         from dist_sparse.launch.cli import add_options
 
-        launch = Subcommand(prog="dist-sparse launch")  # whose words are parsed by the launcher, not here
+        launch = Subcommand(
+            prog="dist-sparse launch"
+        )  # whose words are parsed by the launcher, not here
         add_options(launch, "local")
         commands.choices["launch"] = launch
         for each in commands.choices.values():
@@ -44,8 +47,13 @@ def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
         return show(shtab.complete(parser, shell=options.shell).rstrip())
 
-    added = subcommand(commands, "completion", "prints a script with which a shell completes commands", _COMPLETION)
+    added = subcommand(
+        commands, "completion", "prints a script with which a shell completes commands", _COMPLETION
+    )
     added.add_argument(
-        "shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="the shell that reads it: bash, zsh or fish"
+        "shell",
+        metavar="SHELL",
+        choices=("bash", "zsh", "fish"),
+        help="the shell that reads it: bash, zsh or fish",
     )
     added.set_defaults(run=run)

@@ -1,7 +1,8 @@
-"""Findings of `dist-sparse doctor`: whether this machine can train a TorchRec model, and the commands that fix it.
+"""Findings of `dist-sparse doctor`: whether this machine can train a TorchRec model, and the
+commands that fix it.
 
-Reads the metadata of what is installed and never imports torch, TorchRec or FBGEMM: what has to be loaded is loaded in
-a process of its own (:mod:`dist_sparse.cli.probes`). Changes nothing.
+Reads the metadata of what is installed and never imports torch, TorchRec or FBGEMM: what has to be
+loaded is loaded in a process of its own (:mod:`dist_sparse.cli.probes`). Changes nothing.
 """
 
 from __future__ import annotations
@@ -68,14 +69,22 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as JSON-able values."""
-        return {"can_train": self.can_train, "findings": [dataclasses.asdict(each) for each in self.findings]}
+        return {
+            "can_train": self.can_train,
+            "findings": [dataclasses.asdict(each) for each in self.findings],
+        }
 
     def __str__(self) -> str:
         return self.text(verbose=True)
 
     def text(self, colors: bool = False, verbose: bool = False) -> str:
-        """Return the conclusion; if something needed is broken, or ``verbose``, also the findings and the fixes."""
-        lines = [_colored(self._conclusion(), _GREEN if self.can_train else _RED) if colors else self._conclusion()]
+        """Return the conclusion; if something needed is broken, or ``verbose``, also the findings
+        and the fixes."""
+        lines = [
+            _colored(self._conclusion(), _GREEN if self.can_train else _RED)
+            if colors
+            else self._conclusion()
+        ]
         if self.can_train and not verbose:
             return lines[0]
         for needed, head in ((True, "needed"), (False, "optional")):
@@ -102,7 +111,9 @@ class Diagnosis:
             return []
         lines = ["", "To fix:", *(f"  {', '.join(names)}: {fix}" for fix, names in fixed.items())]
         if any(" URL" in line for line in lines):
-            lines.append("  URL is that of PyTorch's package index for your CUDA version, or for CPUs.")
+            lines.append(
+                "  URL is that of PyTorch's package index for your CUDA version, or for CPUs."
+            )
         return lines
 
 
@@ -127,7 +138,8 @@ def examine(
     cuda: bool | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Diagnosis:
-    """Run all checks; takes as long as TorchRec needs to load, at most two minutes for each of three probes.
+    """Run all checks; takes as long as TorchRec needs to load, at most two minutes for each of
+    three probes.
 
     Args:
         versions: as :func:`installed` returns them, which is the default.
@@ -162,7 +174,8 @@ def _python_and_torch(versions: Mapping[str, str], torch: Torch) -> Iterator[Fin
     if found.status == "ok" and torch.fault is not None:
         found = dataclasses.replace(found, status="wrong", says=f"does not load: {torch.fault}")
     if found.status != "ok":
-        # Not the newest: it has to fit the TorchRec that is installed, or will be. pip would keep a broken one.
+        # Not the newest: it has to fit the TorchRec that is installed, or will be. pip would keep a
+        # broken one.
         again = "--force-reinstall " if torch.fault is not None and found.status == "wrong" else ""
         found = dataclasses.replace(found, fix=f"{_pip()} install {again}{_torch(versions)}")
     yield found
@@ -186,7 +199,9 @@ def _torchrec(
     [gemm] = (versions[name] for name in _FBGEMM if name in versions)
     fits, message = _fit(versions["torch"], rec, gemm)
     status: Literal["ok", "wrong"] = "ok" if fits else "wrong"
-    yield Finding(what="versions fit", status=status, needed=True, says=message, fix=None if fits else fix)
+    yield Finding(
+        what="versions fit", status=status, needed=True, says=message, fix=None if fits else fix
+    )
     if not fits or torch.fault is not None:
         return
     fault = fails(LOOKUP, environment)
@@ -207,7 +222,9 @@ def _fbgemm(versions: Mapping[str, str], cuda: bool, fix: str) -> Finding:
     elif cuda and gemms == ["fbgemm-gpu-cpu"]:
         says = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
     else:
-        return Finding(what="fbgemm", status="ok", needed=True, says=f"{gemms[0]} {versions[gemms[0]]}")
+        return Finding(
+            what="fbgemm", status="ok", needed=True, says=f"{gemms[0]} {versions[gemms[0]]}"
+        )
     fix = f"{_pip()} uninstall -y {' '.join(gemms)} && {fix}"
     return Finding(what="fbgemm", status="wrong", needed=True, says=says, fix=fix)
 
@@ -227,7 +244,9 @@ def _devices(
         yield Finding(what="nccl", status="missing", needed=cuda, says=says, fix=fix)
     fault = fails(GLOO, environment)
     if fault is None:
-        yield Finding(what="gloo", status="ok", needed=not cuda, says="a process group starts and sums")
+        yield Finding(
+            what="gloo", status="ok", needed=not cuda, says="a process group starts and sums"
+        )
     else:
         fix = "export GLOO_SOCKET_IFNAME=lo"
         yield Finding(what="gloo", status="wrong", needed=not cuda, says=fault, fix=fix)
@@ -236,9 +255,13 @@ def _devices(
 
 def _cuda(cuda: bool, torch: Torch) -> Finding:
     if cuda:
-        return Finding(what="cuda", status="ok", needed=False, says=f"{torch.gpus} GPU(s), CUDA {torch.cuda}")
+        return Finding(
+            what="cuda", status="ok", needed=False, says=f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
+        )
     if shutil.which("nvidia-smi") is None:
-        return Finding(what="cuda", status="missing", needed=False, says="no GPU: trains on the CPU")
+        return Finding(
+            what="cuda", status="missing", needed=False, says="no GPU: trains on the CPU"
+        )
     build, fix = f"CUDA {torch.cuda}", None
     if torch.cuda is None:
         build = "CPUs"
@@ -248,13 +271,17 @@ def _cuda(cuda: bool, torch: Torch) -> Finding:
     return Finding(what="cuda", status="wrong", needed=False, says=says, fix=fix)
 
 
-def _package(name: str, versions: Mapping[str, str], use: str = "", needed: bool = False) -> Finding:
+def _package(
+    name: str, versions: Mapping[str, str], use: str = "", needed: bool = False
+) -> Finding:
     """Check a distribution against the requirements in the package's own metadata."""
     wanted, version = _wanted().get(name, Requirement(name)), versions.get(name)
     fix = f'{_pip()} install "{name}{wanted.specifier}"'
     after = f"; for {use}" if use else ""
     if version is None:
-        return Finding(what=name, status="missing", needed=needed, says=f"not installed{after}", fix=fix)
+        return Finding(
+            what=name, status="missing", needed=needed, says=f"not installed{after}", fix=fix
+        )
     if not wanted.specifier.contains(version, prereleases=True):
         says = f"{version} is too old: {name}{wanted.specifier} is required{after}"
         return Finding(what=name, status="wrong", needed=needed, says=says, fix=fix)
@@ -295,11 +322,23 @@ def _install_trio(versions: Mapping[str, str], cuda: bool, again: bool = False) 
     base = [] if fitting(versions.get("torch", "")) else [_torch(versions)]
     release = _advised(versions)[1]
     pair = [f'"{_FBGEMM[not cuda]}=={release}.*"', f'"torchrec=={release}.*"']
-    # torchrec requires the CUDA fbgemm-gpu by name, so on a CPU pip must not follow its requirements.
-    first = pair if cuda else ["iopath", "numpy", "pyre-extensions", "tensordict", '"torchmetrics==1.0.3"', "tqdm"]
+    # torchrec requires the CUDA fbgemm-gpu by name, so on a CPU pip must not follow its
+    # requirements.
+    first = (
+        pair
+        if cuda
+        else ["iopath", "numpy", "pyre-extensions", "tensordict", '"torchmetrics==1.0.3"', "tqdm"]
+    )
     words = [_pip(), "install", *base, *first]
     if not cuda or again:
-        words += ["&&", _pip(), "install", *(["--force-reinstall"] if again else []), "--no-deps", *pair]
+        words += [
+            "&&",
+            _pip(),
+            "install",
+            *(["--force-reinstall"] if again else []),
+            "--no-deps",
+            *pair,
+        ]
     return " ".join(words)
 
 

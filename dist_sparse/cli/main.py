@@ -1,9 +1,10 @@
-"""The command `dist-sparse`: each subcommand parses, calls one function of the package and prints the result.
+"""The command `dist-sparse`: each subcommand parses, calls one function of the package and prints
+the result.
 
-A subcommand is a function that adds its parser and sets `run`, which takes the parsed options and returns the exit
-status. What it calls is imported when it runs, and torch with it: `--help` and `doctor` need no torch. What a user can
-fix (a ValueError, a file that can't be read or written, a FUNCTION that fails) is a line or two
-and status 1; other exceptions keep their traceback.
+A subcommand is a function that adds its parser and sets `run`, which takes the parsed options and
+returns the exit status. What it calls is imported when it runs, and torch with it: `--help` and
+`doctor` need no torch. What a user can fix (a ValueError, a file that can't be read or written, a
+FUNCTION that fails) is a line or two and status 1; other exceptions keep their traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 
 from dist_sparse.cli.completion import add_completion
 from dist_sparse.cli.output import fail, flush, interrupted, progress, show, use_colors
-from dist_sparse.cli.parsing import STATUS, Commands, Parser, Subcommand, add_json, closest, subcommand
+from dist_sparse.cli.parsing import (
+    STATUS,
+    Commands,
+    Parser,
+    Subcommand,
+    add_json,
+    closest,
+    subcommand,
+)
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
 
@@ -66,8 +75,8 @@ missing or wrong, 2 invalid command line
 def main(words: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``words`` (``sys.argv[1:]`` by default) name; return the exit status.
 
-    0 is success, 1 a failure that one line on stderr explains, 2 an invalid command line, 130 Ctrl-C, 141 a closed
-    pipe; `launch` has others.
+    0 is success, 1 a failure that one line on stderr explains, 2 an invalid command line, 130
+    Ctrl-C, 141 a closed pipe; `launch` has others.
     """
     try:
         return _main(words)
@@ -87,9 +96,21 @@ def _main(words: Sequence[str] | None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-V", "--version", action=_Version, nargs=0, help="show the version of the package and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=Subcommand)
-    for add in (_add_launch, add_inspect, add_report, add_plan, add_frontier, _add_serve_check, _add_doctor):
+    parser.add_argument(
+        "-V", "--version", action=_Version, nargs=0, help="show the version of the package and exit"
+    )
+    commands = parser.add_subparsers(
+        metavar="COMMAND", title="commands", required=True, parser_class=Subcommand
+    )
+    for add in (
+        _add_launch,
+        add_inspect,
+        add_report,
+        add_plan,
+        add_frontier,
+        _add_serve_check,
+        _add_doctor,
+    ):
         add(commands)
     add_completion(commands, parser)
     words = list(sys.argv[1:] if words is None else words)
@@ -97,7 +118,10 @@ def _main(words: Sequence[str] | None) -> int:
         return show(parser.format_help().rstrip())
     if words[0] not in (*commands.choices, "-h", "--help", "-V", "--version"):
         kind = "option" if words[0].startswith("-") else "command"
-        parser.error(f"there is no {kind} {words[0]}{closest(words[0], [*commands.choices, '--help', '--version'])}")
+        parser.error(
+            f"there is no {kind}"
+            f" {words[0]}{closest(words[0], [*commands.choices, '--help', '--version'])}"
+        )
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -107,7 +131,10 @@ def _main(words: Sequence[str] | None) -> int:
             return fail(words[0], "needs packaging, which is not installed: pip install packaging")
         if error.name != "torch":
             raise
-        return fail(words[0], "needs torch, which is not installed; dist-sparse doctor prints how to install it.")
+        return fail(
+            words[0],
+            "needs torch, which is not installed; dist-sparse doctor prints how to install it.",
+        )
 
 
 class _Version(argparse.Action):
@@ -130,7 +157,9 @@ def _add_launch(commands: Commands) -> None:
     # The launcher parses for itself, `--help` included: with this prefix no word is an option here.
     parser = commands.add_parser(
         "launch",
-        help="starts a training script on several processes, or writes files for Slurm and Kubeflow",
+        help=(
+            "starts a training script on several processes, or writes files for Slurm and Kubeflow"
+        ),
         add_help=False,
         prefix_chars="\0",
     )
@@ -149,7 +178,12 @@ def _add_serve_check(commands: Commands) -> None:
             return fail("serve-check", f"refused: {error}")
         return show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")
 
-    parser = subcommand(commands, "serve-check", "verifies an artifact, and shows what its tables take", _SERVE_CHECK)
+    parser = subcommand(
+        commands,
+        "serve-check",
+        "verifies an artifact, and shows what its tables take",
+        _SERVE_CHECK,
+    )
     parser.add_argument("folder", metavar="ARTIFACT", help="the folder that export wrote")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -162,12 +196,22 @@ def _add_doctor(commands: Commands) -> None:
         found = examine(progress=progress)
         progress("")
         colors = use_colors(options.color)
-        status = show(json.dumps(found.to_json(), indent=2) if options.json else found.text(colors, options.verbose))
+        status = show(
+            json.dumps(found.to_json(), indent=2)
+            if options.json
+            else found.text(colors, options.verbose)
+        )
         return status or (0 if found.can_train else 1)
 
-    parser = subcommand(commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR)
-    parser.add_argument("-v", "--verbose", action="store_true", help="shows every finding, optional packages too")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on terminals")
+    parser = subcommand(
+        commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="shows every finding, optional packages too"
+    )
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="default: on terminals"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 

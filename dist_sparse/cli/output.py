@@ -1,7 +1,8 @@
-"""Output of `dist-sparse`: text on stdout, one line per failure on stderr, and the exit status of either.
+"""Output of `dist-sparse`: text on stdout, one line per failure on stderr, and the exit status of
+either.
 
-What the encoding can't represent is escaped. A full disk is a failure; a reader that closed the pipe ends the command
-as it ends other programs.
+What the encoding can't represent is escaped. A full disk is a failure; a reader that closed the
+pipe ends the command as it ends other programs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ def interrupted() -> int:
 
 
 def progress(what: str) -> None:
-    """Say on a terminal what is checked, in one line that the next call replaces; nothing elsewhere."""
+    """Say on a terminal what is checked, in one line that the next call replaces; nothing
+    elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r\x1b[K{f'checking {what} ...' if what else ''}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r\x1b[K{f'checking {what} ...' if what else ''}", end="", file=sys.stderr, flush=True
+        )
 
 
 def use_colors(choice: str) -> bool:
-    """Return whether to color stdout; ``auto`` does on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    """Return whether to color stdout; ``auto`` does on a terminal, unless NO_COLOR is set
+    (https://no-color.org)."""
     terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return choice == "always" or (choice == "auto" and terminal and not os.environ.get("NO_COLOR"))
 

@@ -24,9 +24,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class Subcommand(Parser):
-    """Parser of one subcommand. An unknown option is reported first, with the closest known one: argparse alone reports
-    it last, with the usage of `dist-sparse`. Options are not abbreviated, since more options would change what they
-    stand for.
+    """Parser of one subcommand. An unknown option is reported first, with the closest known one:
+    argparse alone reports it last, with the usage of `dist-sparse`. Options are not abbreviated,
+    since more options would change what they stand for.
 
     Attributes:
         paths: arguments that are files or folders, by their metavar; shells complete them.
@@ -59,7 +59,8 @@ class Subcommand(Parser):
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence: a full stop, and a question that has the closest of ``known``, if one is close."""
+    """Return the end of a sentence: a full stop, and a question that has the closest of ``known``,
+    if one is close."""
     close = difflib.get_close_matches(word, known, n=1)
     return f". Did you mean {close[0]}?" if close else "."
 

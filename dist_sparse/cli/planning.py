@@ -63,7 +63,10 @@ _OPTIONS: Final = {
     "methods": "--method",
     "dtypes": "--dtype",
     "lower_is_better": "--less",
-    **{name: f"--{name}" for name in ("budget", "cold", "exclude", "include", "metric", "protect", "rotate")},
+    **{
+        name: f"--{name}"
+        for name in ("budget", "cold", "exclude", "include", "metric", "protect", "rotate")
+    },
     "tolerance": "--tolerance",
 }
 """What a user typed, by the argument that it becomes."""
@@ -76,17 +79,29 @@ def add_plan(commands: Commands) -> None:
                 parser.error(f"{option} is for --measure.")
         quiet()
         try:
-            return _measured_plan(options) if options.measure else _plan(options, model_from(options.function))
+            return (
+                _measured_plan(options)
+                if options.measure
+                else _plan(options, model_from(options.function))
+            )
         except (ValueError, OSError) as error:
             return _failed("plan", error)
 
     parser = subcommand(commands, "plan", "shows what a budget of bytes can hold", _PLAN)
-    parser.add_argument("function", metavar="FUNCTION", help="package.module:function or file.py:function")
     parser.add_argument(
-        "--budget", type=parse_budget, metavar="SIZE", required=True, help="bytes to serve, such as 10%% or 512MiB"
+        "function", metavar="FUNCTION", help="package.module:function or file.py:function"
     )
     parser.add_argument(
-        "--measure", action="store_true", help="tries what fits the budget; FUNCTION returns (model, evaluate)"
+        "--budget",
+        type=parse_budget,
+        metavar="SIZE",
+        required=True,
+        help="bytes to serve, such as 10%% or 512MiB",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="tries what fits the budget; FUNCTION returns (model, evaluate)",
     )
     parser.add_argument(
         "--rotate",
@@ -95,9 +110,15 @@ def add_plan(commands: Commands) -> None:
         metavar="A,B",
         help="tables that only dot products between them read; may be repeated",
     )
-    parser.add_argument("--cold", action="append", metavar="GLOB", help="tables of cold crossed features")
-    parser.add_argument("--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated")
-    parser.add_argument("--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated")
+    parser.add_argument(
+        "--cold", action="append", metavar="GLOB", help="tables of cold crossed features"
+    )
+    parser.add_argument(
+        "--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated"
+    )
+    parser.add_argument(
+        "--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated"
+    )
     _add_measuring(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -145,7 +166,9 @@ def add_frontier(commands: Commands) -> None:
             return _failed("frontier", error)
         return show(json.dumps(found.to_json(), indent=2) if options.json else str(found))
 
-    parser = subcommand(commands, "frontier", "measures what a trained model is worth at a few sizes", _FRONTIER)
+    parser = subcommand(
+        commands, "frontier", "measures what a trained model is worth at a few sizes", _FRONTIER
+    )
     add = parser.add_argument
     add("function", metavar="FUNCTION", help="package.module:function or file.py:function")
     add(
@@ -165,9 +188,15 @@ def add_frontier(commands: Commands) -> None:
         type=lambda names: names.split(","),
         action="append",
         metavar="A,B",
-        help="tables that only dot products between them read; default: each by itself, turned back",
+        help=(
+            "tables that only dot products between them read; default: each by itself, turned back"
+        ),
     )
-    add("--dtype", action="append", help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16")
+    add(
+        "--dtype",
+        action="append",
+        help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16",
+    )
     add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
     _add_measuring(parser)
     add_json(parser)
@@ -177,13 +206,28 @@ def add_frontier(commands: Commands) -> None:
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--metric", help="by which they are compared; default: the first that evaluate returns")
-    add("--less", action="append", metavar="METRIC", help="a metric of which less is better; default: ne, loss")
-    add("--tolerance", type=float, metavar="X", help="smaller differences do not count; default: 0.002")
-    add("--out", metavar="DIR", help="writes the table, a plot and trials.jsonl there, and goes on from the latter")
+    add(
+        "--less",
+        action="append",
+        metavar="METRIC",
+        help="a metric of which less is better; default: ne, loss",
+    )
+    add(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="smaller differences do not count; default: 0.002",
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        help="writes the table, a plot and trials.jsonl there, and goes on from the latter",
+    )
 
 
 def _failed(command: str, error: Exception) -> int:
-    """Print an error, with the option that was typed in the place of the argument that it becomes."""
+    """Print an error, with the option that was typed in the place of the argument that it
+    becomes."""
 
     def typed(found: re.Match[str]) -> str:
         return f"Invalid {_OPTIONS.get(found[1], found[1])}"
@@ -196,5 +240,11 @@ def _failed(command: str, error: Exception) -> int:
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of _add_measuring that were given."""
-    given = {"metric": options.metric, "lower_is_better": options.less, "tolerance": options.tolerance}
-    return {name: value for name, value in {**given, "out": options.out}.items() if value is not None}
+    given = {
+        "metric": options.metric,
+        "lower_is_better": options.less,
+        "tolerance": options.tolerance,
+    }
+    return {
+        name: value for name, value in {**given, "out": options.out}.items() if value is not None
+    }

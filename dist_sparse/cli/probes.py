@@ -1,6 +1,7 @@
 """Probes of torch, TorchRec, FBGEMM and gloo, each in a process of its own with a time limit.
 
-A bad mix of releases can crash the interpreter or hang, and torch may be missing: nothing of it is imported here.
+A bad mix of releases can crash the interpreter or hang, and torch may be missing: nothing of it is
+imported here.
 """
 
 from __future__ import annotations
@@ -67,10 +68,13 @@ def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
     """Run ``code`` in a process of its own; return its error, if any, and its output."""
     others = environment.get("PYTHONPATH", "").split(os.pathsep)
     # An empty folder in PYTHONPATH is the current one too.
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *(folder for folder in others if folder not in ("", "."))])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *(folder for folder in others if folder not in ("", "."))]
+    )
     try:
         done = subprocess.run(
-            # -P: without it the current folder comes first on sys.path, and its json.py or torch.py would run.
+            # -P: without it the current folder comes first on sys.path, and its json.py or torch.py
+            # would run.
             [sys.executable, "-P", "-W", "ignore", "-c", code],
             capture_output=True,
             text=True,

@@ -1,7 +1,7 @@
 """Keeps what TorchRec and FBGEMM print at every start out of a command's output.
 
-They are notices about their own internals, which a user of `dist-sparse` can do nothing about. Errors, and warnings of
-other modules, are shown.
+They are notices about their own internals, which a user of `dist-sparse` can do nothing about.
+Errors, and warnings of other modules, are shown.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ def quiet() -> None:
     # TorchRec logs this one with the root logger.
     logging.getLogger().addFilter(_shown)
     warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu)(\.|$)")
-    warnings.filterwarnings("ignore", message=".* is deprecated. (Use|Please use) ", module=r"torch\.distributed")
-    warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel")
+    warnings.filterwarnings(
+        "ignore", message=".* is deprecated. (Use|Please use) ", module=r"torch\.distributed"
+    )
+    warnings.filterwarnings(
+        "ignore", message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel"
+    )
 
 
 def _shown(record: logging.LogRecord) -> bool:

@@ -49,12 +49,18 @@ def add_inspect(commands: Commands) -> None:
             if holds_steps(options.folder) and not options.json:
                 return show(summary(options.folder))
             run = read_run(options.folder)
-            text = json.dumps(inspect_json(run), indent=2, allow_nan=False) if options.json else inspect_text(run)
+            text = (
+                json.dumps(inspect_json(run), indent=2, allow_nan=False)
+                if options.json
+                else inspect_text(run)
+            )
         except (ValueError, OSError, ImportError) as error:
             return fail("inspect", error)
         return show(text)
 
-    parser = subcommand(commands, "inspect", "shows the tables and the config of a run, or a checkpoint", _INSPECT)
+    parser = subcommand(
+        commands, "inspect", "shows the tables and the config of a run, or a checkpoint", _INSPECT
+    )
     parser.add_argument("folder", metavar="RUN", help="the folder of the run, or of checkpoints")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -72,7 +78,11 @@ def add_report(commands: Commands) -> None:
             run = read_runs(options.folders)
             out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
             written = write_report(run, out, svg=options.svg)
-            text = json.dumps(numbers(run), indent=2, allow_nan=False) if options.json else summary(run, written)
+            text = (
+                json.dumps(numbers(run), indent=2, allow_nan=False)
+                if options.json
+                else summary(run, written)
+            )
         except (ValueError, OSError, ImportError) as error:
             return fail("report", error)
         shown = show(text)
@@ -85,6 +95,8 @@ def add_report(commands: Commands) -> None:
     default = f"RUN/report.html, of several runs {_COMPARISON} in the first"
     parser.add_argument("--out", metavar="FILE", help=f"the HTML file; default: {default}")
     parser.add_argument("--open", action="store_true", help="opens the page in the browser")
-    parser.add_argument("--svg", metavar="DIR", help="writes each chart as an SVG file too, into this folder")
+    parser.add_argument(
+        "--svg", metavar="DIR", help="writes each chart as an SVG file too, into this folder"
+    )
     add_json(parser)
     parser.set_defaults(run=run)

@@ -1,8 +1,10 @@
-"""Removed weights stay zero in what optimizers step: ``nn.Embedding(Bag)``, dense parameters, data-parallel tables.
+"""Removed weights stay zero in what optimizers step: ``nn.Embedding(Bag)``, dense parameters,
+data-parallel tables.
 
-Such weights are written by ``optimizer.step()`` as a whole, so they are masked right after it: all of them, or the rows
-of a sparse gradient. Steps of every torch optimizer are seen, also of one made later; what is written in other ways
-(a load, ``copy_`` under ``no_grad``) is seen by torch's count of writes, and masked before it is next read by a module.
+Such weights are written by ``optimizer.step()`` as a whole, so they are masked right after it: all
+of them, or the rows of a sparse gradient. Steps of every torch optimizer are seen, also of one made
+later; what is written in other ways (a load, ``copy_`` under ``no_grad``) is seen by torch's count
+of writes, and masked before it is next read by a module.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Target:
         owner: the module that holds it, and its name there.
 
     Attributes:
-        aliases: tensors over that storage whose writes torch counts: the parameter, and what optimizers have of it.
+        aliases: tensors over that storage whose writes torch counts: the parameter, and what
+            optimizers have of it.
         stepping: an optimizer has begun to write it.
     """
 
@@ -71,7 +74,8 @@ class Target:
 
     @property
     def writes(self) -> int:
-        """Writes that torch has counted: all but those through ``.data`` and by its fused optimizers."""
+        """Writes that torch has counted: all but those through ``.data`` and by its fused
+        optimizers."""
         return sum(local(alias)._version for alias in self.aliases)
 
     @property
@@ -84,7 +88,10 @@ class Target:
         """Whether the model holds other memory under its name by now."""
         if self.parameter is None:
             return False
-        if self.owner is not None and self.owner[0]._parameters.get(self.owner[1]) is not self.parameter:
+        if (
+            self.owner is not None
+            and self.owner[0]._parameters.get(self.owner[1]) is not self.parameter
+        ):
             return True
         here = local(self.parameter)
         return here.untyped_storage().data_ptr() != self.weight.untyped_storage().data_ptr()
@@ -120,35 +127,46 @@ class DenseWeights:
         self._handles: list[RemovableHandle] = []
         self._optimizers = [leaf for each in optimizers for leaf in leaves(each)]
         self._over = same_storage([target.weight for target in self.targets])
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[tuple[Target, Tensor]]]]
+        self._stepped: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, tuple[int, list[tuple[Target, Tensor]]]
+        ]
         self._stepped = weakref.WeakKeyDictionary()
 
     def check_stepped(self) -> None:
         """Refuse weights whose writer is unknown: it might be none of torch's optimizers.
 
         Raises:
-            ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an unknown model.
+            ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
+                unknown model.
         """
-        stepped = [p for leaf in self._optimizers for group in leaf.param_groups for p in group["params"]]
+        stepped = [
+            p for leaf in self._optimizers for group in leaf.param_groups for p in group["params"]
+        ]
         by_storage = same_storage(stepped)
         for target in (target for target in self.targets if not by_storage(target.weight)):
             if target.parameter is not None and target.parameter.requires_grad:
                 raise ValueError(
-                    f"No optimizer given steps {target.name!r}, which requires a gradient: its removed weights would "
-                    "come back unseen. Pass all optimizers, or freeze it by requires_grad_(False)."
+                    f"No optimizer given steps {target.name!r}, which requires a gradient: its"
+                    " removed weights would come back unseen. Pass all optimizers, or freeze it by"
+                    " requires_grad_(False)."
                 )
             # A tensor of plain data that no optimizer steps is a constant.
-            if not isinstance(target.parameter, nn.Parameter) and isinstance(target.mask(), BlockMask):
+            if not isinstance(target.parameter, nn.Parameter) and isinstance(
+                target.mask(), BlockMask
+            ):
                 raise ValueError(
-                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of the given optimizers "
-                    "steps it, so removed weights might come back undetected. Register the model that contains it by "
-                    "add_model(), or call squash_mask() first."
+                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
+                    " the given optimizers steps it, so removed weights might come back"
+                    " undetected. Register the model that contains it by add_model(), or call"
+                    " squash_mask() first."
                 )
 
     @property
     def owners(self) -> list[nn.Module]:
         """The modules that hold a target, each once."""
-        return list({id(t.owner[0]): t.owner[0] for t in self.targets if t.owner is not None}.values())
+        return list(
+            {id(t.owner[0]): t.owner[0] for t in self.targets if t.owner is not None}.values()
+        )
 
     @property
     def replaced(self) -> bool:
@@ -156,7 +174,8 @@ class DenseWeights:
         return any(target.replaced for target in self.targets)
 
     def hook(self, before_read: Callable[[], None]) -> None:
-        """Attach the hooks; ``before_read`` is called before a module that holds a target reads it."""
+        """Attach the hooks; ``before_read`` is called before a module that holds a target reads
+        it."""
         for leaf in self._optimizers:
             self._pairs(leaf)
         _meet_new_optimizers()
@@ -174,7 +193,9 @@ class DenseWeights:
                 module.register_forward_pre_hook(Hook(before)),
                 module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
             ]
-            if getattr(module, "max_norm", None) is not None:  # the forward itself writes; zeros stay zeros
+            if (
+                getattr(module, "max_norm", None) is not None
+            ):  # the forward itself writes; zeros stay zeros
                 after = Hook(lambda *_, target=target: setattr(target, "clean_at", target.writes))
                 self._handles.append(module.register_forward_hook(after))
 
@@ -201,8 +222,8 @@ class DenseWeights:
         return [mask if isinstance(mask, BlockMask) else mask.clone() for mask in masks]
 
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield the targets' weights, each with what Adagrad (torch's, or a row-wise one with its options) has summed,
-        and the initial value of that."""
+        """Yield the targets' weights, each with what Adagrad (torch's, or a row-wise one with its
+        options) has summed, and the initial value of that."""
         for leaf, (_, pairs) in self._stepped.items():
             for target, parameter in pairs:
                 if (found := summed(leaf, parameter, target.weight)) is not None:
@@ -216,14 +237,19 @@ class DenseWeights:
                 reset_state(by_target[id(target)], state_of(leaf, parameter, target.weight))
 
     def element_states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield the names of weights that have optimizer state for each element, and what there is of it."""
+        """Yield the names of weights that have optimizer state for each element, and what there is
+        of it."""
         for leaf, (_, pairs) in self._stepped.items():
             for target, parameter in pairs if keeps_elements(leaf) else ():
                 states = state_of(leaf, parameter, target.weight)
-                yield target.name, [state for state in states if state[0].shape == target.weight.shape]
+                yield (
+                    target.name,
+                    [state for state in states if state[0].shape == target.weight.shape],
+                )
 
     def _pairs(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
-        """The targets that an optimizer steps, each with its parameter of it. Those of a new one get hooks."""
+        """The targets that an optimizer steps, each with its parameter of it. Those of a new one
+        get hooks."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known, before = self._stepped.get(optimizer, (-1, []))
         if known == count:
@@ -273,13 +299,14 @@ class DenseWeights:
 
 
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
-"""All whose hooks are attached. The hooks on optimizers and modules keep them alive, this set does not."""
+"""All whose hooks are attached. The hooks on optimizers and modules keep them alive, this set does
+not."""
 
 
 @cache
 def _meet_new_optimizers() -> RemovableHandle:
-    """Attach, once for the process, the hook that meets optimizers made later. It stays: torch may be iterating over
-    its hooks whenever the last of those above is freed."""
+    """Attach, once for the process, the hook that meets optimizers made later. It stays: torch may
+    be iterating over its hooks whenever the last of those above is freed."""
 
     def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if steps_itself(optimizer):
@@ -314,14 +341,18 @@ def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
     for name in dense.names:
         if dense.is_masked(name):
             weight = dense.weight(name)
-            yield Target(name, weight.data, partial(dense.mask, name), weight if weight.is_leaf else None)
+            yield Target(
+                name, weight.data, partial(dense.mask, name), weight if weight.is_leaf else None
+            )
 
 
 def _parameters(source: Any) -> Iterator[tuple[nn.Module | None, str, Tensor]]:
     """What a source has that may be trained: its module and its name there, where there is one."""
     if hasattr(source, "model"):
         for module in source.model.modules():
-            yield from ((module, name, p) for name, p in module._parameters.items() if p is not None)
+            yield from (
+                (module, name, p) for name, p in module._parameters.items() if p is not None
+            )
     else:
         pieces = source.data.local_shards() if hasattr(source.data, "local_shards") else None
         tensors = [source.data] if pieces is None else [piece.tensor for piece in pieces]

@@ -1,13 +1,13 @@
 """Removed weights stay zero in tables that a fused optimizer writes inside the backward.
 
-The ids of a lookup are taken where they arrive at the kernel, behind the input distribution, so they are local to the
-shard whatever the sharding. Where rows are added up, ids of removed rows are dropped there
-(:mod:`~dist_sparse.enforcer.drop`). Of the rows that are read, the dirty ones are cleaned just before. A backward flags
-the rows that it writes, if the masks remove anything of them; they stay dirty until the weights are next scored, saved
-or read.
+The ids of a lookup are taken where they arrive at the kernel, behind the input distribution, so
+they are local to the shard whatever the sharding. Where rows are added up, ids of removed rows are
+dropped there (:mod:`~dist_sparse.enforcer.drop`). Of the rows that are read, the dirty ones are
+cleaned just before. A backward flags the rows that it writes, if the masks remove anything of them;
+they stay dirty until the weights are next scored, saved or read.
 
-With :mod:`dist_sparse.tables.torchrec`, this module knows the internals of TorchRec and FBGEMM; it imports neither
-unless torchrec is in use: a model that holds its modules implies that.
+With :mod:`dist_sparse.tables.torchrec`, this module knows the internals of TorchRec and FBGEMM; it
+imports neither unless torchrec is in use: a model that holds its modules implies that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.enforcer.drop import KeptIds, kept_rows
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, reset_state
-from dist_sparse.enforcer.rows import DirtyRows, Lookup, Slot, TorchLookup, count_lookups, lookup_on, zero_rows
+from dist_sparse.enforcer.rows import (
+    DirtyRows,
+    Lookup,
+    Slot,
+    TorchLookup,
+    count_lookups,
+    lookup_on,
+    zero_rows,
+)
 from dist_sparse.enforcer.sampled import SampledLookups
 from dist_sparse.enforcer.written import WrittenRows
 from dist_sparse.masking.kept_scores import KeptScores, Written
@@ -45,8 +53,12 @@ __all__ = [
     "places_of",
 ]
 
-_WHOLE_WRITERS = {"ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD", "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD"}
-"""Methods of FBGEMM's table batches that write rows outside of the batch, and the optimizers that call them."""
+_WHOLE_WRITERS = {
+    "ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD",
+    "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD",
+}
+"""Methods of FBGEMM's table batches that write rows outside of the batch, and the optimizers that
+call them."""
 
 
 class Place(NamedTuple):
@@ -64,14 +76,17 @@ class Kernel:
     """The hooks on one kernel: FBGEMM's batch of tables inside TorchRec's module.
 
     Args:
-        module: TorchRec's; it is called with a KeyedJaggedTensor of ids that are local to the shards.
+        module: TorchRec's; it is called with a KeyedJaggedTensor of ids that are local to the
+            shards.
         collection: the sharded collection that it belongs to.
         places: the mask of each of its tables; None for a table that is not registered.
         mask: returns the mask at a place.
-        counts: returns how often each row of the shard at a place was looked up, live; None if that is not counted.
+        counts: returns how often each row of the shard at a place was looked up, live; None if that
+            is not counted.
         samples: returns the sums of sampled lookups of the shard at a place, live.
         version: returns a number that changes whenever masks do.
-        drops: returns whether ids of removed rows are dropped where that changes no output; otherwise they are zeroed.
+        drops: returns whether ids of removed rows are dropped where that changes no output;
+            otherwise they are zeroed.
         clock: to which the time of the hooks is added.
     """
 
@@ -110,14 +125,20 @@ class Kernel:
         views = self._batch.split_embedding_weights()
         self._on_cpu = views[0].is_cpu
         self._dirty = DirtyRows([len(view) for view in views], self._features, views[0].device)
-        # With an empty table beside others of another width, FBGEMM's CPU backward writes other rows than it was given.
-        self._strays = self._on_cpu and min(map(len, views)) == 0 and len({view.shape[1] for view in views}) > 1
+        # With an empty table beside others of another width, FBGEMM's CPU backward writes other
+        # rows than it was given.
+        self._strays = (
+            self._on_cpu
+            and min(map(len, views)) == 0
+            and len({view.shape[1] for view in views}) > 1
+        )
         self._adds = self._on_cpu and not self._strays and self._batch.pooling_mode.name == "SUM"
         self._written: WrittenRows | None = None
         self._handles: list[RemovableHandle | Wrapped] = []
 
     def hook(self) -> None:
-        """Attach the hooks on lookups, on their backwards, and on what FBGEMM writes besides, unless they are."""
+        """Attach the hooks on lookups, on their backwards, and on what FBGEMM writes besides,
+        unless they are."""
         if self._handles:
             return
         self._handles = [
@@ -150,8 +171,9 @@ class Kernel:
             self._dirty.clear()
 
     def written(self) -> Iterator[tuple[int, Written]]:
-        """Yield for each registered table whose scores are worth keeping, on a CPU, the address of its weights and the
-        rows that may have been written, live: all of them at the first call, since which writes are noted."""
+        """Yield for each registered table whose scores are worth keeping, on a CPU, the address of
+        its weights and the rows that may have been written, live: all of them at the first call,
+        since which writes are noted."""
         if not self._on_cpu or self._strays:
             return
         worth = {
@@ -160,7 +182,10 @@ class Kernel:
             if slot is not None and KeptScores.fits(slot.mask.rect, slot.mask.block)
         }
         if self._written is None or self._written.noted != [*worth]:
-            rows = [worth[table].mask.rect.rows if table in worth else None for table in range(len(self.places))]
+            rows = [
+                worth[table].mask.rect.rows if table in worth else None
+                for table in range(len(self.places))
+            ]
             self._written = WrittenRows(rows, self._features) if worth else None
         if self._written is not None:
             for slot, of_table in zip(worth.values(), self._written.tables, strict=True):
@@ -190,15 +215,20 @@ class Kernel:
     def weights(self) -> list[tuple[str, Tensor]]:
         """The registered names and their live shards."""
         slots = zip(self.places, self._current(), strict=True)
-        return [(place.name, slot.weight) for place, slot in slots if place is not None and slot is not None]
+        return [
+            (place.name, slot.weight)
+            for place, slot in slots
+            if place is not None and slot is not None
+        ]
 
     def masks(self) -> list[BlockMask | None]:
-        """The current masks, one for each table. A mask update replaces them, it does not edit them."""
+        """The current masks, one for each table. A mask update replaces them, it does not edit
+        them."""
         return [None if slot is None else slot.mask for slot in self._current()]
 
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the live shards of registered tables, each with what its Adagrad has summed: ``(rows,)``, or as the
-        shard; nothing for other optimizers."""
+        """Yield the live shards of registered tables, each with what its Adagrad has summed:
+        ``(rows,)``, or as the shard; nothing for other optimizers."""
         if "ADAGRAD" in self._batch.optimizer.name:
             states = self._batch.split_optimizer_states()
             for slot, of_table in zip(self._current(), states, strict=True):
@@ -222,16 +252,20 @@ class Kernel:
                     yield place.name, found
 
     def _storage(self) -> list[tuple[int, int]]:
-        """The addresses of the weights, and the writes that torch has counted: all but those through ``.data`` and by
-        FBGEMM's backward, which a hook announces."""
-        return [(each.data_ptr(), each._version) for each in (getattr(self._batch, name) for name in self._stored)]
+        """The addresses of the weights, and the writes that torch has counted: all but those
+        through ``.data`` and by FBGEMM's backward, which a hook announces."""
+        return [
+            (each.data_ptr(), each._version)
+            for each in (getattr(self._batch, name) for name in self._stored)
+        ]
 
     def _masks_known(self) -> tuple[int, bool]:
         """What changes whenever masks do, or what is made of them."""
         return self._mask_version(), self._drops()
 
     def _current(self) -> list[Slot | None]:
-        """The live weights and masks, one for each table: looked up again when either was replaced."""
+        """The live weights and masks, one for each table: looked up again when either was
+        replaced."""
         storage = self._storage()
         known = *self._masks_known(), *(address for address, _ in storage)
         if known != self._known:
@@ -254,23 +288,36 @@ class Kernel:
         if self._written is not None:
             self._written.add_removed(before, self._slots)
         counted = [None if place is None else self._counts(place) for place in self.places]
-        if [*map(id, counted)] != [*map(id, self._counted)]:  # loaded or moved: they may be as large as they get
+        if [*map(id, counted)] != [
+            *map(id, self._counted)
+        ]:  # loaded or moved: they may be as large as they get
             self._room = 0
         self._counted, self._counts_any = counted, any(count is not None for count in counted)
-        self._sampled.begin(self._slots, [None if place is None else self._samples(place) for place in self.places])
+        self._sampled.begin(
+            self._slots, [None if place is None else self._samples(place) for place in self.places]
+        )
         self._set_ids()
         slots = [self._slots[table] for table in self._features]
         self._lookup = lookup_on(views[0].device, slots, self._dirty)
 
     def _set_ids(self) -> None:
-        """Note the rows whose ids are dropped, and those that get dirty when a backward writes them."""
+        """Note the rows whose ids are dropped, and those that get dirty when a backward writes
+        them."""
         drops = self._adds and self._drops()
         handed: list[Tensor | None] = []
         self._only_kept = True
         for table, slot in enumerate(self._slots):
-            whole = slot is not None and slot.mask.grid.cols == 1  # what is left of a row is all of it
-            kept = kept_rows(slot.mask) if slot is not None and self._on_cpu and (drops or whole) else None
-            self._dirty.leave_out(table, kept.view(torch.uint8) if kept is not None and whole else None)
+            whole = (
+                slot is not None and slot.mask.grid.cols == 1
+            )  # what is left of a row is all of it
+            kept = (
+                kept_rows(slot.mask)
+                if slot is not None and self._on_cpu and (drops or whole)
+                else None
+            )
+            self._dirty.leave_out(
+                table, kept.view(torch.uint8) if kept is not None and whole else None
+            )
             removes = slot is not None and slot.mask.removes
             handed.append(kept if drops and removes else None)
             self._only_kept &= not removes or (whole and drops)
@@ -295,7 +342,9 @@ class Kernel:
         asked, handed = self._handed
         self._handed = None, None
         if isinstance(output, Tensor) and output.requires_grad:
-            dropped = handed is not asked and handed is args[0]  # another hook may have changed them since
+            dropped = (
+                handed is not asked and handed is args[0]
+            )  # another hook may have changed them since
             flag = partial(
                 self._before_update,
                 _ids_of(asked if dropped else args[0]) if self._counts_any or not dropped else None,
@@ -306,14 +355,19 @@ class Kernel:
 
     @timed
     def _before_update(
-        self, asked: tuple[Tensor, Sequence[int] | Tensor] | None, handed: Any, known: tuple[int, ...], grad: Tensor
+        self,
+        asked: tuple[Tensor, Sequence[int] | Tensor] | None,
+        handed: Any,
+        known: tuple[int, ...],
+        grad: Tensor,
     ) -> None:
-        """In a backward, just before the fused optimizer writes the rows. Not at the lookup: between the two, all rows
-        may be cleaned, and another lookup may read.
+        """In a backward, just before the fused optimizer writes the rows. Not at the lookup:
+        between the two, all rows may be cleaned, and another lookup may read.
 
         Args:
             asked: all ids, where they are needed.
-            handed: the features with those that the kernel was called with; None if it was with all.
+            handed: the features with those that the kernel was called with; None if it was with
+                all.
             known: what was known of the masks at the lookup.
             grad: of the output.
         """
@@ -345,7 +399,8 @@ class Kernel:
         count_lookups(self._counted, self._features, ids, ends)
 
     def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:
-        """Call a method of FBGEMM's that may write all rows, in the middle of a forward, and clean them all."""
+        """Call a method of FBGEMM's that may write all rows, in the middle of a forward, and clean
+        them all."""
         write(mode)
         if _writes_now(self._batch, mode):
             self.clean_all()
@@ -367,8 +422,8 @@ def places_in(kernel: Any, places: Places) -> list[Place | None]:
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
-    """Return what the fused Adagrad optimizers of some models have summed, and the value that it began with, by the
-    address of the shard; nothing for other optimizers."""
+    """Return what the fused Adagrad optimizers of some models have summed, and the value that it
+    began with, by the address of the shard; nothing for other optimizers."""
     found: dict[int, tuple[Tensor, float]] = {}
     for collection in collections_of(models):
         for kernel in fused_kernels(collection):
@@ -389,12 +444,14 @@ def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def fused_kernels(collection: nn.Module) -> Iterator[Any]:
-    """Yield the kernels of a sharded collection on this rank that hold batches of tables with a fused optimizer."""
+    """Yield the kernels of a sharded collection on this rank that hold batches of tables with a
+    fused optimizer."""
     yield from _torchrec().fused_kernels(collection)
 
 
 def lookups_of(collection: Any) -> list[Any]:
-    """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with or without shards."""
+    """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with or
+    without shards."""
     return list(collection._lookups)
 
 
@@ -405,23 +462,29 @@ def averages(module: nn.Module) -> bool:
 
 
 def _torchrec() -> Any:
-    return importlib.import_module("dist_sparse.tables.torchrec") if "torchrec" in sys.modules else None
+    return (
+        importlib.import_module("dist_sparse.tables.torchrec")
+        if "torchrec" in sys.modules
+        else None
+    )
 
 
 def _writes_now(batch: Any, mode: Any) -> bool:
-    """Whether such a method has just written, by FBGEMM's rule: every ``step_ema`` or ``step_swap`` iterations."""
+    """Whether such a method has just written, by FBGEMM's rule: every ``step_ema`` or ``step_swap``
+    iterations."""
     now = int(batch.iter_cpu.item())
     return any(now % int(mode[key]) == 0 for key in ("step_ema", "step_swap") if key in mode)
 
 
 def _ids_of(features: Any) -> tuple[Tensor, Sequence[int] | Tensor]:
-    """The ids of a KeyedJaggedTensor, and where those of each feature begin and end. int32 ids are copied, as FBGEMM
-    does: the caller may refill their memory before the backward."""
+    """The ids of a KeyedJaggedTensor, and where those of each feature begin and end. int32 ids are
+    copied, as FBGEMM does: the caller may refill their memory before the backward."""
     return features.values().long(), _ends(features)
 
 
 def _ends(features: Any) -> Sequence[int] | Tensor:
-    """Where the ids of each feature of a KeyedJaggedTensor begin and end; on a device without waiting for it."""
+    """Where the ids of each feature of a KeyedJaggedTensor begin and end; on a device without
+    waiting for it."""
     values = features.values()
     if values.is_cpu or features.variable_stride_per_key() or not features.stride():
         ends: list[int] = features.offset_per_key()

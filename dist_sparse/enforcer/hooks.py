@@ -1,8 +1,9 @@
-"""Hooks that a copy of a model does not inherit, methods wrapped for a while, and the time spent in them.
+"""Hooks that a copy of a model does not inherit, methods wrapped for a while, and the time spent in
+them.
 
-``copy.deepcopy(model)`` (a moving average of the weights) and ``torch.save(model)`` copy a module's hooks, and with a
-bound method everything that it refers to. So a :class:`Hook` is copied and pickled as one that does nothing, and a
-:class:`Wrapped` method as the plain one.
+``copy.deepcopy(model)`` (a moving average of the weights) and ``torch.save(model)`` copy a module's
+hooks, and with a bound method everything that it refers to. So a :class:`Hook` is copied and
+pickled as one that does nothing, and a :class:`Wrapped` method as the plain one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 __all__ = ["Clock", "Hook", "Wrapped", "timed"]
 
 _ATTACHED: Final = (
-    "the hooks that keep removed weights at zero: call detach() first, and copy the model after that, not before."
+    "the hooks that keep removed weights at zero: call detach() first, and copy the model after"
+    " that, not before."
 )
 
 
@@ -41,7 +43,8 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        # TorchScript compiles hooks by name. An AttributeError, so that hasattr() and getattr() work as before.
+        # TorchScript compiles hooks by name. An AttributeError, so that hasattr() and getattr()
+        # work as before.
         raise AttributeError(f"TorchScript can't compile {_ATTACHED}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
@@ -52,8 +55,9 @@ class Hook:
 
 
 class Wrapped:
-    """Replaces one object's method: ``around(method, *args, **kwargs)`` is called instead, until :meth:`remove`. The
-    same method may be wrapped several times, and the wrappers removed in any order."""
+    """Replaces one object's method: ``around(method, *args, **kwargs)`` is called instead, until
+    :meth:`remove`. The same method may be wrapped several times, and the wrappers removed in any
+    order."""
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self._owner, self._name, self._around = owner, name, around
@@ -62,7 +66,11 @@ class Wrapped:
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(*args, **kwargs) if self._removed else self._around(self._method, *args, **kwargs)
+        return (
+            self._method(*args, **kwargs)
+            if self._removed
+            else self._around(self._method, *args, **kwargs)
+        )
 
     def remove(self) -> None:
         """Restore the method. A wrapper below another one only passes calls on from now on."""

@@ -1,7 +1,8 @@
-"""Optimizers: which one of several wrapped ones steps, which rows a step writes, and the state of removed weights.
+"""Optimizers: which one of several wrapped ones steps, which rows a step writes, and the state of
+removed weights.
 
-TorchRec, Lightning and others wrap optimizers in optimizers. A post-step hook runs only on those whose ``step`` torch
-has wrapped, so hooks are registered on the innermost ones.
+TorchRec, Lightning and others wrap optimizers in optimizers. A post-step hook runs only on those
+whose ``step`` torch has wrapped, so hooks are registered on the innermost ones.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ __all__ = [
 
 
 def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's fused ones, whose
-    tables are updated inside the backward.
+    """Yield the optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's
+    fused ones, whose tables are updated inside the backward.
 
     Raises:
         ValueError: something in there is no optimizer.
@@ -44,21 +45,27 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     if hasattr(optimizer, "_optims"):  # torchrec.optim.keyed.CombinedOptimizer
         for _, part in optimizer._optims:
             yield from leaves(part)
-    elif hasattr(optimizer, "_optimizer"):  # KeyedOptimizerWrapper, OptimizerWrapper, LightningOptimizer
+    elif hasattr(
+        optimizer, "_optimizer"
+    ):  # KeyedOptimizerWrapper, OptimizerWrapper, LightningOptimizer
         yield from leaves(optimizer._optimizer)
     elif not steps_itself(optimizer):
         return
-    elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks"):
+    elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(
+        optimizer, "_optimizer_step_post_hooks"
+    ):
         yield optimizer
     else:
         raise ValueError(
-            f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer whose constructor "
-            "has run, or a wrapper of one in its attribute _optimizer: masks are applied by a hook on its step()."
+            f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer"
+            " whose constructor has run, or a wrapper of one in its attribute _optimizer: masks"
+            " are applied by a hook on its step()."
         )
 
 
 def steps_itself(optimizer: Any) -> bool:
-    """Whether an optimizer writes parameters in its own ``step``: it is no wrapper, and not fused into the backward."""
+    """Whether an optimizer writes parameters in its own ``step``: it is no wrapper, and not fused
+    into the backward."""
     wraps = hasattr(optimizer, "_optims") or hasattr(optimizer, "_optimizer")
     return not wraps and all(kind.__name__ != "FusedOptimizer" for kind in type(optimizer).__mro__)
 
@@ -67,8 +74,8 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
     """Return the optimizer class that a configuration names.
 
     Args:
-        query: a name in ``torch.optim`` (``"AdamW"``), a dotted path (``"torchrec.optim.RowWiseAdagrad"``), which is
-            imported, or the class itself.
+        query: a name in ``torch.optim`` (``"AdamW"``), a dotted path
+            (``"torchrec.optim.RowWiseAdagrad"``), which is imported, or the class itself.
 
     Raises:
         ValueError: there is none of that name, or its ``step`` requires a closure (LBFGS).
@@ -80,40 +87,51 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             found = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except ImportError as error:
             raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+    if (
+        isinstance(found, type)
+        and issubclass(found, torch.optim.Optimizer)
+        and found is not torch.optim.Optimizer
+    ):
         closure = inspect.signature(found.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
-                f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward several times; here "
-                "one backward runs, before the step."
+                f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward"
+                " several times; here one backward runs, before the step."
             )
         return found
-    known = {name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    known = {
+        name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)
+    }
     close = difflib.get_close_matches(str(query).lower(), known, n=3, cutoff=0.5)
     near = [known[name] for name in close] or ["SGD", "Adagrad", "Adam", "AdamW"]
     raise ValueError(
-        f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {', '.join(near)}) or the dotted path "
-        "of an optimizer."
+        f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {', '.join(near)})"
+        " or the dotted path of an optimizer."
     )
 
 
 def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer keeps, or will keep, state for each element of a weight. Plain SGD and row-wise ones,
-    with a number for each row, do not."""
+    """Return whether an optimizer keeps, or will keep, state for each element of a weight. Plain
+    SGD and row-wise ones, with a number for each row, do not."""
     if type(optimizer) is torch.optim.SGD:
         return any(group["momentum"] for group in optimizer.param_groups)
     return not type(optimizer).__name__.lower().startswith("rowwise")
 
 
 def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """Return the rows of ``parameter`` that the last step may have written, int64 ``(n,)``, possibly repeated.
+    """Return the rows of ``parameter`` that the last step may have written, int64 ``(n,)``,
+    possibly repeated.
 
-    None means any row: only for sparse gradients, and optimizers that write no other row, the rows are known.
+    None means any row: only for sparse gradients, and optimizers that write no other row, the rows
+    are known.
     """
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return None
-    only_those = type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad)  # a subclass may write more
+    only_those = type(optimizer) in (
+        torch.optim.SparseAdam,
+        torch.optim.Adagrad,
+    )  # a subclass may write more
     if type(optimizer) is torch.optim.SGD:  # momentum moves every row that was ever touched
         only_those = all(group["momentum"] == 0 for group in optimizer.param_groups)
     return grad._indices()[0] if only_those else None
@@ -126,9 +144,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
-    """Return a function that lists the indices of those ``tensors`` that share memory with a given one.
+    """Return a function that lists the indices of those ``tensors`` that share memory with a given
+    one.
 
-    Views and ``.data`` of a parameter are other objects than the parameter; memory is what they have in common.
+    Views and ``.data`` of a parameter are other objects than the parameter; memory is what they
+    have in common.
     """
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
@@ -146,7 +166,9 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
@@ -155,15 +177,16 @@ State = tuple[Tensor, float]
 
 
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
-"""State whose initial value is not 0, and the option that holds that value: of Adagrad and row-wise Adagrad, and of
-Rprop."""
+"""State whose initial value is not 0, and the option that holds that value: of Adagrad and row-wise
+Adagrad, and of Rprop."""
 
 
 def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
     """Write its initial value to the state of what ``mask`` removes.
 
-    State with an element for each weight is reset with its element. State with one for each row of a shard (row-wise
-    Adagrad) is reset when all of that row of that shard is removed. Other state (step counts) belongs to no weight.
+    State with an element for each weight is reset with its element. State with one for each row of
+    a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other state
+    (step counts) belongs to no weight.
 
     Args:
         mask: packed, of one shard, or dense, of plain data.
@@ -179,7 +202,11 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
                 state.data[rows].masked_fill_(~kept, initial)
         elif shape and state.dim() in (1, 2) and state.numel() == state.shape[0] == shape[0]:
             if empty is None:
-                empty = dead_flags(mask) if isinstance(mask, BlockMask) else (mask == 0).flatten(1).all(1)
+                empty = (
+                    dead_flags(mask)
+                    if isinstance(mask, BlockMask)
+                    else (mask == 0).flatten(1).all(1)
+                )
                 empty = empty.to(state.device)
             state.data.view(-1).masked_fill_(empty, initial)
 
@@ -187,10 +214,12 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
 def state_of(
     optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor, only: str | None = None
 ) -> Iterator[State]:
-    """Yield what an optimizer keeps for ``weight``, which is ``parameter``, its matrix of one row, or a part of it; of
-    all, or ``only`` of one name."""
+    """Yield what an optimizer keeps for ``weight``, which is ``parameter``, its matrix of one row,
+    or a part of it; of all, or ``only`` of one name."""
     here = local(parameter)
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    group = next(
+        group for group in optimizer.param_groups if any(p is parameter for p in group["params"])
+    )
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
     for name, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor) or only not in (None, name):
@@ -206,8 +235,8 @@ def state_of(
 
 
 def summed(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
-    """Return the squared gradients that Adagrad or row-wise Adagrad has summed for ``weight``, a part of ``parameter``;
-    None for another optimizer."""
+    """Return the squared gradients that Adagrad or row-wise Adagrad has summed for ``weight``, a
+    part of ``parameter``; None for another optimizer."""
     if "initial_accumulator_value" not in optimizer.defaults:
         return None
     return next(state_of(optimizer, parameter, weight, only="sum"), None)

@@ -1,8 +1,8 @@
 """Zero the removed weights of a few rows of a table, and remember which rows are dirty.
 
-A row is *dirty* from the backward that wrote it until its removed weights are zeroed again. To clean a row, 16 to 64
-bytes of its mask are read, and nothing of other rows. This is the version for CPUs and for devices without Triton;
-:mod:`dist_sparse.enforcer.rows_triton` is the other.
+A row is *dirty* from the backward that wrote it until its removed weights are zeroed again. To
+clean a row, 16 to 64 bytes of its mask are read, and nothing of other rows. This is the version for
+CPUs and for devices without Triton; :mod:`dist_sparse.enforcer.rows_triton` is the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import WORDS, BlockMask, spread, wide
 
-__all__ = ["DirtyRows", "Lookup", "Slot", "TorchLookup", "count_lookups", "in_table", "lookup_on", "many", "zero_rows"]
+__all__ = [
+    "DirtyRows",
+    "Lookup",
+    "Slot",
+    "TorchLookup",
+    "count_lookups",
+    "in_table",
+    "lookup_on",
+    "many",
+    "zero_rows",
+]
 
 CHUNK = 1 << 18
 """Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
@@ -28,7 +38,8 @@ TAKEN = 1 << 20
 """Rows whose flags are searched at a time."""
 
 WHOLE = 5
-"""A table is masked whole for a fifth as many ids as it has rows: for each of those rows, memory is read at random."""
+"""A table is masked whole for a fifth as many ids as it has rows: for each of those rows, memory is
+read at random."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +64,10 @@ class Lookup(Protocol):
         """Zero what is removed in these rows.
 
         Args:
-            ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside the table are read as
-                row 0, which FBGEMM's bounds check makes of them.
-            ends: where the ids of each feature begin and, last, where they end: one more than there are features. On
-                a device as a tensor, so that the host does not wait for it.
+            ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside
+                the table are read as row 0, which FBGEMM's bounds check makes of them.
+            ends: where the ids of each feature begin and, last, where they end: one more than there
+                are features. On a device as a tensor, so that the host does not wait for it.
         """
         ...
 
@@ -75,7 +86,9 @@ class TorchLookup:
             ends = ends.tolist()
         if self._dirty is not None and not self._dirty:
             return
-        for feature, (slot, (start, stop)) in enumerate(zip(self._slots, pairwise(ends), strict=True)):
+        for feature, (slot, (start, stop)) in enumerate(
+            zip(self._slots, pairwise(ends), strict=True)
+        ):
             if slot is None or start == stop:
                 continue
             if many(slot.mask, stop - start):
@@ -93,17 +106,21 @@ class TorchLookup:
 
 
 def many(mask: BlockMask, rows: int) -> bool:
-    """Whether to mask a whole shard is quicker than to mask so many of its rows, in any order, with repeats."""
+    """Whether to mask a whole shard is quicker than to mask so many of its rows, in any order, with
+    repeats."""
     return mask.in_one_pass and rows * WHOLE >= mask.rect.rows
 
 
 def lookup_on(device: torch.device, slots: Sequence[Slot | None], dirty: DirtyRows) -> Lookup:
-    """Return the lookup for a device: on CUDA Triton's, if it is installed (as it is with torch's CUDA builds).
+    """Return the lookup for a device: on CUDA Triton's, if it is installed (as it is with torch's
+    CUDA builds).
 
     There one launch for all ids, dirty or not, costs less than to find the dirty ones.
     """
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        form: type[Lookup] = importlib.import_module("dist_sparse.enforcer.rows_triton").TritonLookup
+        form: type[Lookup] = importlib.import_module(
+            "dist_sparse.enforcer.rows_triton"
+        ).TritonLookup
         return form(slots)
     return TorchLookup(slots, dirty)
 
@@ -112,7 +129,8 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     """Zero the removed elements of some rows of a live shard.
 
     Args:
-        weight: the shard, ``(rect.rows, rect.cols)``; written through ``.data``, which autograd does not see.
+        weight: the shard, ``(rect.rows, rect.cols)``; written through ``.data``, which autograd
+            does not see.
         mask: of the shard.
         rows: int64 ``(n,)``, row numbers within the shard, possibly repeated.
     """
@@ -128,12 +146,15 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
-        read.view(word).bitwise_and_(_words(mask, blocks if mask.grid.rows > 1 else blocks[:1], word))
+        read.view(word).bitwise_and_(
+            _words(mask, blocks if mask.grid.rows > 1 else blocks[:1], word)
+        )
         table.index_copy_(0, some, read)
 
 
 def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask of some block rows, ``(n, rect.cols)`` words: all bits set where kept, none where removed."""
+    """Return the mask of some block rows, ``(n, rect.cols)`` words: all bits set where kept, none
+    where removed."""
     width = mask.block[1]
     cols, rect = mask.grid.cols, mask.rect
     device = mask.bits.device
@@ -150,7 +171,8 @@ def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_table(ids: Tensor, rows: int) -> Tensor:
-    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``, as FBGEMM's bounds check replaces them."""
+    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``, as FBGEMM's bounds check
+    replaces them."""
     ids = ids.long()
     if ids.is_cpu:  # reading two numbers is quicker than three more passes, where that does not wait for a device
         least, most = ids.aminmax()
@@ -160,9 +182,13 @@ def in_table(ids: Tensor, rows: int) -> Tensor:
 
 
 def count_lookups(
-    counts: Sequence[Tensor | None], features: Sequence[int], ids: Tensor, ends: Sequence[int] | Tensor
+    counts: Sequence[Tensor | None],
+    features: Sequence[int],
+    ids: Tensor,
+    ends: Sequence[int] | Tensor,
 ) -> None:
-    """Add 1 to the count of each row for each time that ``ids`` name it; both as in :class:`Lookup`.
+    """Add 1 to the count of each row for each time that ``ids`` name it; both as in
+    :class:`Lookup`.
 
     Args:
         counts: of each table, int32 or float64 ``(rows,)``; None where nothing is counted.
@@ -174,7 +200,9 @@ def count_lookups(
         for number, table in enumerate(features):
             if (count := counts[table]) is not None:
                 mine = feature == number
-                count.index_add_(0, in_table(ids, count.numel()).masked_fill(~mine, 0), mine.to(count.dtype))
+                count.index_add_(
+                    0, in_table(ids, count.numel()).masked_fill(~mine, 0), mine.to(count.dtype)
+                )
         return
     for table, (start, stop) in zip(features, pairwise(ends), strict=True):
         if (count := counts[table]) is not None and start < stop:
@@ -183,8 +211,8 @@ def count_lookups(
 
 
 class DirtyRows:
-    """The dirty rows of the tables of one kernel, one flag byte a row: a set that takes ids in any order, with repeats,
-    at the cost of a write each. At first no row is dirty.
+    """The dirty rows of the tables of one kernel, one flag byte a row: a set that takes ids in any
+    order, with repeats, at the cost of a write each. At first no row is dirty.
 
     Args:
         rows: of each table, on this rank.
@@ -197,14 +225,16 @@ class DirtyRows:
         self._starts = [0]
         for count in rows:
             self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
-        self._flags = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)  # the last: ids of no feature
+        self._flags = torch.zeros(
+            self._starts[-1] + 8, dtype=torch.uint8, device=device
+        )  # the last: ids of no feature
         self._any = False
         self._kept: list[Tensor | None] = [None] * len(self._rows)
         self._of_features: tuple[Tensor, Tensor] | None = None
 
     def leave_out(self, table: int, kept: Tensor | None) -> None:
-        """Flag from now on only those rows of a table that are removed as a whole: uint8 ``(rows,)``, 0 = removed;
-        None is any row. Call it while no row of the table is dirty."""
+        """Flag from now on only those rows of a table that are removed as a whole: uint8
+        ``(rows,)``, 0 = removed; None is any row. Call it while no row of the table is dirty."""
         self._kept[table] = kept
 
     def whole(self, feature: int) -> bool:
@@ -216,7 +246,8 @@ class DirtyRows:
         return self._any
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Flag the rows that a backward is about to write; ``ids`` and ``ends`` as in :class:`Lookup`."""
+        """Flag the rows that a backward is about to write; ``ids`` and ``ends`` as in
+        :class:`Lookup`."""
         if not ids.numel():
             return
         self._any = True
@@ -269,8 +300,8 @@ class DirtyRows:
             self._any = False
 
     def among(self, feature: int, ids: Tensor) -> Tensor:
-        """Return those of the ``ids`` of one feature whose rows are dirty, int64, with repeats. They stay flagged: the
-        rows that a training step reads are about to be written."""
+        """Return those of the ``ids`` of one feature whose rows are dirty, int64, with repeats.
+        They stay flagged: the rows that a training step reads are about to be written."""
         table = self._features[feature]
         flags = self._of(table)
         if ids.numel() >= self._rows[table]:
@@ -284,7 +315,9 @@ class DirtyRows:
     def _add_unseen(self, ids: Tensor, ends: Tensor) -> None:
         """As :meth:`add` with ends on the device, without waiting for it."""
         if self._of_features is None:
-            starts = torch.tensor([self._starts[table] for table in self._features], device=ids.device)
+            starts = torch.tensor(
+                [self._starts[table] for table in self._features], device=ids.device
+            )
             rows = torch.tensor([self._rows[table] for table in self._features], device=ids.device)
             self._of_features = starts, rows
         starts, rows = self._of_features

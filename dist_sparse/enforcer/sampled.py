@@ -1,8 +1,8 @@
 """Samples of the traffic: how many lookups of a kernel name rows that the masks remove.
 
-One forward in :data:`EVERY` is counted, in training only, so that counting costs next to nothing for any score. The
-sums are stored with the masks (:meth:`~dist_sparse.sparsifiers.packed_store.PackedStore.samples`) and start at 0 with
-new ones.
+One forward in :data:`EVERY` is counted, in training only, so that counting costs next to nothing
+for any score. The sums are stored with the masks
+(:meth:`~dist_sparse.sparsifiers.packed_store.PackedStore.samples`) and start at 0 with new ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class SampledLookups:
 
         Args:
             slots: of each table; None where nothing is registered.
-            sums: for each table int64 ``(2,)``, its lookups and those of removed rows, added to in place.
+            sums: for each table int64 ``(2,)``, its lookups and those of removed rows, added to in
+                place.
         """
         self._slots, self._sums = list(slots), list(sums)
         self._removed.clear()
@@ -54,7 +55,8 @@ class SampledLookups:
         return counted
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Count one forward; ``ids`` and ``ends`` as in :class:`~dist_sparse.enforcer.rows.Lookup`."""
+        """Count one forward; ``ids`` and ``ends`` as in
+        :class:`~dist_sparse.enforcer.rows.Lookup`."""
         if isinstance(ends, Tensor):
             self._add_on_device(ids, ends)
             return
@@ -68,7 +70,8 @@ class SampledLookups:
                 sums[1] += self._flags(table, slot).index_select(0, rows).sum()
 
     def _add_on_device(self, ids: Tensor, ends: Tensor) -> None:
-        """:meth:`add` without waiting for the device: every feature looks at all ids, and masks those of others."""
+        """:meth:`add` without waiting for the device: every feature looks at all ids, and masks
+        those of others."""
         places = torch.arange(ids.numel(), device=ids.device)
         features = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
         for number, table in enumerate(self._features):

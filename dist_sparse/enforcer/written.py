@@ -1,4 +1,5 @@
-"""Which rows of the tables of a kernel have been written, so that a mask update scores only those again."""
+"""Which rows of the tables of a kernel have been written, so that a mask update scores only those
+again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ __all__ = ["WrittenRows"]
 
 
 class WrittenRows:
-    """The rows that may have been written, by backwards, by mask updates, or in a way that is not known: at first all.
+    """The rows that may have been written, by backwards, by mask updates, or in a way that is not
+    known: at first all.
 
     Args:
         rows: of each table, on this rank; None for one of which nothing is noted.
@@ -52,7 +54,9 @@ class WrittenRows:
                     self._rows.add_all(table)
                     continue
                 blocks = positions(old.mask.bits & ~new.mask.bits)
-                self._rows.add_rows(table, blocks if new.mask.grid.cols == 1 else blocks // new.mask.grid.cols)
+                self._rows.add_rows(
+                    table, blocks if new.mask.grid.cols == 1 else blocks // new.mask.grid.cols
+                )
 
 
 class _OfTable:

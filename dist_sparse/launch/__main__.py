@@ -1,4 +1,5 @@
-"""Command line of the launcher where the package is installed: `python -m dist_sparse.launch ...`."""
+"""Command line of the launcher where the package is installed: `python -m dist_sparse.launch
+...`."""
 
 import sys
 

@@ -1,7 +1,8 @@
 """What runs in a job's processes before torchrun and before the script of each rank.
 
-This file is run by its path, outside the package: the interpreter of a job need not have `dist_sparse`. Of torch, only
-the public API is used. A rank that fails leaves torchrun's error file, by torch's `@record`.
+This file is run by its path, outside the package: the interpreter of a job need not have
+`dist_sparse`. Of torch, only the public API is used. A rank that fails leaves torchrun's error
+file, by torch's `@record`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 def torchrun(shown: str, words: list[str]) -> int:
     """Run torchrun in this process and return the exit code of the job.
 
-    That is the code of the rank that failed first, or 128 + n if signal n killed it or was sent to this process. The
-    last line on standard error names the rank, its exception and the line of the script. Without torch the code is 1.
+    That is the code of the rank that failed first, or 128 + n if signal n killed it or was sent to
+    this process. The last line on standard error names the rank, its exception and the line of the
+    script. Without torch the code is 1.
 
     Args:
-        shown: local ranks whose output is shown, as in `0,1`; empty for all. The traceback of any other is printed.
+        shown: local ranks whose output is shown, as in `0,1`; empty for all. The traceback of any
+            other is printed.
         words: torchrun's arguments.
     """
     try:
@@ -43,7 +46,10 @@ def torchrun(shown: str, words: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        sys.exit(f"launch: {sys.executable} does not have torch; dist-sparse doctor prints how to install it.")
+        sys.exit(
+            f"launch: {sys.executable} does not have torch; dist-sparse doctor prints how to"
+            " install it."
+        )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     try:
@@ -78,18 +84,22 @@ def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
         return failure.timestamp - 1
 
     # torchrun ends the other ranks by SIGTERM, and then lists them too.
-    causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
+    causes = {
+        rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM
+    }
     return min((causes or failures).items(), key=lambda item: time_of(item[1]))
 
 
 def _describe(failure: ProcessFailure) -> tuple[str, str]:
-    """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left no error file."""
+    """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left
+    no error file."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
         return f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "failed", ""
     trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
     what = str(message.get("message", "")).partition("\n")[0][:_LONGEST_MESSAGE]
-    # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's own.
+    # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's
+    # own.
     last = trace.rpartition("Traceback (most recent call last)")[2]
     frames = [(file, line) for file, line in _FRAME.findall(last) if file not in _harness()]
     lines = [line for file, line in frames if file == frames[0][0]]
@@ -107,12 +117,15 @@ def rank(words: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
             stream.reconfigure(line_buffering=True, write_through=False)
-    sys.excepthook = lambda kind, error, trace: sys.__excepthook__(kind, error.with_traceback(_of_script(trace)), None)
+    sys.excepthook = lambda kind, error, trace: sys.__excepthook__(
+        kind, error.with_traceback(_of_script(trace)), None
+    )
     try:
         record(_run)(words)
     finally:
-        # gloo's threads need the interpreter to release the tensors of the last collective. Where they get to it only
-        # while the interpreter exits, torch aborts the process (pytorch/pytorch#190489).
+        # gloo's threads need the interpreter to release the tensors of the last collective. Where
+        # they get to it only while the interpreter exits, torch aborts the process
+        # (pytorch/pytorch#190489).
         if "torch.distributed" in sys.modules:
             time.sleep(0.1)
 
@@ -132,7 +145,9 @@ def _run(words: list[str]) -> None:
             runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
     except SystemExit as error:
         if error.code not in (None, 0):
-            get_error_handler().record_exception(error)  # @record leaves it out, and with it when the rank failed
+            get_error_handler().record_exception(
+                error
+            )  # @record leaves it out, and with it when the rank failed
         raise
 
 

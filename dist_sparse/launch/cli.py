@@ -66,10 +66,11 @@ options, are not passed on.
 
 
 def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") -> int:
-    """Run the command line `words` (the process's own by default) and return the exit code of the job.
+    """Run the command line `words` (the process's own by default) and return the exit code of the
+    job.
 
-    It is 2 for wrong words, 1 with one line of error where a file or the output can't be written, and 141 where no
-    process reads the output.
+    It is 2 for wrong words, 1 with one line of error where a file or the output can't be written,
+    and 141 where no process reads the output.
     """
     words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
@@ -79,7 +80,9 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     try:
         return _do(options)
     except (ValueError, ImportError) as error:
-        of_command[options.command].error(re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error)))
+        of_command[options.command].error(
+            re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error))
+        )
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -92,13 +95,18 @@ def _do(options: argparse.Namespace) -> int:
     if options.command in ("local", "torchrun"):
         if not options.print:
             return run(spec, ranks=options.ranks)
-        assignments = [f"{key}={shlex.quote(value)}" for key, value in additions(spec, os.environ).items()]
+        assignments = [
+            f"{key}={shlex.quote(value)}" for key, value in additions(spec, os.environ).items()
+        ]
         _print(" ".join([*assignments, shlex.join(argv(spec))]) + "\n")
         return 0
     if options.command == "sbatch":
         text, encoding = sbatch.render(spec, port=options.rdzv_port), sys.getfilesystemencoding()
     else:  # YAML is UTF-8 in every locale
-        text, encoding = kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace), "utf-8"
+        text, encoding = (
+            kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace),
+            "utf-8",
+        )
     if options.output is None:
         _print(text, encoding)
     else:
@@ -124,7 +132,8 @@ def _print(text: str, encoding: str = sys.getfilesystemencoding()) -> None:
 
 
 def _write(data: bytes, file: Path) -> None:
-    """Replace `file`, readable by its owner alone: it may hold secrets of `--env`. Links are not followed."""
+    """Replace `file`, readable by its owner alone: it may hold secrets of `--env`. Links are not
+    followed."""
     if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
         raise OSError(f"Can't write {file}: it exists and is not a regular file.")
     number, part = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # with mode 0600
@@ -147,12 +156,17 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
         name=options.name or _name(options.script),
         nnodes=given.get("nnodes", "1"),
         nproc_per_node=int(options.nproc) if options.nproc.isdecimal() else options.nproc,
-        rendezvous=Rendezvous(endpoint=_endpoint(given), id=given.get("rdzv_id"), local_addr=given.get("local_addr")),
+        rendezvous=Rendezvous(
+            endpoint=_endpoint(given), id=given.get("rdzv_id"), local_addr=given.get("local_addr")
+        ),
         env=_env(options.env),
         max_restarts=options.max_restarts,
         grace=options.grace,
         resources=Resources(
-            **{key: given.get(key) for key in ("cpu", "gpu", "memory_gib", "walltime", "partition", "account", "image")}
+            **{
+                key: given.get(key)
+                for key in ("cpu", "gpu", "memory_gib", "walltime", "partition", "account", "image")
+            }
         ),
         python=options.python or ("python" if options.command == "kubeflow" else sys.executable),
     )
@@ -183,7 +197,9 @@ def _ranks(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be local ranks, such as 0 or 0,1") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be local ranks, such as 0 or 0,1"
+        ) from None
 
 
 class _Command(argparse.ArgumentParser):
@@ -197,7 +213,9 @@ class _Command(argparse.ArgumentParser):
             option = left[0].partition("=")[0]
             known = re.findall(r"^  (?:-m, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
             meant = difflib.get_close_matches(option, known, n=1)
-            self.error(f"there is no option {option}." + (f" Did you mean {meant[0]}?" if meant else ""))
+            self.error(
+                f"there is no option {option}." + (f" Did you mean {meant[0]}?" if meant else "")
+            )
         return found, left
 
 
@@ -206,7 +224,9 @@ def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, _Command]]:
     parser = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Start a training script on several processes, or write the file that a\ncluster runs.",
+        description=(
+            "Start a training script on several processes, or write the file that a\ncluster runs."
+        ),
         epilog=f"{epilog}\nOptions of a command: {prog} COMMAND --help",
         usage=f"{prog} [COMMAND] [OPTIONS] SCRIPT [-- ARGS]",
     )
@@ -232,30 +252,91 @@ def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, _Command]]:
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the options of a command to its parser."""
     add = parser.add_argument
-    add("script", metavar="SCRIPT", help="what every rank runs; its ARGS follow it, optionally after `--`")
+    add(
+        "script",
+        metavar="SCRIPT",
+        help="what every rank runs; its ARGS follow it, optionally after `--`",
+    )
     add("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS).required = False
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in `python -m`")
-    add("--nproc", default="1", metavar="N", help="processes on each node: a number, or gpu, cpu, auto (default: 1)")
-    add("--env", action="append", default=[], metavar="KEY=VALUE", help="variable for the ranks; may be repeated")
-    add("--max-restarts", type=int, default=0, metavar="N", help="restarts after a rank has failed (default: 0)")
-    add("--grace", type=int, default=30, metavar="S", help="seconds between a signal and SIGKILL (default: 30)")
+    add(
+        "-m",
+        "--module",
+        action="store_true",
+        help="SCRIPT is the name of a module, as in `python -m`",
+    )
+    add(
+        "--nproc",
+        default="1",
+        metavar="N",
+        help="processes on each node: a number, or gpu, cpu, auto (default: 1)",
+    )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="variable for the ranks; may be repeated",
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restarts after a rank has failed (default: 0)",
+    )
+    add(
+        "--grace",
+        type=int,
+        default=30,
+        metavar="S",
+        help="seconds between a signal and SIGKILL (default: 30)",
+    )
     add("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)")
-    add("--python", metavar="PATH", help="the interpreter (default: this one; for kubeflow `python`)")
+    add(
+        "--python",
+        metavar="PATH",
+        help="the interpreter (default: this one; for kubeflow `python`)",
+    )
     if command != "local":
         add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     if command in ("local", "torchrun"):
-        shown = "local ranks whose output is shown, such as 0 or 0,1 (default: all); a single one is not prefixed"
+        shown = (
+            "local ranks whose output is shown, such as 0 or 0,1 (default: all); a single one is"
+            " not prefixed"
+        )
         add("--ranks", type=_ranks, default=[], metavar="LIST", help=shown)
-        add("--print", action="store_true", help="only print the torchrun command; see docs/launching.md")
+        add(
+            "--print",
+            action="store_true",
+            help="only print the torchrun command; see docs/launching.md",
+        )
     if command == "torchrun":
         meet = parser.add_mutually_exclusive_group().add_argument
-        meet("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet: one of them, and a free port there")
-        meet("--rdzv-host-env", metavar="KEY", help="instead: the variable that holds HOST; localhost if it is empty")
-        add("--rdzv-id", metavar="ID", help="id of this job, the same on all nodes; long and random is best")
-        add("--local-addr", metavar="ADDRESS", help="address of this node for the others (default: its host name)")
+        meet(
+            "--rdzv-endpoint",
+            metavar="HOST:PORT",
+            help="where the nodes meet: one of them, and a free port there",
+        )
+        meet(
+            "--rdzv-host-env",
+            metavar="KEY",
+            help="instead: the variable that holds HOST; localhost if it is empty",
+        )
+        add(
+            "--rdzv-id",
+            metavar="ID",
+            help="id of this job, the same on all nodes; long and random is best",
+        )
+        add(
+            "--local-addr",
+            metavar="ADDRESS",
+            help="address of this node for the others (default: its host name)",
+        )
     if command in ("torchrun", "sbatch"):
         where = "where nodes meet" + (", with --rdzv-host-env" if command == "torchrun" else "")
-        add("--rdzv-port", type=int, default=29400, metavar="PORT", help=f"{where} (default: 29400)")
+        add(
+            "--rdzv-port", type=int, default=29400, metavar="PORT", help=f"{where} (default: 29400)"
+        )
     if command in ("sbatch", "kubeflow"):
         add("--cpus", dest="cpu", type=int, metavar="N", help="cores of a node")
         add("--gpus", dest="gpu", type=int, metavar="N", help="GPUs of a node")
@@ -267,5 +348,9 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         add("--account", help="Slurm's account")
     if command == "kubeflow":
         add("--image", help="the container image (default: the runtime's)")
-        add("--runtime", default="torch-distributed", help="ClusterTrainingRuntime (default: torch-distributed)")
+        add(
+            "--runtime",
+            default="torch-distributed",
+            help="ClusterTrainingRuntime (default: torch-distributed)",
+        )
         add("--namespace", help="namespace of the job (default: kubectl's)")

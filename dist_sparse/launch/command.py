@@ -1,8 +1,9 @@
 """torchrun's argv and environment for a job.
 
-Options that torchrun could otherwise take from `PET_` variables are in the argv. Flags (`PET_STANDALONE`, ...) can't be
-switched off there, so `environment` drops all `PET_` variables. One node means the loopback address and a port of the
-system's choice; never `--standalone`, which overrides both.
+Options that torchrun could otherwise take from `PET_` variables are in the argv. Flags
+(`PET_STANDALONE`, ...) can't be switched off there, so `environment` drops all `PET_` variables.
+One node means the loopback address and a port of the system's choice; never `--standalone`, which
+overrides both.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ _LOOPBACK = "127.0.0.1"
 
 
 def new_id(spec: LaunchSpec) -> str:
-    """Return the rendezvous id of `spec`, or a random one (which several nodes could not share) if it has none."""
+    """Return the rendezvous id of `spec`, or a random one (which several nodes could not share) if
+    it has none."""
     return spec.rendezvous.id or f"{spec.name}-{secrets.token_hex(16)}"
 
 
 def target(spec: LaunchSpec) -> list[str]:
     """Return the script or module with its args, as the words after `python`."""
-    return [spec.script, *spec.args] if spec.script is not None else ["-m", str(spec.module), *spec.args]
+    return (
+        [spec.script, *spec.args]
+        if spec.script is not None
+        else ["-m", str(spec.module), *spec.args]
+    )
 
 
 def argv(
@@ -44,7 +50,8 @@ def argv(
         rendezvous: words that say how nodes meet, instead of those made from `spec`.
         program: words that run torchrun, instead of `python -m torch.distributed.run`.
         output: torchrun's options for the output of the ranks.
-        before: a script and its first words, which get the job's own script or module with its args.
+        before: a script and its first words, which get the job's own script or module with its
+            args.
 
     Raises:
         ValueError: several nodes have no endpoint or no id.
@@ -56,7 +63,14 @@ def argv(
         *(program or [spec.python, "-m", "torch.distributed.run"]),
         *("--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)),
         *(rendezvous or _rendezvous(spec)),
-        *("--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1", "--start-method", "spawn"),
+        *(
+            "--max-restarts",
+            str(spec.max_restarts),
+            "--monitor-interval",
+            "0.1",
+            "--start-method",
+            "spawn",
+        ),
         *("--event-log-handler", "null", "--role", "default", *output),
         *ranks,
     ]
@@ -74,35 +88,62 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     if spec.max_nodes == 1:
         endpoint, local_addr = f"{_LOOPBACK}:0", _LOOPBACK
     else:
-        for name, how in (("endpoint", " and reach the same store from every node"), ("id", ", the same on all nodes")):
+        for name, how in (
+            ("endpoint", " and reach the same store from every node"),
+            ("id", ", the same on all nodes"),
+        ):
             if getattr(meeting, name) is None:
-                raise ValueError(f"Invalid rendezvous.{name}=None: must be given{how}, for nnodes={spec.nnodes!r}.")
+                raise ValueError(
+                    f"Invalid rendezvous.{name}=None: must be given{how}, for"
+                    f" nnodes={spec.nnodes!r}."
+                )
         if str(endpoint).endswith(":0"):
-            raise ValueError(f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all know.")
+            raise ValueError(
+                f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all"
+                " know."
+            )
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]
     words += ["--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
     return words if local_addr is None else [*words, "--local-addr", local_addr]
 
 
 def threads(spec: LaunchSpec, cores: int | None) -> int | None:
-    """Return the OpenMP threads of a rank on a node with `cores`, at least 1; None if cores or ranks are unknown."""
-    return max(1, cores // spec.nproc_per_node) if cores and isinstance(spec.nproc_per_node, int) else None
+    """Return the OpenMP threads of a rank on a node with `cores`, at least 1; None if cores or
+    ranks are unknown."""
+    return (
+        max(1, cores // spec.nproc_per_node)
+        if cores and isinstance(spec.nproc_per_node, int)
+        else None
+    )
 
 
 def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks get besides what they inherit: defaults for what is not set, and `spec.env`.
+    """Return the variables that ranks get besides what they inherit: defaults for what is not set,
+    and `spec.env`.
 
-    `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`. `OMP_NUM_THREADS`: this machine's cores
-    over its ranks. `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where the host name resolves to, otherwise.
+    `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`. `OMP_NUM_THREADS`:
+    this machine's cores over its ranks. `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where
+    the host name resolves to, otherwise.
     """
     added = plain_variables(spec)
     if not re.fullmatch("[0-9]+", inherited.get("PYTHONHASHSEED", "")):
         added["PYTHONHASHSEED"] = "0"
     if "OMP_NUM_THREADS" not in inherited:
-        count = threads(spec, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        count = threads(
+            spec,
+            (
+                len(os.sched_getaffinity(0))
+                if hasattr(os, "sched_getaffinity")
+                else os.cpu_count() or 1
+            ),
+        )
         if count is not None:
             added["OMP_NUM_THREADS"] = str(count)
-    if spec.max_nodes == 1 and "GLOO_SOCKET_IFNAME" not in inherited and os.path.isdir("/sys/class/net/lo"):
+    if (
+        spec.max_nodes == 1
+        and "GLOO_SOCKET_IFNAME" not in inherited
+        and os.path.isdir("/sys/class/net/lo")
+    ):
         added["GLOO_SOCKET_IFNAME"] = "lo"
     return added | dict(spec.env)
 
@@ -110,8 +151,9 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
 def plain_variables(spec: LaunchSpec) -> dict[str, str]:
     """Return the variables of torchrun itself.
 
-    After a restart, torch 2.13 gives the ranks the store of the ranks before them, with the addresses of those in it,
-    and gloo now and then connects to dead ranks. With the variable, rank 0 makes a new store each time.
+    After a restart, torch 2.13 gives the ranks the store of the ranks before them, with the
+    addresses of those in it, and gloo now and then connects to dead ranks. With the variable, rank
+    0 makes a new store each time.
     """
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
     restarts = spec.max_restarts > 0 or ":" in spec.nnodes
@@ -119,7 +161,8 @@ def plain_variables(spec: LaunchSpec) -> dict[str, str]:
 
 
 def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the whole environment of the job, and the names of the `PET_` variables that were left out of it."""
+    """Return the whole environment of the job, and the names of the `PET_` variables that were left
+    out of it."""
     dropped = sorted(key for key in inherited if key.startswith("PET_"))
     kept = {key: value for key, value in inherited.items() if key not in dropped}
     return kept | additions(spec, inherited), dropped

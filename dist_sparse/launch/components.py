@@ -1,9 +1,10 @@
 """A component for torchx.
 
-`torchx run -s local_cwd launch/components.py:train --script train.py --nproc 2 -- ARGS`, in the folder of the scripts.
-Each node runs this launcher, found by the interpreter and not by PATH: torchx's own `dist.ddp` fails silently where
-PATH has no torchrun. torchx parses this file and executes it outside of any package, so it imports nothing of the
-launcher, which checks the arguments on the node, and `launch/components.py` of a clone is a link to it.
+`torchx run -s local_cwd launch/components.py:train --script train.py --nproc 2 -- ARGS`, in the
+folder of the scripts. Each node runs this launcher, found by the interpreter and not by PATH:
+torchx's own `dist.ddp` fails silently where PATH has no torchrun. torchx parses this file and
+executes it outside of any package, so it imports nothing of the launcher, which checks the
+arguments on the node, and `launch/components.py` of a clone is a link to it.
 """
 
 import sys
@@ -41,7 +42,8 @@ def train(
         name: of the job: a-z, 0-9 and -
         image: container image, or what the scheduler uses for one
         python: the interpreter on the nodes (default: the one that runs torchx)
-        launcher: the launcher's module there: launch in a clone, dist_sparse.launch where the package is installed
+        launcher: the launcher's module there: launch in a clone, dist_sparse.launch where the
+            package is installed
         env: variables for the ranks
         max_restarts: restarts after a rank has failed
         grace: seconds between a signal and SIGKILL
@@ -57,7 +59,11 @@ def train(
     if nnodes > 1:
         words += ["--rdzv-host-env", specs.macros.rank0_env, "--rdzv-port", str(rdzv_port)]
         words += ["--rdzv-id", specs.macros.app_id]
-    words += [*(["--module"] if module is not None else []), str(script if module is None else module), "--"]
+    words += [
+        *(["--module"] if module is not None else []),
+        str(script if module is None else module),
+        "--",
+    ]
     # torchx fills in ${...} in all words and values, and makes one $ of two.
     words += [word.replace("$", "$$") for word in args]
     role = specs.Role(

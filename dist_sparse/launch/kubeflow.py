@@ -1,8 +1,9 @@
 """A manifest with which Kubeflow runs a job.
 
-A TrainJob of Kubeflow Trainer v2 (`trainer.kubeflow.org/v1alpha1`), on a runtime with its torch policy, such as
-`torch-distributed`. That policy sets `PET_` variables in each pod. Kubernetes fills in those that differ between nodes,
-as `$(NAME)` in the command; in all words of the user `$` is doubled, which Kubernetes undoes.
+A TrainJob of Kubeflow Trainer v2 (`trainer.kubeflow.org/v1alpha1`), on a runtime with its torch
+policy, such as `torch-distributed`. That policy sets `PET_` variables in each pod. Kubernetes fills
+in those that differ between nodes, as `$(NAME)` in the command; in all words of the user `$` is
+doubled, which Kubernetes undoes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ __all__ = ["manifest", "render"]
 _DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MOST_WORDS = 128  # the API's limit on the lists `command` and `args`
-# Words that need no quotes. kubectl reads 1e-3, 08 and y as numbers and booleans, and PyYAML does not quote them.
+# Words that need no quotes. kubectl reads 1e-3, 08 and y as numbers and booleans, and PyYAML does
+# not quote them.
 _PLAIN = re.compile(r"-{0,2}[A-Za-z].+", re.DOTALL)
 
 _COMMENTS = """\
@@ -27,7 +29,9 @@ _COMMENTS = """\
 """
 
 
-def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None) -> str:
+def render(
+    spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None
+) -> str:
     """Return the manifest as YAML, with comments. Arguments and errors are those of `manifest`.
 
     Raises:
@@ -36,27 +40,35 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: s
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("`launch kubeflow` writes YAML: it needs PyYAML (pip install pyyaml).") from error
+        raise ImportError(
+            "`launch kubeflow` writes YAML: it needs PyYAML (pip install pyyaml)."
+        ) from error
     job = manifest(spec, runtime=runtime, namespace=namespace)
     what = " ".join(target(spec)[: 1 if spec.script else 2])
     # Some characters end a line, and with it the comment, or are not allowed in YAML.
     comments = _COMMENTS.format(name=spec.name, what=what if what.isprintable() else ascii(what))
     if (limit := spec.resources.walltime) is not None:
-        comments += f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {limit}:\n"
+        comments += (
+            f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {limit}:\n"
+        )
         comments += f"# add activeDeadlineSeconds: {_seconds(limit)} below spec.\n"
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         pass
 
     def text_of(dumper: Any, text: str) -> Any:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _PLAIN.fullmatch(text) else "'")
+        return dumper.represent_scalar(
+            "tag:yaml.org,2002:str", text, style=None if _PLAIN.fullmatch(text) else "'"
+        )
 
     Dumper.add_representer(str, text_of)
     text: str = yaml.dump(job, Dumper=Dumper, sort_keys=False, width=120)
     return comments + text
 
 
-def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None) -> dict[str, Any]:
+def manifest(
+    spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace: str | None = None
+) -> dict[str, Any]:
     """Return the TrainJob as a dictionary of plain values.
 
     Args:
@@ -65,20 +77,29 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
         namespace: of the job; None leaves it to kubectl.
 
     Raises:
-        ValueError: a TrainJob can't hold `spec`: a range of nodes, a name that no pod can have, too many words, or a
-            word that is not valid text.
+        ValueError: a TrainJob can't hold `spec`: a range of nodes, a name that no pod can have, too
+            many words, or a word that is not valid text.
     """
     if ":" in spec.nnodes:
         raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
     if not _DNS_LABEL.fullmatch(spec.name):
-        raise ValueError(f"Invalid name={spec.name!r}: must begin with a letter and not end with - for Kubernetes.")
+        raise ValueError(
+            f"Invalid name={spec.name!r}: must begin with a letter and not end with - for"
+            " Kubernetes."
+        )
     if spec.max_restarts and spec.max_nodes > 1:
-        # torch's static rendezvous gives restarted ranks the store of the ranks before them; see `plain_variables`.
-        rule = "torchrun can't restart ranks on several nodes here; let the runtime's failurePolicy restart the job"
+        # torch's static rendezvous gives restarted ranks the store of the ranks before them; see
+        # `plain_variables`.
+        rule = (
+            "torchrun can't restart ranks on several nodes here; let the runtime's failurePolicy"
+            " restart the job"
+        )
         raise ValueError(f"Invalid max_restarts={spec.max_restarts}: {rule}.")
     for name, value in (("runtime", runtime), ("namespace", namespace)):
         if value is not None and not _OBJECT_NAME.fullmatch(value):
-            raise ValueError(f"Invalid {name}={value!r}: must be the name of an object in Kubernetes.")
+            raise ValueError(
+                f"Invalid {name}={value!r}: must be the name of an object in Kubernetes."
+            )
     _refuse_bytes(spec)
     args = len(spec.args)
     if args > _MOST_WORDS:
@@ -104,25 +125,46 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed", namespace:
         "kind": "TrainJob",
         "metadata": {"name": spec.name} | ({} if namespace is None else {"namespace": namespace}),
         "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
-            "trainer": {key: value for key, value in trainer.items() if value not in (None, [], {})},
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": runtime,
+            },
+            "trainer": {
+                key: value for key, value in trainer.items() if value not in (None, [], {})
+            },
         },
     }
 
 
 def _refuse_bytes(spec: LaunchSpec) -> None:
-    """Words of a command line that are not valid in its locale have lone surrogates, which UTF-8 can't hold."""
-    words = [(name, word, ascii(word)) for name in ("script", "python") if (word := getattr(spec, name))]
+    """Words of a command line that are not valid in its locale have lone surrogates, which UTF-8
+    can't hold."""
+    words = [
+        (name, word, ascii(word)) for name in ("script", "python") if (word := getattr(spec, name))
+    ]
     words += [("args", word, ascii(word)) for word in spec.args]
-    words += [(f"env[{key!r}]", value, "the value") for key, value in spec.env.items()]  # which may be a secret
+    words += [
+        (f"env[{key!r}]", value, "the value") for key, value in spec.env.items()
+    ]  # which may be a secret
     for name, word, shown in words:
         if any("\ud800" <= character <= "\udfff" for character in word):
             raise ValueError(f"Invalid {name}: {shown} is no text, and a TrainJob holds text only.")
 
 
 def _meeting(spec: LaunchSpec) -> list[str]:
-    # Not c10d: the first node would have to find out through the DNS, in time, that it is the first.
-    words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", new_id(spec), "--rdzv-conf", "timeout=600"]
+    # Not c10d: the first node would have to find out through the DNS, in time, that it is the
+    # first.
+    words = [
+        "--rdzv-backend",
+        "static",
+        "--rdzv-endpoint",
+        "",
+        "--rdzv-id",
+        new_id(spec),
+        "--rdzv-conf",
+        "timeout=600",
+    ]
     words += ["--master-addr", "$(PET_MASTER_ADDR)", "--master-port", "$(PET_MASTER_PORT)"]
     return [*words, "--node-rank", "$(PET_NODE_RANK)"]
 
@@ -135,7 +177,11 @@ def _variables(spec: LaunchSpec) -> dict[str, str]:
 
 def _resources(spec: LaunchSpec) -> dict[str, dict[str, int | str]]:
     needs = spec.resources
-    wanted = {"cpu": needs.cpu, "memory": needs.memory_gib and f"{needs.memory_gib}Gi", "nvidia.com/gpu": needs.gpu}
+    wanted = {
+        "cpu": needs.cpu,
+        "memory": needs.memory_gib and f"{needs.memory_gib}Gi",
+        "nvidia.com/gpu": needs.gpu,
+    }
     amounts = {name: amount for name, amount in wanted.items() if amount}
     return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
 

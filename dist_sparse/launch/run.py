@@ -1,7 +1,8 @@
 """Run a job on this machine: one torchrun, to which signals are passed on.
 
-torchrun starts in a session of its own, so that a signal from the terminal reaches it once, through the launcher.
-It passes the signal on to the ranks, waits for the grace period and kills the ranks that are left.
+torchrun starts in a session of its own, so that a signal from the terminal reaches it once, through
+the launcher. It passes the signal on to the ranks, waits for the grace period and kills the ranks
+that are left.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
     """Run this machine's part of the job and return its exit code, 128 + n if signal n ended it.
 
-    Handles the signals SIGINT, SIGTERM, SIGHUP and SIGQUIT until it returns. A single process, or a single shown rank,
-    writes to this process's standard output and error directly. Otherwise torchrun prints each line behind its rank.
+    Handles the signals SIGINT, SIGTERM, SIGHUP and SIGQUIT until it returns. A single process, or a
+    single shown rank, writes to this process's standard output and error directly. Otherwise
+    torchrun prints each line behind its rank.
 
     Args:
         ranks: local ranks whose output is shown; empty for all.
 
     Raises:
-        ValueError: the script or the interpreter does not exist, several nodes have no endpoint or id, a rank is not in
-            `spec`, or this is not the main thread.
+        ValueError: the script or the interpreter does not exist, several nodes have no endpoint or
+            id, a rank is not in `spec`, or this is not the main thread.
         OSError: standard output or error is closed.
     """
     _check(spec, ranks)
@@ -73,7 +75,9 @@ def _check(spec: LaunchSpec, ranks: Sequence[int]) -> None:
         raise ValueError(f"Invalid python={spec.python!r}: there is no such program.")
     for rank in ranks:
         if rank < 0 or (isinstance(spec.nproc_per_node, int) and rank >= spec.nproc_per_node):
-            raise ValueError(f"Invalid {rank=}: must be a local rank, from 0 to nproc_per_node - 1.")
+            raise ValueError(
+                f"Invalid {rank=}: must be a local rank, from 0 to nproc_per_node - 1."
+            )
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:

@@ -1,6 +1,7 @@
 """A bash script with which Slurm runs a job: one torchrun on each node, started by `srun`.
 
-Every value in it matches a pattern of `LaunchSpec` or is quoted by shlex; what is not quoted is the script's own.
+Every value in it matches a pattern of `LaunchSpec` or is quoted by shlex; what is not quoted is the
+script's own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,20 @@ _MEETING = """
 read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
-# bash refuses to assign to some of these, computes others itself, and reads IFS; so do all whose names begin with BASH.
-_BASH = {"UID", "EUID", "PPID", "SHELLOPTS", "GROUPS", "DIRSTACK", "FUNCNAME", "PIPESTATUS", "LINENO", "SECONDS"}
+# bash refuses to assign to some of these, computes others itself, and reads IFS; so do all whose
+# names begin with BASH.
+_BASH = {
+    "UID",
+    "EUID",
+    "PPID",
+    "SHELLOPTS",
+    "GROUPS",
+    "DIRSTACK",
+    "FUNCNAME",
+    "PIPESTATUS",
+    "LINENO",
+    "SECONDS",
+}
 _BASH |= {"RANDOM", "SHLVL", "SRANDOM", "HISTCMD", "EPOCHSECONDS", "EPOCHREALTIME", "IFS", "_"}
 
 
@@ -47,22 +60,37 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
         raise ValueError(f"Invalid {port=}: must be in [1, 65535].")
     for key in spec.env:
         if key in _BASH or key.startswith("BASH"):
-            raise ValueError(f"Invalid env={key!r}: bash sets this variable itself. Set it in the training script.")
+            raise ValueError(
+                f"Invalid env={key!r}: bash sets this variable itself. Set it in the training"
+                " script."
+            )
     meeting: list[str] = []
     if spec.max_nodes > 1:
         own_id = shlex.quote(new_id(spec))
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head_node:{port}"']
-        meeting += ["--rdzv-id", f'{own_id}-"$SLURM_JOB_ID"', "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
+        meeting += [
+            "--rdzv-id",
+            f'{own_id}-"$SLURM_JOB_ID"',
+            "--rdzv-conf",
+            "join_timeout=600",
+            "--node-rank",
+            "0",
+        ]
     words = argv(spec, rendezvous=meeting)
-    # The words of the meeting are shell already. They are found by place: the script may be called like one of them.
+    # The words of the meeting are shell already. They are found by place: the script may be called
+    # like one of them.
     begin = words.index("--rdzv-backend")
     quoted = [shlex.quote(word) for word in words]
     quoted[begin : begin + len(meeting)] = meeting
     count = threads(spec, spec.resources.cpu)
     exports = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(count or '"${OMP_NUM_THREADS:-1}"')}
-    exports |= {key: shlex.quote(value) for key, value in (plain_variables(spec) | dict(spec.env)).items()}
+    exports |= {
+        key: shlex.quote(value) for key, value in (plain_variables(spec) | dict(spec.env)).items()
+    }
     if spec.resources.cpu is not None:
-        exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)  # srun does not take it over from sbatch
+        exports["SRUN_CPUS_PER_TASK"] = str(
+            spec.resources.cpu
+        )  # srun does not take it over from sbatch
     directives = "".join(f"#SBATCH {directive}\n" for directive in _directives(spec))
     variables = "".join(f"export {key}={value}\n" for key, value in exports.items())
     command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(quoted)])

@@ -1,8 +1,8 @@
 """The description of a job: what runs, where, and with which environment.
 
-A `LaunchSpec` is frozen and checked when it is made, so it can always be turned into an argv, a script or a manifest.
-Values that reach a shell script, YAML or a scheduler's directive match the patterns below, or are quoted where they are
-written.
+A `LaunchSpec` is frozen and checked when it is made, so it can always be turned into an argv, a
+script or a manifest. Values that reach a shell script, YAML or a scheduler's directive match the
+patterns below, or are quoted where they are written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _ENV_KEY = re.compile(r"[A-Z_][A-Z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NNODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]"
-_PORT = "[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"  # up to 65535
+_PORT = (  # up to 65535
+    "[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
+)
 _ENDPOINT = re.compile(rf"(?:{_HOST}):(?:{_PORT})")
 _ADDRESS = re.compile(rf"(?:{_HOST}|[0-9A-Fa-f:.]+)")
 _ID = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
@@ -71,10 +73,12 @@ class Rendezvous:
     """Where and under which name the nodes of a job meet. A job on one node needs none of it.
 
     Args:
-        endpoint: `HOST:PORT` of the store, the same from every node; HOST is the node that holds it.
-        id: the same on all nodes and different for every job: 1 to 128 letters, digits and `_ . -`, not beginning
-            with `-`.
-        local_addr: the address under which other nodes reach this one; None for what its host name resolves to.
+        endpoint: `HOST:PORT` of the store, the same from every node; HOST is the node that holds
+            it.
+        id: the same on all nodes and different for every job: 1 to 128 letters, digits and `_ . -`,
+            not beginning with `-`.
+        local_addr: the address under which other nodes reach this one; None for what its host name
+            resolves to.
 
     Raises:
         ValueError: names the field, its value and its rule.
@@ -102,11 +106,14 @@ class LaunchSpec:
         script: path of the Python file that every rank runs, or
         module: dotted name of the module that every rank runs, as in `python -m`.
         args: its arguments. Passed as they are, never through a shell; no NUL.
-        name: 1 to 53 of `a-z 0-9 -`, not beginning with `-`, so that it is valid for Slurm and for Kubernetes' pods.
+        name: 1 to 53 of `a-z 0-9 -`, not beginning with `-`, so that it is valid for Slurm and for
+            Kubernetes' pods.
         nnodes: `"N"`, or `"MIN:MAX"` for a job that continues with fewer nodes.
-        nproc_per_node: processes on each node, or torchrun's `"gpu"`, `"cpu"`, `"auto"`: one for each device.
+        nproc_per_node: processes on each node, or torchrun's `"gpu"`, `"cpu"`, `"auto"`: one for
+            each device.
         rendezvous: for several nodes.
-        env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`; values have no NUL and no newline.
+        env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`; values have no NUL and no
+            newline.
         max_restarts: how often torchrun restarts all ranks after one of them has failed.
         grace: seconds that ranks have to exit after a signal before they are killed.
         resources: for schedulers.
@@ -131,7 +138,10 @@ class LaunchSpec:
 
     def __post_init__(self) -> None:
         if (self.script is None) == (self.module is None):
-            raise ValueError(f"Invalid script={self.script!r}, module={self.module!r}: must be exactly one of them.")
+            raise ValueError(
+                f"Invalid script={self.script!r}, module={self.module!r}: must be exactly one of"
+                " them."
+            )
         if self.module is not None:
             _match("module", self.module, _MODULE, "a dotted Python name")
         rule = "a str, a path without NUL and newlines, not an option"
@@ -152,10 +162,15 @@ class LaunchSpec:
         for key, value in self.env.items():
             _match("env", key, _ENV_KEY, "keys of A-Z, 0-9 and _, not beginning with a digit")
             if key.startswith("PET_"):
-                raise ValueError(f"Invalid env={key!r}: PET_ variables are torchrun's own options and not passed on.")
+                raise ValueError(
+                    f"Invalid env={key!r}: PET_ variables are torchrun's own options and not"
+                    " passed on."
+                )
             if not isinstance(value, str) or set(value) & {"\0", "\n", "\r"}:
                 # The value may be a secret, and errors go into logs.
-                raise ValueError(f"Invalid env[{key!r}]: the value must be a str without NUL and newlines.")
+                raise ValueError(
+                    f"Invalid env[{key!r}]: the value must be a str without NUL and newlines."
+                )
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
         _whole("max_restarts", self.max_restarts, 0)
         _whole("grace", self.grace, 0)
@@ -175,4 +190,6 @@ def _match(name: str, value: object, pattern: re.Pattern[str], rule: str) -> re.
 
 def _whole(name: str, value: object, least: int, more: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"Invalid {name}={value!r}: must be a whole number, at least {least}{more}.")
+        raise ValueError(
+            f"Invalid {name}={value!r}: must be a whole number, at least {least}{more}."
+        )

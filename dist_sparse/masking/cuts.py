@@ -1,14 +1,17 @@
-"""Blocks that shard borders cut: each is scored by one rank, which sends its decision to all holders.
+"""Blocks that shard borders cut: each is scored by one rank, which sends its decision to all
+holders.
 
-Every block row of a table has an owner, rank ``block_row * world // block_rows``. The holders of a cut block send the
-owner what they know of it (:class:`Partials`), the owner scores it (:class:`Owned`) and returns its decision
-(:class:`Decision`): one all-to-all each way, for all tables. Who holds what is known from metadata.
+Every block row of a table has an owner, rank ``block_row * world // block_rows``. The holders of a
+cut block send the owner what they know of it (:class:`Partials`), the owner scores it
+(:class:`Owned`) and returns its decision (:class:`Decision`): one all-to-all each way, for all
+tables. Who holds what is known from metadata.
 
-- Blocks cut by a column border: float64 partial sums, which the owner adds in ascending column offset.
-- Block rows cut by a row border: the element scores of those few block rows; the owner puts the slab together and
-  scores it as if it had never been cut.
-- Whole columns: float64 partial sums too, one of each shard, which the owner adds in ascending row offset. The
-  elements of their only block row would be the whole table.
+- Blocks cut by a column border: float64 partial sums, which the owner adds in ascending column
+  offset.
+- Block rows cut by a row border: the element scores of those few block rows; the owner puts the
+  slab together and scores it as if it had never been cut.
+- Whole columns: float64 partial sums too, one of each shard, which the owner adds in ascending row
+  offset. The elements of their only block row would be the whole table.
 """
 
 from __future__ import annotations
@@ -26,13 +29,21 @@ from dist_sparse.masking.scores import block_sums, block_widths, to_scores
 from dist_sparse.masking.segments import KEPT, Segment
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
 
-__all__ = ["CutTable", "Decision", "Owned", "Partials", "exchange_partials", "find_cuts", "return_decisions"]
+__all__ = [
+    "CutTable",
+    "Decision",
+    "Owned",
+    "Partials",
+    "exchange_partials",
+    "find_cuts",
+    "return_decisions",
+]
 
 
 @dataclass(frozen=True)
 class CutTable:
-    """The cut blocks of one table: all of block rows ``rows``, and of the other block rows those in block columns
-    ``cols``."""
+    """The cut blocks of one table: all of block rows ``rows``, and of the other block rows those in
+    block columns ``cols``."""
 
     data: ShardedData
     block: Block
@@ -61,8 +72,8 @@ class CutTable:
         return self.cols[self.places(grid)]
 
     def local_cols(self, grid: Grid) -> slice | list[int]:
-        """An index of the cut columns of a shard's grid, counted from its first: a slice where it can be, which is
-        quicker."""
+        """An index of the cut columns of a shard's grid, counted from its first: a slice where it
+        can be, which is quicker."""
         cols = [j - grid.col for j in self.cols_in(grid)]
         together = bool(cols) and cols[-1] - cols[0] == len(cols) - 1
         return slice(cols[0], cols[-1] + 1) if together else cols
@@ -78,10 +89,11 @@ class Partials:
     """What a shard knows of its cut blocks.
 
     Args:
-        sums: float64 ``(grid.rows, len(cut columns))``: partial sums, for every block row of the shard; released
-            once they are sent.
+        sums: float64 ``(grid.rows, len(cut columns))``: partial sums, for every block row of the
+            shard; released once they are sent.
         clean: bool, of the same shape: which of them are 0.
-        elements: for each cut block row of the shard, float64 element scores ``(its rows here, rect.cols)``.
+        elements: for each cut block row of the shard, float64 element scores
+            ``(its rows here, rect.cols)``.
     """
 
     sums: Tensor
@@ -99,9 +111,10 @@ class Owned:
     """The cut blocks of one table that this rank decides about.
 
     Args:
-        columns: scores of the blocks in cut block columns, over ``range`` of owned block rows (rows cut as well hold
-            KEPT).
-        slabs: for each owned cut block row its scores, and the element scores ``(rows, width)`` they come from.
+        columns: scores of the blocks in cut block columns, over ``range`` of owned block rows (rows
+            cut as well hold KEPT).
+        slabs: for each owned cut block row its scores, and the element scores ``(rows, width)``
+            they come from.
     """
 
     columns: Segment | None = None
@@ -109,7 +122,9 @@ class Owned:
 
     @property
     def segments(self) -> list[Segment]:
-        return ([self.columns] if self.columns else []) + [segment for segment, _ in self.slabs.values()]
+        return ([self.columns] if self.columns else []) + [
+            segment for segment, _ in self.slabs.values()
+        ]
 
 
 @dataclass
@@ -117,8 +132,10 @@ class Decision:
     """The decision about the cut blocks of one shard, True = removed.
 
     Args:
-        columns: bool ``(grid.rows, len(cut columns))``; undefined in block rows that are cut as well.
-        slabs: for each cut block row bool ``(grid.cols,)`` by block, or ``(rows here, rect.cols)`` by element.
+        columns: bool ``(grid.rows, len(cut columns))``; undefined in block rows that are cut as
+            well.
+        slabs: for each cut block row bool ``(grid.cols,)`` by block, or ``(rows here, rect.cols)``
+            by element.
     """
 
     columns: Tensor
@@ -126,11 +143,12 @@ class Decision:
 
 
 def find_cuts(data: ShardedData, block: Block, whole_columns: bool = False) -> CutTable | None:
-    """Return the cut blocks of a table, or None if every block is within one shard. Known from metadata: the same on
-    every rank.
+    """Return the cut blocks of a table, or None if every block is within one shard. Known from
+    metadata: the same on every rank.
 
     Args:
-        whole_columns: blocks are as high as the table and are exchanged as partial sums, however they are cut.
+        whole_columns: blocks are as high as the table and are exchanged as partial sums, however
+            they are cut.
     """
     rows = {rect.row // block[0] for rect in data.rects if rect.row % block[0]}
     cols = {rect.col // block[1] for rect in data.rects if rect.col % block[1]}
@@ -142,12 +160,12 @@ def find_cuts(data: ShardedData, block: Block, whole_columns: bool = False) -> C
 def exchange_partials(
     tables: Sequence[tuple[CutTable, dict[Rect, Partials]]], group: Group, device: torch.device
 ) -> list[Owned]:
-    """Bring the parts of every cut block to its owner. Collective over ``group``: every rank must call it; one
-    all-to-all.
+    """Bring the parts of every cut block to its owner. Collective over ``group``: every rank must
+    call it; one all-to-all.
 
     Args:
-        tables: the cut tables, the same ones in the same order on every rank, with the partials of this rank's shards,
-            whose sums and element scores are released.
+        tables: the cut tables, the same ones in the same order on every rank, with the partials of
+            this rank's shards, whose sums and element scores are released.
         device: of the owner's part.
     """
     parcels = Parcels(group)
@@ -173,7 +191,10 @@ def exchange_partials(
                 arriving.append(_Arrival(rect, rows, sums, elements))
         arrivals.append(arriving)
     parcels.exchange(device)
-    return [_own(table, arriving, group, device) for (table, _), arriving in zip(tables, arrivals, strict=True)]
+    return [
+        _own(table, arriving, group, device)
+        for (table, _), arriving in zip(tables, arrivals, strict=True)
+    ]
 
 
 def return_decisions(
@@ -182,13 +203,13 @@ def return_decisions(
     by_element: Sequence[bool],
     device: torch.device,
 ) -> list[dict[Rect, Decision]]:
-    """Bring the owners' decisions to every holder, replicas included. Collective over ``group``; one all-to-all of
-    packed bits.
+    """Bring the owners' decisions to every holder, replicas included. Collective over ``group``;
+    one all-to-all of packed bits.
 
     Args:
-        tables: the cut tables, in the order of :func:`exchange_partials`; for each owned cut block row the removed
-            flags (``(grid.cols,)`` by block or ``(rows, width)`` by element); the removed flags of the owned cut block
-            columns, ``(owned rows, cut columns)``.
+        tables: the cut tables, in the order of :func:`exchange_partials`; for each owned cut block
+            row the removed flags (``(grid.cols,)`` by block or ``(rows, width)`` by element); the
+            removed flags of the owned cut block columns, ``(owned rows, cut columns)``.
         by_element: for each table, whether the flags of its slabs are by element.
     """
     parcels, mine = Parcels(group), group.rank
@@ -201,14 +222,21 @@ def return_decisions(
                 grid = grid_of(rect, table.block)
                 rows = _overlap(grid, owned)
                 if columns is not None and rows and table.cols_in(grid):
-                    part = columns[rows.start - owned.start : rows.stop - owned.start, table.places(grid)]
+                    part = columns[
+                        rows.start - owned.start : rows.stop - owned.start, table.places(grid)
+                    ]
                     parcels.send(holder, pack(part.flatten()))
                 for i in table.rows_in(rows.start, rows.stop):
-                    parcels.send(holder, pack(_slab_part(slabs[i], table.slab(i), rect, grid, fine).flatten()))
+                    parcels.send(
+                        holder,
+                        pack(_slab_part(slabs[i], table.slab(i), rect, grid, fine).flatten()),
+                    )
         decided: dict[Rect, Decision] = {}
         for rect in dict.fromkeys(table.data.tiling[mine]):
             grid = grid_of(rect, table.block)
-            flags = torch.zeros(grid.rows, len(table.cols_in(grid)), dtype=torch.bool, device=device)
+            flags = torch.zeros(
+                grid.rows, len(table.cols_in(grid)), dtype=torch.bool, device=device
+            )
             decided[rect] = Decision(flags, {})
             for owner in range(group.size):
                 rows = _overlap(grid, table.owned_rows(owner, group.size))
@@ -217,7 +245,9 @@ def return_decisions(
                     shape = _slab_shape(table.slab(i), rect, grid, fine)
                     decided[rect].slabs[i] = torch.empty(shape, dtype=torch.bool, device=device)
                     places.append(decided[rect].slabs[i])
-                arriving += [(p, parcels.expect(owner, (-(-p.numel() // 8),))) for p in places if p.numel()]
+                arriving += [
+                    (p, parcels.expect(owner, (-(-p.numel() // 8),))) for p in places if p.numel()
+                ]
         results.append(decided)
     parcels.exchange(device)
     for place, read in arriving:
@@ -227,7 +257,8 @@ def return_decisions(
 
 @dataclass
 class _Arrival:
-    """What one shard sends to the owner of the block rows ``rows``: functions that read it once it has arrived.
+    """What one shard sends to the owner of the block rows ``rows``: functions that read it once it
+    has arrived.
 
     Args:
         sums: float64 ``(len(rows), its cut columns)``.
@@ -241,8 +272,8 @@ class _Arrival:
 
 
 def _own(table: CutTable, arriving: list[_Arrival], group: Group, device: torch.device) -> Owned:
-    """Read this rank's part of ``table`` from what the ranks sent, add it up in ascending column offset, and score
-    it."""
+    """Read this rank's part of ``table`` from what the ranks sent, add it up in ascending column
+    offset, and score it."""
     owned, whole = table.owned_rows(group.rank, group.size), table.grid
     sums = torch.zeros(len(owned), len(table.cols), dtype=torch.float64, device=device)
     slabs = {
@@ -260,7 +291,9 @@ def _own(table: CutTable, arriving: list[_Arrival], group: Group, device: torch.
     if table.cols and len(owned):
         chosen = torch.tensor(table.cols, device=device)
         widths = block_widths(table.data.shape, table.block, chosen)
-        scores = to_scores(sums, owned.start, widths, table.data.shape, table.block).view(torch.int32)
+        scores = to_scores(sums, owned.start, widths, table.data.shape, table.block).view(
+            torch.int32
+        )
         scores[[i - owned.start for i in slabs]] = KEPT
         result.columns = Segment(owned.start, chosen, whole.cols)
         result.columns.add(scores)
@@ -268,7 +301,13 @@ def _own(table: CutTable, arriving: list[_Arrival], group: Group, device: torch.
         rect = table.slab(i)
         every = torch.arange(whole.cols, device=device)
         _, folded = next(block_sums(slab, rect, table.block, "given"))
-        scores = to_scores(folded, i, block_widths(table.data.shape, table.block, every), table.data.shape, table.block)
+        scores = to_scores(
+            folded,
+            i,
+            block_widths(table.data.shape, table.block, every),
+            table.data.shape,
+            table.block,
+        )
         segment = Segment(i, every, whole.cols)
         segment.add(scores.view(torch.int32))
         result.slabs[i] = segment, slab
@@ -276,7 +315,8 @@ def _own(table: CutTable, arriving: list[_Arrival], group: Group, device: torch.
 
 
 def _sent(table: CutTable, sender: int, owner: int, size: int) -> Iterator[tuple[Rect, range]]:
-    """What ``sender`` owns in the block rows of ``owner``: its rectangles and the common block rows."""
+    """What ``sender`` owns in the block rows of ``owner``: its rectangles and the common block
+    rows."""
     for rect in table.data.owned(sender):
         rows = _overlap(grid_of(rect, table.block), table.owned_rows(owner, size))
         if rows:

@@ -1,8 +1,9 @@
 """Scores of which few change at a time, indexed so that a selection does not pass over all of them.
 
-Of the three rounds of a selection, the counts of the first two are corrected for the scores that change; the third,
-ties and the blocks between two thresholds need only the scores near the threshold, whose places are known. What is not
-known is found by a pass over all scores, and kept while it is used.
+Of the three rounds of a selection, the counts of the first two are corrected for the scores that
+change; the third, ties and the blocks between two thresholds need only the scores near the
+threshold, whose places are known. What is not known is found by a pass over all scores, and kept
+while it is used.
 """
 
 from __future__ import annotations
@@ -57,13 +58,17 @@ class IndexedScores:
         if not self._used:
             self._bucket = self._near = None
         if self._bucket is not None:
-            self._bucket.counts.add_(_next_counts(new, self._bucket)).sub_(_next_counts(old, self._bucket))
+            self._bucket.counts.add_(_next_counts(new, self._bucket)).sub_(
+                _next_counts(old, self._bucket)
+            )
         if self._near is not None:
             low, high, near = self._near
             entering = _within(new, low, high) & ~_within(old, low, high)
             near = near.masked_select(_within(self.at(near), low, high))
             near = torch.cat([near, places.masked_select(entering).to(near.dtype)])
-            self._near = _Near(low, high, near) if near.numel() * _MANY < self.bits.numel() else None
+            self._near = (
+                _Near(low, high, near) if near.numel() * _MANY < self.bits.numel() else None
+            )
         self._used = False
 
     def at(self, places: Tensor) -> Tensor:
@@ -71,21 +76,28 @@ class IndexedScores:
         return self.bits.view(-1).index_select(0, places)
 
     def counts(self, prefix: int, before: int, shift: int, buckets: int) -> Tensor | None:
-        """Return how many of the scores other than 0 that have the prefix (all bits from ``before`` on) fall into each
-        bucket of the next bits, int64 ``(buckets,)``; None if a pass over all scores is as quick."""
+        """Return how many of the scores other than 0 that have the prefix (all bits from ``before``
+        on) fall into each bucket of the next bits, int64 ``(buckets,)``; None if a pass over all
+        scores is as quick."""
         if before == LEADING_SHIFT:
             if self._bucket is None or self._bucket[:3] != (prefix, shift, buckets):
-                self._bucket = _Bucket(prefix, shift, buckets, torch.zeros(buckets, dtype=torch.int64))
+                self._bucket = _Bucket(
+                    prefix, shift, buckets, torch.zeros(buckets, dtype=torch.int64)
+                )
                 for part in torch.split(self.bits.view(-1), _CHUNK):
                     self._bucket.counts.add_(_next_counts(part, self._bucket))
             self._used = True
             return self._bucket.counts
         places = self.within(max(1, prefix << before), ((prefix + 1) << before) - 1)
-        return None if places is None else torch.bincount((self.at(places) >> shift) & (buckets - 1), minlength=buckets)
+        return (
+            None
+            if places is None
+            else torch.bincount((self.at(places) >> shift) & (buckets - 1), minlength=buckets)
+        )
 
     def within(self, least: int, most: int) -> Tensor | None:
-        """Return the flat places of the scores from ``least`` to ``most``, int32 or int64 ``(n,)``, in no order; None
-        if there are so many that a pass over all scores is as quick."""
+        """Return the flat places of the scores from ``least`` to ``most``, int32 or int64 ``(n,)``,
+        in no order; None if there are so many that a pass over all scores is as quick."""
         near = self._near
         if near is None or least <= near.low or most > near.high:
             near = self._find_near(least, most)
@@ -98,7 +110,9 @@ class IndexedScores:
         flat = self.bits.view(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].sort().values
         margin = len(sample) // _MARGIN
-        first, end = torch.searchsorted(sample, torch.tensor([least, most + 1], dtype=torch.int32)).tolist()
+        first, end = torch.searchsorted(
+            sample, torch.tensor([least, most + 1], dtype=torch.int32)
+        ).tolist()
         if (end - first) * _MANY > len(sample):
             return None
         low = min(least - 1, int(sample[max(0, first - margin)]))
@@ -114,7 +128,8 @@ class IndexedScores:
 
 
 class _Bucket(NamedTuple):
-    """The second round: how many scores of one bucket of the first fall into each bucket of the next bits."""
+    """The second round: how many scores of one bucket of the first fall into each bucket of the
+    next bits."""
 
     prefix: int
     shift: int

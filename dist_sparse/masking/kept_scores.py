@@ -1,8 +1,9 @@
-"""Scores of a shard that are kept between mask updates, so that only rows written since are scored again.
+"""Scores of a shard that are kept between mask updates, so that only rows written since are scored
+again.
 
-For blocks one row high and at least 32 columns wide, of large shards of which every write is seen: 4 bytes a block, the
-histogram of the scores, and the places of those near the threshold while it moves. Scores and masks are those of
-scoring every row, bit for bit.
+For blocks one row high and at least 32 columns wide, of large shards of which every write is seen:
+4 bytes a block, the histogram of the scores, and the places of those near the threshold while it
+moves. Scores and masks are those of scoring every row, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 __all__ = ["LARGE", "Keeping", "KeptScores", "RowMeasure", "Written"]
 
 RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
-"""How an element is scored. A callable takes some rows of a shard, ``(n, columns)``, and their numbers in it, int64
-``(n,)``, and returns element scores, float64 of the same shape."""
+"""How an element is scored. A callable takes some rows of a shard, ``(n, columns)``, and their
+numbers in it, int64 ``(n,)``, and returns element scores, float64 of the same shape."""
 
 LARGE = 1 << 22
-"""Elements of a shard from which on scores are kept. To score all rows of a smaller one takes up to 2.5 ms in a mask
-update, to note which rows were written up to 0.1 ms in each of the many backwards between two updates."""
+"""Elements of a shard from which on scores are kept. To score all rows of a smaller one takes up to
+2.5 ms in a mask update, to note which rows were written up to 0.1 ms in each of the many backwards
+between two updates."""
 
 _MANY: Final = 4
 """If one row in so many was written, one pass over all rows is as quick."""
@@ -64,7 +66,9 @@ class KeptScores:
     """
 
     def __init__(self, written: Written) -> None:
-        self.scores = IndexedScores(torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+        self.scores = IndexedScores(
+            torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        )
         self.age = 0
         self.written = written
         self._known: Any = None
@@ -84,17 +88,23 @@ class KeptScores:
         keeping: Keeping,
         score_all: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
-        """Score the rows that were written; or every row, if it may be any, or if something else has changed.
+        """Score the rows that were written; or every row, if it may be any, or if something else
+        has changed.
 
         Args:
             shard: live.
             shape: of the whole table.
             block: one row high.
             keeping: of the table.
-            score_all: returns the scores of all rows and their histogram. What it raises leaves nothing known.
+            score_all: returns the scores of all rows and their histogram. What it raises leaves
+                nothing known.
         """
         known = shard.tensor.data_ptr(), shard.rect, shape, block, keeping.of[shard.rect]
-        rows = self.written.rows() if known == self._known and self.age + 1 < keeping.full_every else None
+        rows = (
+            self.written.rows()
+            if known == self._known and self.age + 1 < keeping.full_every
+            else None
+        )
         if (
             rows is not None
             and rows.numel() * _MANY < shard.rect.rows
@@ -109,8 +119,9 @@ class KeptScores:
         self.written.clear()
 
     def new_mask(self, segment: Segment, threshold: Threshold) -> BlockMask | None:
-        """Return the mask of the scores, made from the last one and what may have changed since: itself, if nothing
-        has. None if there is none, or if a pass over all scores is as quick: :meth:`note_mask` is called then.
+        """Return the mask of the scores, made from the last one and what may have changed since:
+        itself, if nothing has. None if there is none, or if a pass over all scores is as quick:
+        :meth:`note_mask` is called then.
 
         Args:
             segment: of the scores.
@@ -122,13 +133,17 @@ class KeptScores:
         changed = [*self._since]
         if threshold != before:
             first, last = sorted((before, threshold), key=lambda each: each.bits)
-            ties = any(each.last is not None for each in (before, threshold) if each.bits == first.bits)
+            ties = any(
+                each.last is not None for each in (before, threshold) if each.bits == first.bits
+            )
             between = self.scores.within(first.bits if ties else first.bits + 1, last.bits)
             if between is None:
                 return None
             changed.append(between)
         for places in changed:
-            mask = mask.changed(places, ~threshold.removes_at(segment, places, self.scores.at(places)))
+            mask = mask.changed(
+                places, ~threshold.removes_at(segment, places, self.scores.at(places))
+            )
         self.note_mask(mask, threshold)
         return mask
 
@@ -136,7 +151,9 @@ class KeptScores:
         """Note the mask that the scores have at a threshold."""
         self._made, self._since = (mask, threshold), []
 
-    def _score(self, shard: Shard, shape: tuple[int, int], block: Block, keeping: Keeping, rows: Tensor) -> bool:
+    def _score(
+        self, shard: Shard, shape: tuple[int, int], block: Block, keeping: Keeping, rows: Tensor
+    ) -> bool:
         """Score these rows. False, with nothing changed, if a score is negative or not finite."""
         measure, mask, zeros = keeping.measure[shard.rect], keeping.masks[shard.rect], rows[:0]
         if isinstance(measure, str) and mask.grid.cols == 1 and mask.block == block:
@@ -153,7 +170,9 @@ class KeptScores:
             if isinstance(measure, str):
                 parts = block_sums(weights, rect, block, measure, of=some)
             else:
-                parts = block_sums(measure(weights.index_select(0, some), some), rect, block, "given")
+                parts = block_sums(
+                    measure(weights.index_select(0, some), some), rect, block, "given"
+                )
             found += [to_scores(sums, 0, widths, (len(sums), shape[1]), block) for _, sums in parts]
         new, places = torch.cat(found).view(torch.int32).view(-1), torch.cat([zeros, rows])
         if not len(places):
@@ -165,7 +184,9 @@ class KeptScores:
             places = (places.unsqueeze(1) * grid.cols + torch.arange(grid.cols)).view(-1)
         self.scores.replace(places, new)
         self._since.append(places)
-        if sum(map(len, self._since)) * _MANY > self.scores.bits.numel():  # scored often, and no masks were made
+        if (
+            sum(map(len, self._since)) * _MANY > self.scores.bits.numel()
+        ):  # scored often, and no masks were made
             self._made, self._since = None, []
         return True
 

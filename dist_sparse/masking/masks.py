@@ -1,9 +1,9 @@
 """Masks of shards, one bit per block, and flags packed eight to a byte.
 
-A :class:`BlockMask` holds the bits of the blocks that touch one global rectangle, row-major, 1 = kept. Flag ``n`` is
-bit ``n % 8`` of byte ``n // 8``; the bits behind the last flag are 0. Bits are stored with their shard and keyed by its
-rectangle; a block that the shard's border cuts has the same bit in every shard that it touches. Masks that are not
-constant on blocks use blocks of (1, 1).
+A :class:`BlockMask` holds the bits of the blocks that touch one global rectangle, row-major, 1 =
+kept. Flag ``n`` is bit ``n % 8`` of byte ``n // 8``; the bits behind the last flag are 0. Bits are
+stored with their shard and keyed by its rectangle; a block that the shard's border cuts has the
+same bit in every shard that it touches. Masks that are not constant on blocks use blocks of (1, 1).
 """
 
 from __future__ import annotations
@@ -17,10 +17,21 @@ from torch import Tensor
 
 from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
-__all__ = ["WORDS", "BitWriter", "BlockMask", "count_bits", "pack", "positions", "spread", "unpack", "wide"]
+__all__ = [
+    "WORDS",
+    "BitWriter",
+    "BlockMask",
+    "count_bits",
+    "pack",
+    "positions",
+    "spread",
+    "unpack",
+    "wide",
+]
 
 _GATHER = 0x0102040810204080
-"""Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in order."""
+"""Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in
+order."""
 
 
 def pack(flags: Tensor) -> Tensor:
@@ -28,7 +39,9 @@ def pack(flags: Tensor) -> Tensor:
     rest = -flags.numel() % 8
     if rest:
         flags = torch.cat([flags, flags.new_zeros(rest)])
-    flags = flags.contiguous() if flags.storage_offset() % 8 == 0 else flags.clone()  # a view as words must be aligned
+    flags = (
+        flags.contiguous() if flags.storage_offset() % 8 == 0 else flags.clone()
+    )  # a view as words must be aligned
     words = flags.view(torch.int64)
     return ((words * _GATHER) >> 56).to(torch.uint8)
 
@@ -40,8 +53,8 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 
 class BitWriter:
-    """Pack ``count`` flags that come in pieces of any length, at once into their place: small tensors that outlive the
-    large ones they are made from would leave holes in the heap."""
+    """Pack ``count`` flags that come in pieces of any length, at once into their place: small
+    tensors that outlive the large ones they are made from would leave holes in the heap."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
@@ -53,7 +66,9 @@ class BitWriter:
         flags = flags if self._rest is None else torch.cat([self._rest, flags])
         whole = flags.numel() // 8 * 8
         self._write(flags[:whole])
-        self._rest = flags[whole:].clone() if whole < flags.numel() else None  # the caller may reuse flags
+        self._rest = (
+            flags[whole:].clone() if whole < flags.numel() else None
+        )  # the caller may reuse flags
 
     def close(self) -> Tensor:
         """Return the bytes, once all flags have been added."""
@@ -81,8 +96,8 @@ def count_bits(packed: Tensor) -> int:
 
 
 def positions(packed: Tensor) -> Tensor:
-    """Return the positions of bits of ``packed`` (uint8) that are 1: int64, ascending. Quick when few are: it looks at
-    bytes first."""
+    """Return the positions of bits of ``packed`` (uint8) that are 1: int64, ascending. Quick when
+    few are: it looks at bytes first."""
     touched = packed.nonzero().flatten()
     byte, bit = unpack(packed[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
     return touched[byte] * 8 + bit
@@ -95,7 +110,8 @@ _CHUNK = 1 << 20
 """Elements expanded at a time."""
 
 _WRITTEN = 1 << 15
-"""Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much."""
+"""Bytes of bits whose blocks are written at a time: their positions take up to 200 times as
+much."""
 
 
 _SMALL = 1 << 11
@@ -107,14 +123,15 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @lru_cache(maxsize=16)
 def spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return, for each byte of a mask, the words of its ``8 * width`` columns: ``(256, 8 * width)``, all bits set where
-    kept, none where removed."""
+    """Return, for each byte of a mask, the words of its ``8 * width`` columns:
+    ``(256, 8 * width)``, all bits set where kept, none where removed."""
     byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
     return ((byte.unsqueeze(1) >> bit) & 1).to(dtype).neg_().repeat_interleave(width, dim=1)
 
 
 def wide(matrix: Tensor) -> Tensor:
-    """Return a ``matrix``, if it is contiguous, as one of words of up to 16 bytes in the same memory.
+    """Return a ``matrix``, if it is contiguous, as one of words of up to 16 bytes in the same
+    memory.
 
     For filling rows with zeros and copying them: torch does both word by word.
     """
@@ -122,7 +139,10 @@ def wide(matrix: Tensor) -> Tensor:
         return matrix
     size, start = matrix.element_size(), matrix.storage_offset() * matrix.element_size()
     for dtype in (torch.complex128, torch.int64):
-        if all(count % dtype.itemsize == 0 for count in (matrix.shape[1] * size, start, matrix.data_ptr())):
+        if all(
+            count % dtype.itemsize == 0
+            for count in (matrix.shape[1] * size, start, matrix.data_ptr())
+        ):
             return matrix.view(dtype)
     return matrix
 
@@ -133,7 +153,8 @@ class BlockMask:
 
     Args:
         rect: the shard's global rectangle.
-        block: the (rows, columns) that one bit stands for, on the grid anchored at the global (0, 0).
+        block: the (rows, columns) that one bit stands for, on the grid anchored at the global (0,
+            0).
         bits: uint8, ``ceil(grid.rows * grid.cols / 8)`` bytes on the device of the shard.
     """
 
@@ -145,7 +166,8 @@ class BlockMask:
         need = self.grid.bytes
         if self.bits.dtype != torch.uint8 or self.bits.shape != (need,):
             raise ValueError(
-                f"The mask of {self.rect} by blocks {self.block} needs {need} bytes, got {tuple(self.bits.shape)}."
+                f"The mask of {self.rect} by blocks {self.block} needs {need} bytes, got"
+                f" {tuple(self.bits.shape)}."
             )
 
     @staticmethod
@@ -159,7 +181,8 @@ class BlockMask:
 
     @staticmethod
     def of_elements(rect: Rect, kept: Tensor) -> BlockMask:
-        """Return a mask of (1, 1) blocks from a dense one ``(rect.rows, rect.cols)`` of any dtype: 0 = removed."""
+        """Return a mask of (1, 1) blocks from a dense one ``(rect.rows, rect.cols)`` of any dtype:
+        0 = removed."""
         if tuple(kept.shape) != (rect.rows, rect.cols):
             raise ValueError(f"A mask of shape {tuple(kept.shape)} does not fit the shard {rect}.")
         return BlockMask(rect, (1, 1), pack((kept != 0).flatten()))
@@ -178,19 +201,24 @@ class BlockMask:
     def removes(self) -> bool:
         """Whether anything is removed. Computed once: masks are replaced, not edited."""
         whole, rest = divmod(self.blocks, 8)
-        return bool((self.bits[:whole] != 0xFF).any()) or (rest > 0 and int(self.bits[whole]) != (1 << rest) - 1)
+        return bool((self.bits[:whole] != 0xFF).any()) or (
+            rest > 0 and int(self.bits[whole]) != (1 << rest) - 1
+        )
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``; ``first`` must be a
-        multiple of 8 (or grid.cols be), as those of :meth:`row_chunks` are."""
+        """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``;
+        ``first`` must be a multiple of 8 (or grid.cols be), as those of :meth:`row_chunks` are."""
         last = self.grid.rows if last is None else last
         start = first * self.grid.cols
         assert start % 8 == 0
         count = (last - first) * self.grid.cols
-        return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(last - first, self.grid.cols)
+        return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(
+            last - first, self.grid.cols
+        )
 
     def row_chunks(self, most: int = _CHUNK) -> Iterator[tuple[int, int]]:
-        """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks, for :meth:`flags`."""
+        """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks, for
+        :meth:`flags`."""
         step = max(8, most // max(1, self.grid.cols) // 8 * 8)
         for first in range(0, self.grid.rows, step):
             yield first, min(first + step, self.grid.rows)
@@ -202,8 +230,11 @@ class BlockMask:
             out[rows].copy_(kept)
         return out
 
-    def element_chunks(self, bits: Tensor | None = None, skip: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the mask in chunks of the shard's rows: ``(rows, kept)`` with ``kept`` bool ``(len(rows), rect.cols)``.
+    def element_chunks(
+        self, bits: Tensor | None = None, skip: int | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the mask in chunks of the shard's rows: ``(rows, kept)`` with ``kept`` bool
+        ``(len(rows), rect.cols)``.
 
         Args:
             bits: other bits of the same grid to expand instead of the mask's own.
@@ -214,7 +245,9 @@ class BlockMask:
             return
         other = BlockMask(self.rect, self.block, bits)
         device = bits.device
-        columns = (torch.arange(self.rect.col, self.rect.col_end, device=device) // self.block[1]) - self.grid.col
+        columns = (
+            torch.arange(self.rect.col, self.rect.col_end, device=device) // self.block[1]
+        ) - self.grid.col
         if self.grid.rows == 1:  # every row is the same, however many there are
             if skip is None or bool((bits != skip).any()):
                 step = max(1, _CHUNK // self.rect.cols)
@@ -232,21 +265,27 @@ class BlockMask:
             bottom = min((self.grid.row + last) * self.block[0], self.rect.row_end)
             kept = other.flags(first, last)
             if self.block[0] != 1:
-                kept = kept[torch.arange(top, bottom, device=device) // self.block[0] - self.grid.row - first]
+                kept = kept[
+                    torch.arange(top, bottom, device=device) // self.block[0]
+                    - self.grid.row
+                    - first
+                ]
             if self.grid.cols != self.rect.cols:
                 kept = kept.expand(-1, self.rect.cols) if self.grid.cols == 1 else kept[:, columns]
             yield slice(top - self.rect.row, bottom - self.rect.row), kept
 
     def apply_(self, tensor: Tensor) -> None:
-        """Write zero to the removed elements of the live shard ``tensor`` ``(rect.rows, rect.cols)``; NaN there
-        becomes zero too."""
+        """Write zero to the removed elements of the live shard ``tensor``
+        ``(rect.rows, rect.cols)``; NaN there becomes zero too."""
         live = tensor.data
         if not self.in_one_pass or live.element_size() not in WORDS:
             self._zero(tensor, ~self.bits)
             return
         if self.grid.rows == 1:
             word = WORDS[live.element_size()]
-            [(_, kept)] = BlockMask(self.rect._replace(rows=1), self.block, self.bits).element_chunks()
+            [(_, kept)] = BlockMask(
+                self.rect._replace(rows=1), self.block, self.bits
+            ).element_chunks()
             live.view(word).bitwise_and_(kept.to(word).neg_())
             return
         step = max(1, _CHUNK // max(1, self.rect.cols) // 8) * 8
@@ -259,14 +298,18 @@ class BlockMask:
 
     @property
     def in_one_pass(self) -> bool:
-        """Whether :meth:`apply_` is one pass over the shard, several times quicker than a pass over scattered rows: a
-        row of elements is a row of blocks, of one block or of whole bytes of bits, or all rows are the same."""
-        whole = self.grid.cols == 1 or (self.grid.cols % 8 == 0 and self.rect.cols == self.grid.cols * self.block[1])
+        """Whether :meth:`apply_` is one pass over the shard, several times quicker than a pass over
+        scattered rows: a row of elements is a row of blocks, of one block or of whole bytes of
+        bits, or all rows are the same."""
+        whole = self.grid.cols == 1 or (
+            self.grid.cols % 8 == 0 and self.rect.cols == self.grid.cols * self.block[1]
+        )
         return (self.block[0] == 1 and whole) or self.grid.rows == 1
 
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
-        """Write zero to what this mask removes and is not known to be zero already: what ``before``, of the same
-        shard, kept, and the ``dirty`` blocks (bits like the mask's own, 1 = write; None is none)."""
+        """Write zero to what this mask removes and is not known to be zero already: what
+        ``before``, of the same shard, kept, and the ``dirty`` blocks (bits like the mask's own, 1 =
+        write; None is none)."""
         if before is self and dirty is None:
             return
         if before.block != self.block:
@@ -276,17 +319,25 @@ class BlockMask:
             self._zero(tensor, new if dirty is None else new | dirty)
 
     @staticmethod
-    def apply_all_changed_(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:
-        """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. Many small masks are
-        looked up at once."""
+    def apply_all_changed_(
+        changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
+    ) -> None:
+        """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. Many small
+        masks are looked up at once."""
         some: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
         size = 0
         for change in changes:
             mask, tensor, before, dirty = change
-            if mask.bits.numel() > _SMALL or before.block != mask.block or mask._rows_of_blocks(tensor.data) is None:
+            if (
+                mask.bits.numel() > _SMALL
+                or before.block != mask.block
+                or mask._rows_of_blocks(tensor.data) is None
+            ):
                 mask.apply_changed_(tensor, before, dirty)
                 continue
-            if some and (size + mask.bits.numel() > _WRITTEN or some[0][0].bits.device != mask.bits.device):
+            if some and (
+                size + mask.bits.numel() > _WRITTEN or some[0][0].bits.device != mask.bits.device
+            ):
                 _apply_together(some)
                 some, size = [], 0
             some.append(change)
@@ -294,14 +345,19 @@ class BlockMask:
         _apply_together(some)
 
     def _rows_of_blocks(self, live: Tensor) -> Tensor | None:
-        """``live`` as a matrix with a block in each row; None where its blocks are not contiguous."""
+        """``live`` as a matrix with a block in each row; None where its blocks are not
+        contiguous."""
         width = self.rect.cols if self.grid.cols == 1 else self.block[1]
         whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
-        return live.view(-1, width) if self.block[0] == 1 and whole and live.is_contiguous() else None
+        return (
+            live.view(-1, width) if self.block[0] == 1 and whole and live.is_contiguous() else None
+        )
 
     def _zero(self, tensor: Tensor, gone: Tensor) -> None:
         """Write zero to the blocks whose bit is set in ``gone``."""
-        live = tensor.data  # autograd must not see the writes: a forward may be waiting for its backward
+        live = (
+            tensor.data
+        )  # autograd must not see the writes: a forward may be waiting for its backward
         if (by_rows := self._rows_of_blocks(live)) is not None:
             by_block = wide(by_rows)
             for start in range(0, gone.numel(), _WRITTEN):
@@ -316,7 +372,9 @@ class BlockMask:
 
     def keeps(self, places: Tensor) -> Tensor:
         """Return kept flags, bool ``(n,)``, of the blocks at flat ``places``, integers ``(n,)``."""
-        return ((self.bits.index_select(0, places >> 3) >> (places & 7).to(torch.uint8)) & 1).to(torch.bool)
+        return ((self.bits.index_select(0, places >> 3) >> (places & 7).to(torch.uint8)) & 1).to(
+            torch.bool
+        )
 
     def changed(self, places: Tensor, kept: Tensor) -> BlockMask:
         """Return the mask with other flags for some of its blocks; itself, if they are its own.
@@ -328,9 +386,14 @@ class BlockMask:
         flips = (self.keeps(places) != kept).nonzero().view(-1)
         if not flips.numel():
             return self
-        places, bit = places[flips], torch.where(kept[flips], 1, -1)  # 0 to 1 by adding, 1 to 0 by subtracting it
+        places, bit = (
+            places[flips],
+            torch.where(kept[flips], 1, -1),
+        )  # 0 to 1 by adding, 1 to 0 by subtracting it
         return BlockMask(
-            self.rect, self.block, self.bits.index_add(0, places >> 3, (bit << (places & 7)).to(torch.uint8))
+            self.rect,
+            self.block,
+            self.bits.index_add(0, places >> 3, (bit << (places & 7)).to(torch.uint8)),
         )
 
     def cut(self, rect: Rect) -> BlockMask:
@@ -341,11 +404,14 @@ class BlockMask:
         return BlockMask(rect, self.block, pack(self.flags()[rows, cols].flatten()))
 
     @staticmethod
-    def assemble(rect: Rect, block: Block, pieces: list[BlockMask], device: torch.device) -> BlockMask:
+    def assemble(
+        rect: Rect, block: Block, pieces: list[BlockMask], device: torch.device
+    ) -> BlockMask:
         """Return the mask of ``rect`` from pieces that cover it, such as other shards' :meth:`cut`.
 
         Raises:
-            ValueError: the pieces leave a block of ``rect`` uncovered, or differ where they overlap.
+            ValueError: the pieces leave a block of ``rect`` uncovered, or differ where they
+                overlap.
         """
         grid = grid_of(rect, block)
         kept = torch.zeros(grid.rows, grid.cols, dtype=torch.bool, device=device)
@@ -355,12 +421,15 @@ class BlockMask:
             cols = slice(piece.grid.col - grid.col, piece.grid.col - grid.col + piece.grid.cols)
             flags = piece.flags().to(device)
             if bool((known[rows, cols] & (kept[rows, cols] != flags)).any()):
-                raise ValueError(f"The mask pieces of {rect} differ where they overlap, in {piece.rect}.")
+                raise ValueError(
+                    f"The mask pieces of {rect} differ where they overlap, in {piece.rect}."
+                )
             kept[rows, cols] = flags
             known[rows, cols] = True
         if not bool(known.all()):
             raise ValueError(
-                f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()} blocks are unknown."
+                f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()}"
+                " blocks are unknown."
             )
         return BlockMask(rect, block, pack(kept.flatten()))
 
@@ -370,11 +439,20 @@ def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor
         return
     gone = ~torch.cat([mask.bits for mask, *_ in changes])
     gone &= torch.cat([before.bits for _, _, before, _ in changes])
-    gone |= torch.cat([torch.zeros_like(mask.bits) if dirty is None else dirty for mask, *_, dirty in changes])
-    starts = [0, *torch.tensor([mask.bits.numel() for mask, *_ in changes]).cumsum(0).mul_(8).tolist()]
+    gone |= torch.cat(
+        [torch.zeros_like(mask.bits) if dirty is None else dirty for mask, *_, dirty in changes]
+    )
+    starts = [
+        0,
+        *torch.tensor([mask.bits.numel() for mask, *_ in changes]).cumsum(0).mul_(8).tolist(),
+    ]
     found = positions(gone)
-    ends = [start + mask.blocks for start, (mask, *_) in zip(starts, changes, strict=False)]  # bits behind may be set
-    places = torch.searchsorted(found, torch.tensor([starts[:-1], ends], device=found.device)).T.tolist()
+    ends = [
+        start + mask.blocks for start, (mask, *_) in zip(starts, changes, strict=False)
+    ]  # bits behind may be set
+    places = torch.searchsorted(
+        found, torch.tensor([starts[:-1], ends], device=found.device)
+    ).T.tolist()
     for (mask, tensor, _, _), start, (first, last) in zip(changes, starts, places, strict=False):
         if first < last:
             rows = mask._rows_of_blocks(tensor.data)

@@ -1,9 +1,10 @@
 """One selection over several tables: which of their blocks are removed until enough bytes are.
 
-Blocks are removed in the order of (score, table, global index) until the bytes are reached; a table of which no more
-may be removed is passed over. Tables narrow their histograms side by side (:mod:`~dist_sparse.masking.selection`), and
-a :class:`Pool` finds in each round the bucket in which the bytes are reached, the same for all of its tables. A table
-that reaches its own limit before that bucket leaves the pool and goes on alone.
+Blocks are removed in the order of (score, table, global index) until the bytes are reached; a table
+of which no more may be removed is passed over. Tables narrow their histograms side by side
+(:mod:`~dist_sparse.masking.selection`), and a :class:`Pool` finds in each round the bucket in which
+the bytes are reached, the same for all of its tables. A table that reaches its own limit before
+that bucket leaves the pool and goes on alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Member(Protocol):
     """The narrowing of one table.
 
     Attributes:
-        left: how many more blocks may be removed, at the end how many are, of the ``inside`` in the last bucket.
+        left: how many more blocks may be removed, at the end how many are, of the ``inside`` in the
+            last bucket.
         done: no further round is needed.
     """
 
@@ -51,8 +53,8 @@ class Pool:
         self._members = list(zip(members, self._prices, strict=True))
 
     def limit(self, asked: Sequence[Member], upto: Tensor, buckets: Tensor) -> None:
-        """Replace the buckets in which tables reach their own limits by the one in which the bytes are reached, if it
-        comes first.
+        """Replace the buckets in which tables reach their own limits by the one in which the bytes
+        are reached, if it comes first.
 
         Args:
             asked: the tables of this round, of the pool or not.
@@ -70,12 +72,14 @@ class Pool:
         if self.bucket:
             self._need -= int(removed[self.bucket - 1])
         own = buckets[rows].flatten().tolist()
-        self._members = [entry for entry, bucket in zip(self._members, own, strict=True) if bucket >= self.bucket]
+        self._members = [
+            entry for entry, bucket in zip(self._members, own, strict=True) if bucket >= self.bucket
+        ]
         buckets[rows] = buckets[rows].clamp(max=self.bucket)
 
     def share(self, last: bool) -> None:
-        """After each round: what is still needed comes from the blocks inside the bucket: all of them, or in the
-        ``last`` round, when their scores are equal, those of the first tables."""
+        """After each round: what is still needed comes from the blocks inside the bucket: all of
+        them, or in the ``last`` round, when their scores are equal, those of the first tables."""
         everything = sum(min(member.left, member.inside) * price for member, price in self._members)
         if not last and everything > self._need:
             for member, _ in self._members:

@@ -1,12 +1,14 @@
 """Scores of sparse blocks, and the smallest elements of chosen blocks.
 
-The score of a block is ``float32(float64 sum of the element scores / number of real elements)``: a mean, so edge blocks
-compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no root: the order is the same) or a user's
-function. Sums are taken in float64 over chunks of rows, in an order that depends on neither the chunks nor the
-sharding, so that a block has the same score on every sharding.
+The score of a block is ``float32(float64 sum of the element scores / number of real elements)``: a
+mean, so edge blocks compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no
+root: the order is the same) or a user's function. Sums are taken in float64 over chunks of rows, in
+an order that depends on neither the chunks nor the sharding, so that a block has the same score on
+every sharding.
 
-Small tables are scored together (:class:`Batch`): a call of torch costs as much as the work on a few kilobytes. Tables
-of one width, block and measure are laid one below the other; blocks of one row know nothing of their neighbours.
+Small tables are scored together (:class:`Batch`): a call of torch costs as much as the work on a
+few kilobytes. Tables of one width, block and measure are laid one below the other; blocks of one
+row know nothing of their neighbours.
 """
 
 from __future__ import annotations
@@ -38,43 +40,55 @@ __all__ = [
 class WeightedSquares:
     """Score an element ``x`` as ``x * x * factor``, with a positive factor for each row.
 
-    A measure of its own, rather than a callable: it needs no memory besides the scores, and small tables share a pass.
+    A measure of its own, rather than a callable: it needs no memory besides the scores, and small
+    tables share a pass.
 
     Args:
-        factors: takes a chunk of rows and the global (row, column) of its first element, as a callable measure does;
-            returns float64 ``(rows, 1)`` or ``(rows, columns)``.
+        factors: takes a chunk of rows and the global (row, column) of its first element, as a
+            callable measure does; returns float64 ``(rows, 1)`` or ``(rows, columns)``.
     """
 
     factors: Callable[[Tensor, tuple[int, int]], Tensor]
 
 
-Measure = Literal["L1", "L2", "given"] | WeightedSquares | Callable[[Tensor, tuple[int, int]], Tensor]
-"""How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes a chunk of rows and
-the global (row, column) of its first element and returns element scores of the same shape."""
+Measure = (
+    Literal["L1", "L2", "given"] | WeightedSquares | Callable[[Tensor, tuple[int, int]], Tensor]
+)
+"""How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes
+a chunk of rows and the global (row, column) of its first element and returns element scores of the
+same shape."""
 
 CHUNK_ELEMENTS = 1 << 20
-"""Most elements scored at a time: 8 MiB of float64, about what the last-level cache of one core keeps."""
+"""Most elements scored at a time: 8 MiB of float64, about what the last-level cache of one core
+keeps."""
 
 _LEAST_CHUNK = 1 << 18
 _CHUNKS = 8
-"""A shard is scored in so many chunks, unless they are smaller than that: the first one writes into fresh memory, whose
-pages are mapped in while it does, which takes longer than scoring."""
+"""A shard is scored in so many chunks, unless they are smaller than that: the first one writes into
+fresh memory, whose pages are mapped in while it does, which takes longer than scoring."""
 
 _FEW = 16
 """Up to this width, adding strided slices is faster than a reduction over the last dimension."""
 
 _LONG = 8192
-"""Longer rows and columns are summed in pieces of this length: below it torch never splits one sum over threads."""
+"""Longer rows and columns are summed in pieces of this length: below it torch never splits one sum
+over threads."""
 
 
-def element_scores(chunk: Tensor, measure: Measure, offset: tuple[int, int], out: Tensor | None = None) -> Tensor:
-    """Element scores of ``chunk`` ``(rows, cols)`` as a new float64 tensor of that shape (in ``out``, if given)."""
-    buffer = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device) if out is None else out
+def element_scores(
+    chunk: Tensor, measure: Measure, offset: tuple[int, int], out: Tensor | None = None
+) -> Tensor:
+    """Element scores of ``chunk`` ``(rows, cols)`` as a new float64 tensor of that shape (in
+    ``out``, if given)."""
+    buffer = (
+        torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device) if out is None else out
+    )
     if callable(measure):
         scored = measure(chunk, offset)
         if scored.shape != chunk.shape:
             raise ValueError(
-                f"score() returned shape {tuple(scored.shape)} for data of shape {tuple(chunk.shape)}: must be equal."
+                f"score() returned shape {tuple(scored.shape)} for data of shape"
+                f" {tuple(chunk.shape)}: must be equal."
             )
         return buffer.copy_(scored)
     buffer.copy_(chunk)
@@ -97,12 +111,13 @@ def block_sums(
         rect: of the shard.
         block: the sparse block.
         measure: how elements are scored.
-        of: which rows of ``tensor`` are those of ``rect``, int64 ``(rect.rows,)``; None is all of them.
+        of: which rows of ``tensor`` are those of ``rect``, int64 ``(rect.rows,)``; None is all of
+            them.
 
     Yields:
-        ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and float64 sums of
-        shape ``(block rows, block columns)`` over the elements that the shard holds. ``sums`` is overwritten by the
-        next chunk.
+        ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and
+        float64 sums of shape ``(block rows, block columns)`` over the elements that the shard
+        holds. ``sums`` is overwritten by the next chunk.
     """
     grid = grid_of(rect, block)
     buffer = torch.empty(0, dtype=torch.float64, device=tensor.device)
@@ -110,11 +125,17 @@ def block_sums(
     for start, stop in row_chunks(rect, block):
         height = min(block[0], stop - start)
         total: Tensor | None = None
-        for first in range(start, stop, _LONG) if height > _LONG else (start,):  # tall blocks are summed in pieces
+        for first in (
+            range(start, stop, _LONG) if height > _LONG else (start,)
+        ):  # tall blocks are summed in pieces
             last = min(first + _LONG, stop) if height > _LONG else stop
             if last - first > buffer.shape[0]:
-                buffer = torch.empty(last - first, rect.cols, dtype=torch.float64, device=tensor.device)
-                folded = torch.empty(last - first, grid.cols, dtype=torch.float64, device=tensor.device)
+                buffer = torch.empty(
+                    last - first, rect.cols, dtype=torch.float64, device=tensor.device
+                )
+                folded = torch.empty(
+                    last - first, grid.cols, dtype=torch.float64, device=tensor.device
+                )
             offset = rect.row + first, rect.col
             chunk = tensor[first:last] if of is None else tensor.index_select(0, of[first:last])
             scored = element_scores(chunk, measure, offset, out=buffer[: last - first])
@@ -126,10 +147,11 @@ def block_sums(
 
 
 def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
-    """The shard's rows in chunks ``[start, stop)`` of whole block rows, of at most about CHUNK_ELEMENTS elements.
+    """The shard's rows in chunks ``[start, stop)`` of whole block rows, of at most about
+    CHUNK_ELEMENTS elements.
 
-    A block row that is not whole (cut by the shard's border, or the last of the table) makes a chunk of its own, and so
-    does a tall one.
+    A block row that is not whole (cut by the shard's border, or the last of the table) makes a
+    chunk of its own, and so does a tall one.
     """
     if rect.numel == 0:
         return
@@ -145,9 +167,11 @@ def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def to_scores(sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
-    """Scores, a new float32 tensor ``(block rows, block columns)``: the sums over the number of real elements; ``sums``
-    is overwritten.
+def to_scores(
+    sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block
+) -> Tensor:
+    """Scores, a new float32 tensor ``(block rows, block columns)``: the sums over the number of
+    real elements; ``sums`` is overwritten.
 
     Args:
         sums: float64, of block rows ``[first, first + block rows)``.
@@ -162,16 +186,19 @@ def to_scores(sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], 
 
 
 def block_widths(shape: tuple[int, int], block: Block, columns: Tensor) -> Tensor:
-    """Elements in a row of the blocks in the given global block columns, float64: the last block of a row may be
-    narrower."""
+    """Elements in a row of the blocks in the given global block columns, float64: the last block of
+    a row may be narrower."""
     return (shape[1] - columns * block[1]).clamp_(max=block[1]).to(torch.float64)
 
 
 def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor:
-    """Sums ``scored`` ``(rows, rect.cols)`` over the columns of each block, into ``out`` ``(rows, block columns)``."""
+    """Sums ``scored`` ``(rows, rect.cols)`` over the columns of each block, into ``out``
+    ``(rows, block columns)``."""
     if width == 1:
         return scored
-    first = min(rect.cols, -rect.col % width)  # columns that belong to a block begun left of the shard
+    first = min(
+        rect.cols, -rect.col % width
+    )  # columns that belong to a block begun left of the shard
     whole = (rect.cols - first) // width
     left = 1 if first else 0
     if first:
@@ -185,12 +212,12 @@ def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor
 
 
 def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w`` alone: neighbours
-    in pairs while ``w`` is even, then one by one. ``parts`` may be overwritten.
+    """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w``
+    alone: neighbours in pairs while ``w`` is even, then one by one. ``parts`` may be overwritten.
 
-    torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its order changes with the
-    position of the column) nor for one long row (it may be split over threads): so the last dimension is made
-    contiguous, and long ones are cut.
+    torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its
+    order changes with the position of the column) nor for one long row (it may be split over
+    threads): so the last dimension is made contiguous, and long ones are cut.
     """
     width = parts.shape[-1]
     if width <= _FEW:
@@ -204,19 +231,24 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
         return total
     if parts.stride(-1) != 1:
         parts = parts.contiguous()
-    total = torch.sum(parts[..., :_LONG], -1) if out is None else torch.sum(parts[..., :_LONG], -1, out=out)
+    total = (
+        torch.sum(parts[..., :_LONG], -1)
+        if out is None
+        else torch.sum(parts[..., :_LONG], -1, out=out)
+    )
     for start in range(_LONG, width, _LONG):
         total += parts[..., start : start + _LONG].sum(-1)
     return total
 
 
 def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int) -> Tensor:
-    """The ``zeros`` smallest elements of each chosen block; among equal scores those first in the block's row-major
-    order.
+    """The ``zeros`` smallest elements of each chosen block; among equal scores those first in the
+    block's row-major order.
 
     Args:
-        scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks at the right and
-            lower edge may be smaller; one with no more than ``zeros`` elements is removed whole.
+        scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks
+            at the right and lower edge may be smaller; one with no more than ``zeros`` elements is
+            removed whole.
         chosen: bool ``(block rows, block columns)``.
         zeros: at least 1, at most the block's area.
 
@@ -226,12 +258,24 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     height, width = block
     rows, cols = scores.shape
     down, across = chosen.shape
-    padded = scores.new_full((down * height, across * width), torch.inf)  # padding ranks behind every (finite) element
+    padded = scores.new_full(
+        (down * height, across * width), torch.inf
+    )  # padding ranks behind every (finite) element
     padded[:rows, :cols] = scores
-    blocks = padded.view(down, height, across, width).transpose(1, 2).reshape(down, across, height * width)
+    blocks = (
+        padded.view(down, height, across, width)
+        .transpose(1, 2)
+        .reshape(down, across, height * width)
+    )
     smallest = blocks.argsort(dim=-1, stable=True)[..., :zeros]
-    gone = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, smallest, True) & chosen.unsqueeze(-1)
-    flat = gone.view(down, across, height, width).transpose(1, 2).reshape(down * height, across * width)
+    gone = torch.zeros_like(blocks, dtype=torch.bool).scatter_(
+        -1, smallest, True
+    ) & chosen.unsqueeze(-1)
+    flat = (
+        gone.view(down, across, height, width)
+        .transpose(1, 2)
+        .reshape(down * height, across * width)
+    )
     return flat[:rows, :cols]
 
 
@@ -243,16 +287,27 @@ _BATCH = 1 << 20
 
 
 def batches(shards: Sequence[tuple[ShardedData, Shard, Block, Measure]]) -> Iterator[list[int]]:
-    """Group shards that can be scored together; yields their places in ``shards``. Others are in no group.
+    """Group shards that can be scored together; yields their places in ``shards``. Others are in no
+    group.
 
-    The caller leaves out shards that a border cuts, and those that lose only some elements of a block.
+    The caller leaves out shards that a border cuts, and those that lose only some elements of a
+    block.
     """
     groups: dict[Any, list[int]] = {}
     for i, (data, shard, block, measure) in enumerate(shards):
         rect = shard.rect
         if block[0] == 1 and block[1] > 1 and 0 < rect.numel <= SMALL and not callable(measure):
             how = "weighted" if isinstance(measure, WeightedSquares) else measure
-            key = (data.ranks, data.shape[1], rect.col, rect.cols, shard.tensor.device, data.dtype, block, how)
+            key = (
+                data.ranks,
+                data.shape[1],
+                rect.col,
+                rect.cols,
+                shard.tensor.device,
+                data.dtype,
+                block,
+                how,
+            )
             groups.setdefault(key, []).append(i)
     for group in groups.values():
         start = elements = 0
@@ -282,7 +337,8 @@ class Batch:
 
     @staticmethod
     def of(shards: Sequence[Shard], width: int, block: Block, measures: Sequence[Measure]) -> Batch:
-        """Score shards that :func:`batches` has put together, of tables of ``width`` columns; a measure for each."""
+        """Score shards that :func:`batches` has put together, of tables of ``width`` columns; a
+        measure for each."""
         first = shards[0]
         grid = grid_of(first.rect, block)
         whole_bytes = next(rows for rows in (1, 2, 4, 8) if rows * grid.cols % 8 == 0)
@@ -303,7 +359,9 @@ class Batch:
         measure = _of_batch(shards, measures, starts, at)
         rect = Rect(0, first.rect.col, at, first.rect.cols)
         device = everything.device
-        widths = block_widths((at, width), block, torch.arange(grid.col, grid.col + grid.cols, device=device))
+        widths = block_widths(
+            (at, width), block, torch.arange(grid.col, grid.col + grid.cols, device=device)
+        )
         scores = [
             to_scores(sums, start, widths, (at, width), block)
             for start, sums in block_sums(everything, rect, block, measure)
@@ -321,7 +379,9 @@ class Batch:
         return self.scores[self.starts[i] : self.starts[i] + self.rows[i]]
 
 
-def _of_batch(shards: Sequence[Shard], measures: Sequence[Measure], starts: Sequence[int], rows: int) -> Measure:
+def _of_batch(
+    shards: Sequence[Shard], measures: Sequence[Measure], starts: Sequence[int], rows: int
+) -> Measure:
     """The measure of all rows of a batch, which has the factors of its shards."""
     first = measures[0]
     if not isinstance(first, WeightedSquares):

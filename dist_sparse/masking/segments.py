@@ -1,7 +1,7 @@
 """Scores of blocks, as the selection reads them: in pieces, with their histogram.
 
-Scores are non-negative float32, kept as their int32 bit patterns, which order alike. The patterns that no finite score
-has mark blocks about which something else decides.
+Scores are non-negative float32, kept as their int32 bit patterns, which order alike. The patterns
+that no finite score has mark blocks about which something else decides.
 """
 
 from __future__ import annotations
@@ -59,22 +59,25 @@ class Index(Protocol):
 class Segment:
     """Scores of a grid of blocks, row-major, in pieces of whole rows.
 
-    Many pieces rather than one large tensor: an allocator hands small ones out again, while the pages of a large one
-    are mapped anew in every step, which takes as long as scoring.
+    Many pieces rather than one large tensor: an allocator hands small ones out again, while the
+    pages of a large one are mapped anew in every step, which takes as long as scoring.
 
     Args:
         first_row: global block row of the first row; the others follow.
         col_ids: global block column of each column, int64 ``(cols,)``.
-        grid_cols: block columns of the whole table; the global index of a block is ``row * grid_cols + col_id``.
-        read: instead of pieces, makes an iterator over ``(start, bits)`` chunks; called once per pass.
+        grid_cols: block columns of the whole table; the global index of a block is
+            ``row * grid_cols + col_id``.
+        read: instead of pieces, makes an iterator over ``(start, bits)`` chunks; called once per
+            pass.
         counts: whether this rank owns these blocks; replicas are thresholded, not counted.
 
     Attributes:
         first_histogram: that of the scores, where a scorer has summed it.
-        joint: where else the scores are, together with those of other tables, and the number of the table there.
+        joint: where else the scores are, together with those of other tables, and the number of the
+            table there.
         index: what finds some of the scores without a pass over them.
-        tied: positions of scores at the threshold, once found; None if they were not looked for or are too many to
-            keep.
+        tied: positions of scores at the threshold, once found; None if they were not looked for or
+            are too many to keep.
     """
 
     def __init__(
@@ -86,7 +89,12 @@ class Segment:
         read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
         counts: bool = True,
     ) -> None:
-        self.first_row, self.col_ids, self.grid_cols, self.counts = first_row, col_ids, grid_cols, counts
+        self.first_row, self.col_ids, self.grid_cols, self.counts = (
+            first_row,
+            col_ids,
+            grid_cols,
+            counts,
+        )
         self.first_histogram: Tensor | None = None
         self.tied: Tensor | None = None
         self.joint: tuple[JointScores, int] | None = None
@@ -97,13 +105,15 @@ class Segment:
         self._rows = 0
 
     def add(self, bits: Tensor) -> None:
-        """Append rows of scores, int32 ``(rows, cols)``, contiguous. They are held, and may be written later."""
+        """Append rows of scores, int32 ``(rows, cols)``, contiguous. They are held, and may be
+        written later."""
         self._pieces.append(bits)
         self._starts.append(self._rows)
         self._rows += bits.shape[0]
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """``(first row, bits)`` of what was added, rows counted from the segment's own first; ``(rows, cols)``."""
+        """``(first row, bits)`` of what was added, rows counted from the segment's own first;
+        ``(rows, cols)``."""
         yield from zip(self._starts, self._pieces, strict=True)
 
     @property
@@ -112,7 +122,8 @@ class Segment:
         return self._rows * self.col_ids.numel()
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Return rows ``[first, last)``, a view ``(last - first, cols)``; they must be in one piece."""
+        """Return rows ``[first, last)``, a view ``(last - first, cols)``; they must be in one
+        piece."""
         at = bisect_right(self._starts, first) - 1
         start = self._starts[at]
         assert last - start <= self._pieces[at].shape[0]
@@ -128,11 +139,17 @@ class Segment:
     def ids(self, positions: Tensor) -> Tensor:
         """Global block indices of flat ``positions``, int64, same shape."""
         cols = self.col_ids.numel()
-        return (positions // cols + self.first_row) * self.grid_cols + self.col_ids[positions % cols]
+        return (positions // cols + self.first_row) * self.grid_cols + self.col_ids[
+            positions % cols
+        ]
 
     def find_tied(self, threshold: int) -> None:
-        """Keep in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64, ascending."""
-        if self.index is not None and (places := self.index.within(threshold, threshold)) is not None:
+        """Keep in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64,
+        ascending."""
+        if (
+            self.index is not None
+            and (places := self.index.within(threshold, threshold)) is not None
+        ):
             self.tied = places.long().sort().values
             return
         found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
@@ -140,7 +157,8 @@ class Segment:
 
 
 class JointScores:
-    """The scores of several small tables, one after the other, so that they are counted in one pass.
+    """The scores of several small tables, one after the other, so that they are counted in one
+    pass.
 
     Args:
         bits: int32 ``(sum of sizes,)``; KEPT where there is no block.
@@ -151,7 +169,8 @@ class JointScores:
         self.bits, self.sizes = bits, sizes
 
     def tables(self) -> Tensor:
-        """The number of the table of each score, int64 ``(scores,)``. Not kept: it is twice as large as the scores."""
+        """The number of the table of each score, int64 ``(scores,)``. Not kept: it is twice as
+        large as the scores."""
         numbers = torch.arange(self.sizes.numel(), device=self.bits.device)
         return numbers.repeat_interleave(self.sizes, output_size=self.bits.numel())
 
@@ -163,9 +182,12 @@ class JointScores:
         counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
         return counts
 
-    def histograms(self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int) -> Tensor:
-        """For the given tables, how many of their scores other than 0 that have the prefix (all bits from ``before``
-        on) fall into each bucket of the next bits: int64 ``(len(numbers), buckets)``."""
+    def histograms(
+        self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int
+    ) -> Tensor:
+        """For the given tables, how many of their scores other than 0 that have the prefix (all
+        bits from ``before`` on) fall into each bucket of the next bits: int64
+        ``(len(numbers), buckets)``."""
         device, count = self.bits.device, self.sizes.numel()
         wanted = torch.full((count,), -1, dtype=torch.int32)
         wanted[numbers] = torch.tensor(prefixes, dtype=torch.int32)
@@ -173,26 +195,39 @@ class JointScores:
         place[numbers] = torch.arange(len(numbers))
         tables = self.tables()
         inside = ((self.bits >> before) == wanted.to(device)[tables]) & (self.bits != 0)
-        at = place.to(device)[tables[inside]] * buckets + ((self.bits[inside] >> shift) & (buckets - 1))
+        at = place.to(device)[tables[inside]] * buckets + (
+            (self.bits[inside] >> shift) & (buckets - 1)
+        )
         return torch.bincount(at, minlength=len(numbers) * buckets).view(-1, buckets)
 
 
 def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by leading bits those
-    that are not. A scorer may sum it while the chunk is in the cache.
+    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by
+    leading bits those that are not. A scorer may sum it while the chunk is in the cache.
 
-    Zeros are apart because what was removed before scores 0: a threshold among them is found at once.
+    Zeros are apart because what was removed before scores 0: a threshold among them is found at
+    once.
 
     Args:
         bits: int32 ``(n,)``.
-        scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are kept would leave holes
-            in the heap.
+        scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are
+            kept would leave holes in the heap.
     """
-    leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=None if scratch is None else scratch[: bits.numel()])
-    copies = 4 if bits.is_cpu and bits.numel() % 64 == 0 else 1  # adding to the same bucket twice in a row is slow
+    leading = torch.bitwise_right_shift(
+        bits, LEADING_SHIFT, out=None if scratch is None else scratch[: bits.numel()]
+    )
+    copies = (
+        4 if bits.is_cpu and bits.numel() % 64 == 0 else 1
+    )  # adding to the same bucket twice in a row is slow
     if copies > 1:
-        leading.view(-1, 64).add_(torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS))
-    counts = torch.bincount(leading, minlength=copies * LEADING_BUCKETS).view(copies, LEADING_BUCKETS).sum(0)
+        leading.view(-1, 64).add_(
+            torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS)
+        )
+    counts = (
+        torch.bincount(leading, minlength=copies * LEADING_BUCKETS)
+        .view(copies, LEADING_BUCKETS)
+        .sum(0)
+    )
     zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
     counts[0] -= zeros[0]
     return torch.cat([zeros, counts])

@@ -1,10 +1,11 @@
 """Exact k-th smallest score over all ranks.
 
-Scores are non-negative float32, kept as their int32 bit patterns, which order alike; equal scores are ordered by global
-block index. The k-th smallest (score, index) is found by narrowing: a histogram of the leading bits is summed over
-ranks, the bucket that holds the k-th is kept, and the next bits are looked at among its members only. Three rounds find
-the 31 bits of a score, for all tables side by side in one message each; up to three more find the index where scores
-tie at the threshold over several ranks.
+Scores are non-negative float32, kept as their int32 bit patterns, which order alike; equal scores
+are ordered by global block index. The k-th smallest (score, index) is found by narrowing: a
+histogram of the leading bits is summed over ranks, the bucket that holds the k-th is kept, and the
+next bits are looked at among its members only. Three rounds find the 31 bits of a score, for all
+tables side by side in one message each; up to three more find the index where scores tie at the
+threshold over several ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ __all__ = ["Candidates", "Threshold", "select_smallest"]
 _ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
 
 _PRESENT = 1 << 44
-"""Added to a bucket by each rank that has something in it: tells whether all ties are on one rank (2**44 blocks, 2**19
-ranks fit)."""
+"""Added to a bucket by each rank that has something in it: tells whether all ties are on one rank
+(2**44 blocks, 2**19 ranks fit)."""
 
 _CHUNK = 1 << 19
 
@@ -50,8 +51,8 @@ class Candidates:
         k: how many blocks to remove.
         blocks: how many blocks the whole table has.
         segments: the scores that this rank knows; over all ranks every block is counted once.
-        spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell by itself whether it
-            sees all ties.
+        spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell
+            by itself whether it sees all ties.
     """
 
     name: str
@@ -63,14 +64,14 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A block is removed when its score is below ``bits``, or equal to it with a global index of at most ``last``
-    (None: any)."""
+    """A block is removed when its score is below ``bits``, or equal to it with a global index of at
+    most ``last`` (None: any)."""
 
     bits: int
     last: int | None
     histogram: Tensor | None = field(default=None, compare=False, repr=False)
-    """The scores of all ranks: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None where nothing or
-    everything is removed."""
+    """The scores of all ranks: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None
+    where nothing or everything is removed."""
     removed: int | None = field(default=None, compare=False)
     """How many blocks are removed; None where nothing or everything is."""
 
@@ -82,7 +83,8 @@ class Threshold:
         return float(torch.tensor(self.bits, dtype=torch.int32).view(torch.float32))
 
     def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
-        """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of ``segment``."""
+        """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of
+        ``segment``."""
         if self.last is None:
             return bits <= self.bits
         removed = bits <= self.bits
@@ -108,19 +110,26 @@ _EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
 def select_smallest(
-    candidates: Sequence[Candidates], group: Group, rider: Rider | None = None, pool: Pool | None = None
+    candidates: Sequence[Candidates],
+    group: Group,
+    rider: Rider | None = None,
+    pool: Pool | None = None,
 ) -> list[Threshold]:
-    """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks. Collective over
-    ``group``: every rank must call it. With a ``pool`` of the tables of which ``k`` is not 0, ``k`` is the most.
+    """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks.
+    Collective over ``group``: every rank must call it. With a ``pool`` of the tables of which ``k``
+    is not 0, ``k`` is the most.
 
-    At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose threshold ties over
-    ranks. None of the sizes depends on the number of scores. ``rider`` is carried by the first all-reduce, if any.
+    At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose
+    threshold ties over ranks. None of the sizes depends on the number of scores. ``rider`` is
+    carried by the first all-reduce, if any.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
     """
     answers = [_NOTHING if table.k <= 0 else _EVERYTHING for table in candidates]
-    asked = [i for i, table in enumerate(candidates) if table.k > 0 and (pool or table.k < table.blocks)]
+    asked = [
+        i for i, table in enumerate(candidates) if table.k > 0 and (pool or table.k < table.blocks)
+    ]
     searches = {
         i: _Search(
             candidates[i].k,
@@ -143,7 +152,9 @@ def select_smallest(
         if search.left == search.inside:
             continue  # all that tie at the threshold are removed
         if search.left == 0:  # and here all stay: the pool has reached its bytes
-            answers[i] = replace(answers[i], bits=bits - 1) if bits else replace(answers[i], last=-1)
+            answers[i] = (
+                replace(answers[i], bits=bits - 1) if bits else replace(answers[i], last=-1)
+            )
             continue
         if search.inside <= _CHUNK:
             for segment in table.segments:
@@ -151,14 +162,16 @@ def select_smallest(
         if search.holders > 1 or table.spread_replicas:
             over_ranks[i] = _Search(search.left, partial(_ties, table, bits, counted=True))
             continue
-        # One rank owns all that tie. It, and any replica of it, sees them all and finds the order alone; the others
-        # see none.
+        # One rank owns all that tie. It, and any replica of it, sees them all and finds the order
+        # alone; the others see none.
         ties = _Search(search.left, partial(_ties, table, bits, counted=False))
         _narrow([ties], _index_rounds(table.blocks), lambda counts: counts)
         answers[i] = replace(answers[i], last=ties.last)
     if over_ranks:
         _narrow(
-            list(over_ranks.values()), _index_rounds(max(candidates[i].blocks for i in over_ranks)), group.all_reduce
+            list(over_ranks.values()),
+            _index_rounds(max(candidates[i].blocks for i in over_ranks)),
+            group.all_reduce,
         )
         for i, ties in over_ranks.items():
             answers[i] = replace(answers[i], last=ties.last)
@@ -166,22 +179,26 @@ def select_smallest(
 
 
 class _Search:
-    """The narrowing of one table: the leading bits found so far, and how many of those that share them are wanted.
+    """The narrowing of one table: the leading bits found so far, and how many of those that share
+    them are wanted.
 
     Args:
         k: how many keys are wanted.
-        keys: makes an iterator over chunks of this rank's keys; called once per round until few enough are left to be
-            kept.
-        first: the first round's histogram with zeros apart, of keys whose histogram is known already.
-        joint: where else the keys are, together with those of other tables, and the number of the table there.
+        keys: makes an iterator over chunks of this rank's keys; called once per round until few
+            enough are left to be kept.
+        first: the first round's histogram with zeros apart, of keys whose histogram is known
+            already.
+        joint: where else the keys are, together with those of other tables, and the number of the
+            table there.
         index: of the keys, if they are scores that have one.
 
     Attributes:
         last: the largest key that is removed, once found.
-        left: how many are wanted of the ``inside`` keys of the last bucket, which are on ``holders`` ranks.
+        left: how many are wanted of the ``inside`` keys of the last bucket, which are on
+            ``holders`` ranks.
         below: how many are before it.
-        done: all or nothing of what shares the prefix is wanted, or there are no more bits: no further round is
-            needed.
+        done: all or nothing of what shares the prefix is wanted, or there are no more bits: no
+            further round is needed.
     """
 
     def __init__(
@@ -208,8 +225,9 @@ class _Search:
         return None if self._shift is None else (self._prefix, self._shift)
 
     def histogram(self, shift: int, buckets: int) -> Tensor:
-        """How many of the keys that have the prefix fall into each bucket of the next bits, int64 on the CPU:
-        ``(buckets,)``, or one more in front for zeros if the first histogram was given with them apart."""
+        """How many of the keys that have the prefix fall into each bucket of the next bits, int64
+        on the CPU: ``(buckets,)``, or one more in front for zeros if the first histogram was given
+        with them apart."""
         if self._shift is None and self._first is not None:
             return self._first
         if self._index is not None and self._shift is not None:
@@ -220,7 +238,11 @@ class _Search:
         few: list[Tensor] | None = [] if self._few is None else None
         seen = found = 0
         for chunk in self._few if self._few is not None else self._keys():
-            inside = chunk if self._shift is None else chunk[(chunk >> self._shift).eq_(self._prefix).to(torch.bool)]
+            inside = (
+                chunk
+                if self._shift is None
+                else chunk[(chunk >> self._shift).eq_(self._prefix).to(torch.bool)]
+            )
             if self._first is not None and self._prefix == 0:
                 inside = inside[inside != 0]  # zeros have a bucket of their own
             if inside.numel():
@@ -233,10 +255,17 @@ class _Search:
             self._few = few
         return counts
 
-    def descend(self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int) -> None:
+    def descend(
+        self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
+    ) -> None:
         """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
         zeros_apart = self._shift is None and self._first is not None
-        self.left, self.inside, self.holders, self._shift = self.left - below, inside, holders, shift
+        self.left, self.inside, self.holders, self._shift = (
+            self.left - below,
+            inside,
+            holders,
+            shift,
+        )
         self.below += below
         if zeros_apart and bucket == 0:
             self.done = True
@@ -253,8 +282,8 @@ def _narrow(
     names: Sequence[str] | None = None,
     pool: Pool | None = None,
 ) -> None:
-    """Run all searches side by side: one ``reduce`` of the stacked histograms ``(searches, buckets)`` a round, and one
-    host sync. All ranks know which searches are done."""
+    """Run all searches side by side: one ``reduce`` of the stacked histograms
+    ``(searches, buckets)`` a round, and one host sync. All ranks know which searches are done."""
     for shift, buckets in rounds:
         asked = [search for search in searches if not search.done]
         if not asked:
@@ -272,7 +301,10 @@ def _narrow(
         bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
         if pool is not None:
             pool.limit(asked, upto, bucket)
-        inside, holders = counts.gather(1, bucket), holders.gather(1, bucket) >> _PRESENT.bit_length() - 1
+        inside, holders = (
+            counts.gather(1, bucket),
+            holders.gather(1, bucket) >> _PRESENT.bit_length() - 1,
+        )
         table = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
         for search, row in zip(asked, table, strict=True):
             search.descend(shift, buckets, *row)
@@ -281,7 +313,8 @@ def _narrow(
 
 
 def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor:
-    """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: those of small tables in one pass."""
+    """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: those of small tables in
+    one pass."""
     if searches[0].prefix is None:
         return torch.stack([search.histogram(shift, buckets) for search in searches])
     counts = torch.zeros(len(searches), buckets, dtype=torch.int64)
@@ -309,7 +342,8 @@ def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
     for name, number in zip(names, bad, strict=True):
         if number:
             raise ValueError(
-                f"Table {name!r}: {number} block scores exceed float32 once their parts are added; must be finite."
+                f"Table {name!r}: {number} block scores exceed float32 once their parts are added;"
+                " must be finite."
             )
 
 
@@ -331,14 +365,22 @@ def _index(table: Candidates) -> Index | None:
 
 
 def _first(table: Candidates) -> Tensor:
-    if len(table.segments) == 1 and table.segments[0].counts and table.segments[0].joint is not None:
+    if (
+        len(table.segments) == 1
+        and table.segments[0].counts
+        and table.segments[0].joint is not None
+    ):
         assert table.segments[0].first_histogram is not None
         return table.segments[0].first_histogram
     counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
     for segment in table.segments:
         if segment.counts:
             known = segment.first_histogram
-            parts = [known] if known is not None else (first_histogram(bits) for _, bits in segment.chunks())
+            parts = (
+                [known]
+                if known is not None
+                else (first_histogram(bits) for _, bits in segment.chunks())
+            )
             for part in parts:
                 counts += part.cpu()
     counts[1 + (KEPT >> LEADING_SHIFT)] = 0
@@ -346,7 +388,8 @@ def _first(table: Candidates) -> Tensor:
 
 
 def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tensor]:
-    """Global indices of the blocks that score exactly ``threshold``: those this rank owns, or all that it sees."""
+    """Global indices of the blocks that score exactly ``threshold``: those this rank owns, or all
+    that it sees."""
     for segment in table.segments:
         if segment.tied is not None and (segment.counts or not counted):
             yield segment.ids(segment.tied)
@@ -356,7 +399,8 @@ def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tenso
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:
-    """Shifts and bucket counts that find an index below ``blocks`` in the fewest rounds of 2048 buckets, at most 3."""
+    """Shifts and bucket counts that find an index below ``blocks`` in the fewest rounds of 2048
+    buckets, at most 3."""
     need = max(1, (blocks - 1).bit_length())
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)

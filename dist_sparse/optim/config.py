@@ -58,7 +58,9 @@ class OptimConfig:
         except ValueError as error:
             raise AssertionError(str(error)) from None
         if self.optim_loss is not None and not isinstance(self.optim_loss, str):
-            raise AssertionError(f"Invalid optim_loss={self.optim_loss!r}: must be the name of a loss, or None.")
+            raise AssertionError(
+                f"Invalid optim_loss={self.optim_loss!r}: must be the name of a loss, or None."
+            )
         self._set("updated_modules", _paths(self.updated_modules))
         for name in ("use_amp", "distributed"):
             if getattr(self, name) not in (True, False):  # "no" would count as true
@@ -68,7 +70,9 @@ class OptimConfig:
         self._set("grad_norm_type", _positive("grad_norm_type", self.grad_norm_type))
         self._set("ft_factor", float(number("ft_factor", self.ft_factor, least=0)))
         if self.amp_dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Invalid amp_dtype={self.amp_dtype!r}: must be torch.float16 or torch.bfloat16.")
+            raise ValueError(
+                f"Invalid amp_dtype={self.amp_dtype!r}: must be torch.float16 or torch.bfloat16."
+            )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen
@@ -107,7 +111,9 @@ class OptimConfig:
     def loss_of(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Return the loss to differentiate, itself; raises as ``OptimScheduler.step()``."""
         if self.optim_loss is None and "loss" not in losses:
-            raise AssertionError(f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss.")
+            raise AssertionError(
+                f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
+            )
         loss: object = losses[self.loss_name]
         if not isinstance(loss, Tensor):
             kind = type(loss).__name__
@@ -119,9 +125,13 @@ class OptimConfig:
         to be scaled, accumulated, or (``owns_them``: some are in ``updated_modules``) clipped."""
         if self.scaled:
             amp = "bfloat16 autocast (amp_dtype=torch.bfloat16)"
-            raise _too_early("use_amp=True with float16", "the GradScaler's factor is divided out", amp)
+            raise _too_early(
+                "use_amp=True with float16", "the GradScaler's factor is divided out", amp
+            )
         if self.accum_grad > 1:
-            raise _too_early(f"accum_grad={self.accum_grad}", "gradients are accumulated", "larger batches")
+            raise _too_early(
+                f"accum_grad={self.accum_grad}", "gradients are accumulated", "larger batches"
+            )
         if owns_them and self.grad_clip not in (None, math.inf):
             raise _too_early(
                 f"grad_clip={self.grad_clip}",
@@ -237,7 +247,10 @@ def _check_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
     unknown = [name for name in names if name not in known.keys() - {""}]
     if unknown or not names:
         children = list(dict(known[""].named_children()))
-        raise ValueError(f"Invalid updated_modules={list(names)}: {unknown} are not modules; there are {children}.")
+        raise ValueError(
+            f"Invalid updated_modules={list(names)}: {unknown} are not modules; there are"
+            f" {children}."
+        )
     collections = [path for path, module in known.items() if _plan_of(module)]
     # The model itself may be a collection: everything is inside "", so its prefix is empty.
     prefixes = tuple(f"{path}.".lstrip(".") for path in collections)

@@ -255,7 +255,12 @@ def _counts_here(grad: Any) -> bool:
         return True  # no DTensor
     placements, coordinate = grad.placements, grad.device_mesh.get_coordinate()
     if any(place.is_partial() for place in placements):
-        raise ValueError(f"Invalid gradient with placements {placements}: only Shard and Replicate have a norm here.")
+        raise ValueError(
+            f"Invalid gradient with placements {placements}: only Shard and Replicate have a norm"
+            " here."
+        )
     if coordinate is None:
         return False  # the tensor is on other ranks
-    return all(at == 0 or place.is_shard() for place, at in zip(placements, coordinate, strict=True))
+    return all(
+        at == 0 or place.is_shard() for place, at in zip(placements, coordinate, strict=True)
+    )

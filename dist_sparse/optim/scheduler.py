@@ -150,7 +150,11 @@ class OptimScheduler(abc.ABC):
             grad_norm_type=grad_norm_type,
             amp_dtype=amp_dtype,
         )
-        self.model, self.data_sparsifier, self.data_scheduler = model, data_sparsifier, data_scheduler
+        self.model, self.data_sparsifier, self.data_scheduler = (
+            model,
+            data_sparsifier,
+            data_scheduler,
+        )
         self._check_parts(model, optim_conf)
         self._wiring = wiring_of(model)
         self._check_averaging()
@@ -270,8 +274,9 @@ class OptimScheduler(abc.ABC):
         """
         if self._accumulated:
             warnings.warn(
-                f"The state is of the middle of a real step: the gradients of {self._accumulated} of "
-                f"{self.config.accum_grad} steps are not in it. Save where step_num is a multiple of accum_grad.",
+                f"The state is of the middle of a real step: the gradients of {self._accumulated}"
+                f" of {self.config.accum_grad} steps are not in it. Save where step_num is a"
+                " multiple of accum_grad.",
                 stacklevel=2,
             )
         states = {name: part.state_dict() for name, part in self._sparsity.items()}
@@ -303,13 +308,16 @@ class OptimScheduler(abc.ABC):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} can't be copied or pickled: construct a new one for the copy of its model, and "
-            "load state_dict() into it."
+            f"{type(self).__name__} can't be copied or pickled: construct a new one for the copy of"
+            " its model, and load state_dict() into it."
         )
 
     def __repr__(self) -> str:
         config, extra = self.config, self.extra_repr_fn()
-        parts = f"optim_loss={config.optim_loss}, updated_modules={config.updated_modules}{extra and f', {extra}'}"
+        parts = (
+            f"optim_loss={config.optim_loss},"
+            f" updated_modules={config.updated_modules}{extra and f', {extra}'}"
+        )
         return f"{type(self).__name__}(optimizer={type(self.optimizer).__name__}, {parts})"
 
     @property
@@ -322,15 +330,22 @@ class OptimScheduler(abc.ABC):
             kind = type(model).__name__
             raise ValueError(f"Invalid model of type {kind}: must be a torch.nn.Module.")
         if not isinstance(optim_conf, Mapping | None):
-            raise ValueError(f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name.")
+            raise ValueError(
+                f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name."
+            )
         kinds = {"data_sparsifier": BaseDataSparsifier, "data_scheduler": BaseDataScheduler}
         for name, part in self._sparsity.items():
             if not isinstance(part, kinds[name]):
-                raise ValueError(f"Invalid {name} of type {type(part).__name__}: must be a {kinds[name].__name__}.")
+                raise ValueError(
+                    f"Invalid {name} of type {type(part).__name__}: must be a"
+                    f" {kinds[name].__name__}."
+                )
         if self.data_scheduler is None:
             return
         if self.data_scheduler.data_sparsifier is not self.data_sparsifier:
-            raise ValueError("Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.")
+            raise ValueError(
+                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
+            )
 
     def _check_averaging(self) -> None:
         """Raise a ValueError if ``distributed`` gradients would in fact not be averaged."""
@@ -350,11 +365,14 @@ class OptimScheduler(abc.ABC):
         for peer in self._sharing():
             for name, part in self._sparsity.items():
                 if peer is not self and part is getattr(peer, name):
-                    raise ValueError(f"Invalid {name}: another OptimScheduler of the model steps it at each update.")
+                    raise ValueError(
+                        f"Invalid {name}: another OptimScheduler of the model steps it at each"
+                        " update."
+                    )
             if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
                 raise ValueError(
-                    f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the model "
-                    f"has {peer.config.amp_dtype}, and they share its forward."
+                    f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the"
+                    f" model has {peer.config.amp_dtype}, and they share its forward."
                 )
         self._peers[id(self)] = self
         # Gradients of an earlier run are not part of the first update.
@@ -396,7 +414,9 @@ class OptimScheduler(abc.ABC):
         self._early, self._has_run = None, True
         self._accumulated += 1
 
-    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> Gradients:
+    def _run_backward(
+        self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int
+    ) -> Gradients:
         """Take the gradients of all OptimSchedulers that update from these losses; return this
         one's. Each of the others finds its own when it is stepped with the same loss."""
         due = [peer for peer in self._sharing() if peer.config.wants(losses, step_num)]

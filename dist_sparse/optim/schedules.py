@@ -11,10 +11,10 @@ __all__ = ["ExponentDecayLr", "Noamlr"]
 class Noamlr(OptimScheduler):
     """Linear warm-up, then decay with the inverse square root of the real step.
 
-    ``lr(t) = top * min(t ** -0.5, t * warmup_steps ** -1.5)``, where ``top`` is ``d_model ** -0.5``,
-    or without ``d_model`` ``optim_conf["lr"] * warmup_steps ** 0.5``, so that the peak at
-    ``t = warmup_steps`` is the optimizer's own learning rate. Source: Vaswani et al., Attention Is
-    All You Need, 2017, equation 3.
+    ``lr(t) = top * min(t ** -0.5, t * warmup_steps ** -1.5)``, where ``top`` is
+    ``d_model ** -0.5``, or without ``d_model`` ``optim_conf["lr"] * warmup_steps ** 0.5``, so that
+    the peak at ``t = warmup_steps`` is the optimizer's own learning rate. Source: Vaswani et al.,
+    Attention Is All You Need, 2017, equation 3.
 
     Args:
         d_model: width of the transformer; None takes the peak from the optimizer.

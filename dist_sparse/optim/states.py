@@ -47,7 +47,8 @@ def check_state(
     unknown = saved.keys() & {"data_sparsifier", "data_scheduler"} - sparsity.keys()
     if unknown:
         raise ValueError(
-            f"The state has {sorted(unknown, reverse=True)}, which this OptimScheduler was constructed without."
+            f"The state has {sorted(unknown, reverse=True)}, which this OptimScheduler was"
+            " constructed without."
         )
     # A load replaces the groups and the state of the copy; those of the original are not touched.
     loaded = copy.copy(optimizer)
@@ -62,7 +63,9 @@ def check_state(
     return facts
 
 
-def prepare_schedule(schedule: BaseDataScheduler | None, saved: Mapping[str, Any]) -> Callable[[], object]:
+def prepare_schedule(
+    schedule: BaseDataScheduler | None, saved: Mapping[str, Any]
+) -> Callable[[], object]:
     """Return the function that loads the data scheduler's state. Collective if it checks."""
     if schedule is None:
         return lambda: None

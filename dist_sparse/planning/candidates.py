@@ -1,4 +1,5 @@
-"""A way to make the tables of a model smaller, and the bytes that it leaves: those that `export()` writes.
+"""A way to make the tables of a model smaller, and the bytes that it leaves: those that `export()`
+writes.
 
 Nothing here reads weights: names, shapes and dtypes of the tables are enough.
 """
@@ -74,16 +75,17 @@ class ServedBytes:
 class Candidate:
     """A way to make tables smaller: their dtype, columns and rows.
 
-    It says nothing about weights, so that it fits any model with tables of these names. ``dataclasses.asdict()`` of it
-    is JSON-able, and ``Candidate(**read)`` takes it back.
+    It says nothing about weights, so that it fits any model with tables of these names.
+    ``dataclasses.asdict()`` of it is JSON-able, and ``Candidate(**read)`` takes it back.
 
     Args:
         dtype: of all tables when they are served, as in :func:`~dist_sparse.export`.
-        columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1]. What is left is what
-            ``sparsify(level=1 - columns, block="col", rotate=groups)`` and ``compact()`` leave: a multiple of 4.
-        groups: tables that are rotated together, as in :func:`~dist_sparse.rotate`: the output of a table that is alone
-            is turned back, and other tables keep all columns. With none every table has the fraction ``columns``, not
-            by a rotation: a smaller dense table.
+        columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1]. What is
+            left is what ``sparsify(level=1 - columns, block="col", rotate=groups)`` and
+            ``compact()`` leave: a multiple of 4.
+        groups: tables that are rotated together, as in :func:`~dist_sparse.rotate`: the output of a
+            table that is alone is turned back, and other tables keep all columns. With none every
+            table has the fraction ``columns``, not by a rotation: a smaller dense table.
         levels: fraction of rows removed, by the name of the table; others keep all.
 
     Raises:
@@ -112,13 +114,20 @@ class Candidate:
         groups = tuple(tuple(group) for group in self.groups)
         names = [name for group in groups for name in group]
         if not all(groups) or len(set(names)) < len(names):
-            raise ValueError(f"Invalid groups={self.groups!r}: must be groups of names, each name in one group only.")
+            raise ValueError(
+                f"Invalid groups={self.groups!r}: must be groups of names, each name in one group"
+                " only."
+            )
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
         resolved: dict[str, Any] = {
             "dtype": checks.choice("dtype", self.dtype, BITS),
             "groups": groups,
-            "levels": {name: checks.level(f"levels[{name!r}]", level) for name, level in self.levels.items() if level},
+            "levels": {
+                name: checks.level(f"levels[{name!r}]", level)
+                for name, level in self.levels.items()
+                if level
+            },
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -153,8 +162,8 @@ class Candidate:
         return ServedBytes(**{part: sum(getattr(one, part) for one in each) for part in parts})
 
     def file_bytes(self, tables: Iterable[SizedTable]) -> int:
-        """Return the size of the file that :func:`~dist_sparse.export` writes, exactly: its header counts, the counts
-        of an index are not in it."""
+        """Return the size of the file that :func:`~dist_sparse.export` writes, exactly: its header
+        counts, the counts of an index are not in it."""
         by_name = sorted(tables, key=lambda table: table.name)
         return file_bytes({table.name: self._stored(table) for table in by_name})
 
@@ -163,7 +172,9 @@ class Candidate:
         if self.columns < 1:
             how = ", rotated" if self.groups else ", dense from the start"
             parts.append(f"{percent(self.columns)} of the columns{how}")
-        parts += [f"{name} without {percent(level)} of its rows" for name, level in self.levels.items()]
+        parts += [
+            f"{name} without {percent(level)} of its rows" for name, level in self.levels.items()
+        ]
         return ", ".join(parts)
 
     def _stored(self, table: SizedTable) -> Table:

@@ -20,9 +20,11 @@ _STEPS: Final = 1 << 20
 """Levels that are tried are multiples of one part in so many."""
 
 
-def least_removed(candidate: Candidate, names: Sequence[str], tables: Sequence[SizedTable], budget: int) -> Candidate:
-    """Return a candidate with the lowest common level of the tables ``names`` at which ``tables`` take no more than
-    ``budget`` bytes; the highest level below 1 if none is low enough.
+def least_removed(
+    candidate: Candidate, names: Sequence[str], tables: Sequence[SizedTable], budget: int
+) -> Candidate:
+    """Return a candidate with the lowest common level of the tables ``names`` at which ``tables``
+    take no more than ``budget`` bytes; the highest level below 1 if none is low enough.
 
     Args:
         candidate: its levels are the least.
@@ -38,11 +40,14 @@ def least_removed(candidate: Candidate, names: Sequence[str], tables: Sequence[S
         return others + at(step).served_bytes(some).total <= budget
 
     found = at(bisect_left(range(_STEPS - 1), True, key=fits))
-    return replace(found, levels={**found.levels, **{table.name: found.level(table) for table in some}})
+    return replace(
+        found, levels={**found.levels, **{table.name: found.level(table) for table in some}}
+    )
 
 
 def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
-    """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all of it, ascending."""
+    """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all
+    of it, ascending."""
     widest = max(table.shape[1] for table in tables)
     return [width / widest for width in range(4, widest, 4)]
 
@@ -50,7 +55,8 @@ def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
 def worth_rotating(
     groups: Sequence[Sequence[str]], tables: Sequence[SizedTable], dtype: Dtype, columns: float
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups without tables that are turned back of which the basis takes more than they lose."""
+    """Return the groups without tables that are turned back of which the basis takes more than they
+    lose."""
     named = {table.name: table for table in tables}
 
     def saves(name: str) -> bool:
@@ -66,8 +72,9 @@ class Choice:
     """A candidate and what it takes.
 
     Args:
-        kind: ``"full"`` keeps all columns; ``"small"`` is a table that was trained with fewer; ``"columns"`` removes
-            rotated columns during training; ``"rows"`` removes rows that training has touched.
+        kind: ``"full"`` keeps all columns; ``"small"`` is a table that was trained with fewer;
+            ``"columns"`` removes rotated columns during training; ``"rows"`` removes rows that
+            training has touched.
         served: its bytes.
         fits: whether they are within the budget.
     """
@@ -97,13 +104,18 @@ class Choices:
     untouched: Mapping[str, int]
 
     def all(self) -> list[Choice]:
-        """Return the candidates: at full width all, otherwise those that fit, the widest of each kind and dtype; with
-        rows removed, at several widths, the lowest level that fits."""
+        """Return the candidates: at full width all, otherwise those that fit, the widest of each
+        kind and dtype; with rows removed, at several widths, the lowest level that fits."""
         found = [self.full(dtype) for dtype in DTYPES]
         without = [self._choice("full", dtype, 1.0) for dtype in DTYPES]
         found += [choice for choice in without if choice.candidate.levels]
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
-        found += [each for kind in kinds for dtype in DTYPES if (each := self._widest(kind, dtype)) is not None]
+        found += [
+            each
+            for kind in kinds
+            for dtype in DTYPES
+            if (each := self._widest(kind, dtype)) is not None
+        ]
         return found + list(self._rows())
 
     def full(self, dtype: Dtype) -> Choice:
@@ -120,11 +132,14 @@ class Choices:
         if self._choice(kind, dtype, 1.0).fits:
             return None
         fractions = self._fractions(kind)
-        number = bisect_right(fractions, False, key=lambda fraction: not self._choice(kind, dtype, fraction).fits)
+        number = bisect_right(
+            fractions, False, key=lambda fraction: not self._choice(kind, dtype, fraction).fits
+        )
         return self._choice(kind, dtype, fractions[number - 1]) if number else None
 
     def _rows(self) -> Iterator[Choice]:
-        """Cold tables without rows, at widths that do not fit with them: the fewer columns, the fewer rows go."""
+        """Cold tables without rows, at widths that do not fit with them: the fewer columns, the
+        fewer rows go."""
         kind: Kind = "columns" if self.groups else "small"
         widest = max(table.shape[1] for table in self._narrowed(kind))
         fractions = [min(width / widest, 1.0) for width in (4, 8, 16, widest)]
@@ -132,7 +147,9 @@ class Choices:
             for fraction in dict.fromkeys(fractions):
                 if not self._choice(kind, dtype, fraction).fits:
                     all_rows = self._choice("rows", dtype, fraction).candidate
-                    fewest = self._priced("rows", least_removed(all_rows, self.cold, self.tables, self.budget))
+                    fewest = self._priced(
+                        "rows", least_removed(all_rows, self.cold, self.tables, self.budget)
+                    )
                     if fewest.fits:
                         yield fewest
 
@@ -148,16 +165,22 @@ class Choices:
         candidate = Candidate(dtype=dtype, columns=fraction)
         if self.groups and fraction < 1 and kind in ("columns", "rows"):
             candidate = replace(
-                candidate, groups=worth_rotating(self.groups, self.tables, dtype, fraction) or self.groups
+                candidate,
+                groups=worth_rotating(self.groups, self.tables, dtype, fraction) or self.groups,
             )
-        return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate) if lossless else {}))
+        return self._priced(
+            kind, replace(candidate, levels=self._untouched_levels(candidate) if lossless else {})
+        )
 
     def _priced(self, kind: Kind, candidate: Candidate) -> Choice:
         served = candidate.served_bytes(self.tables)
-        return Choice(kind=kind, candidate=candidate, served=served, fits=served.total <= self.budget)
+        return Choice(
+            kind=kind, candidate=candidate, served=served, fits=served.total <= self.budget
+        )
 
     def _untouched_levels(self, candidate: Candidate) -> dict[str, float]:
-        """The levels that remove what training has never touched, where that saves more than the index takes."""
+        """The levels that remove what training has never touched, where that saves more than the
+        index takes."""
         found: dict[str, float] = {}
         for table in self.tables:
             if (rows := min(self.untouched.get(table.name, 0), table.shape[0] - 1)) > 0:

@@ -1,4 +1,5 @@
-"""`frontier()` and `measure_plan()`: what a trained model is worth at a few sizes, measured on the user's own data."""
+"""`frontier()` and `measure_plan()`: what a trained model is worth at a few sizes, measured on the
+user's own data."""
 
 from __future__ import annotations
 
@@ -53,28 +54,30 @@ def frontier(
     tolerance: float = TOLERANCE,
     out: str | os.PathLike[str] | None = None,
 ) -> Frontier:
-    """Measure what a trained model is worth at a few sizes of its tables. Collective: every rank of the world must call
-    it.
+    """Measure what a trained model is worth at a few sizes of its tables. Collective: every rank of
+    the world must call it.
 
-    For each budget and method, the weights that fit are written into the tables, measured, and restored; the model is
-    not trained. Bytes are those of :class:`~dist_sparse.planning.candidates.ServedBytes`: scales, indexes and bases are
-    counted. Masks finer than rows save none, so no method prunes them.
+    For each budget and method, the weights that fit are written into the tables, measured, and
+    restored; the model is not trained. Bytes are those of
+    :class:`~dist_sparse.planning.candidates.ServedBytes`: scales, indexes and bases are counted.
+    Masks finer than rows save none, so no method prunes them.
 
     Args:
-        model: trained: a DistributedModelParallel, a DDP module or any module. Afterwards its weights are what they
-            were.
-        evaluate: called with the model, returns metrics by name, the same on all ranks. Take data that the model was
-            not trained on.
+        model: trained: a DistributedModelParallel, a DDP module or any module. Afterwards its
+            weights are what they were.
+        evaluate: called with the model, returns metrics by name, the same on all ranks. Take data
+            that the model was not trained on.
         train: functions by ``"columns"`` and ``"rows"``. Each is called with a fraction and returns
-            ``(model, evaluate)``: a model trained like this one, with that fraction of the columns of its tables, or
-            with ids hashed into that fraction of their rows.
+            ``(model, evaluate)``: a model trained like this one, with that fraction of the columns
+            of its tables, or with ids hashed into that fraction of their rows.
         budgets: fractions of the tables' bytes.
-        methods: of those in :data:`~dist_sparse.planning.methods.METHODS`: ``"bits"``, ``"untouched"``, ``"small"``,
-            ``"rotated"``, ``"rows"``, ``"mix"`` and ``"hashed"``. None is all of them, without those for which
-            ``train`` has nothing: ``"small"`` and ``"hashed"``.
+        methods: of those in :data:`~dist_sparse.planning.methods.METHODS`: ``"bits"``,
+            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"mix"`` and ``"hashed"``.
+            None is all of them, without those for which ``train`` has nothing: ``"small"`` and
+            ``"hashed"``.
         dtypes: dtypes of the stored weights.
-        rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read only by dot products
-            between them.
+        rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read
+            only by dot products between them.
         protect: globs of tables that keep all rows.
         min_rows: tables with fewer keep all rows.
         metric: by which methods are compared; None is the first that ``evaluate`` returns.
@@ -84,7 +87,8 @@ def frontier(
             An interrupted run continues from ``trials.jsonl``.
 
     Raises:
-        ValueError: an argument or a metric is invalid, the tables can't be served, or ranks disagree; on every rank.
+        ValueError: an argument or a metric is invalid, the tables can't be served, or ranks
+            disagree; on every rank.
         OSError: the folder can't be written. On several ranks it is a ValueError that quotes it.
 
     Example::
@@ -119,14 +123,24 @@ def frontier(
     by_budget: dict[float, list[Attempt]] = {}
     for share in shares:
         room = math.floor(share * measurements.table_bytes)
-        how: Any = {"methods": chosen, "dtypes": kinds, "rotate": rotate, "pruned": pruned, "untouched": untouched}
+        how: Any = {
+            "methods": chosen,
+            "dtypes": kinds,
+            "rotate": rotate,
+            "pruned": pruned,
+            "untouched": untouched,
+        }
         by_budget[share] = [*attempts(measurements.tables, room, **how)]
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
-    measured = measurements([attempt for some in by_budget.values() for attempt in some], "frontier")
+    measured = measurements(
+        [attempt for some in by_budget.values() for attempt in some], "frontier"
+    )
     found, points = iter(measured), []
     for share, some in by_budget.items():
         here = [Point(budget=share, measured=next(found)) for _ in some]
-        best = [_best(whole, [point for point in here if point.method == method]) for method in chosen]
+        best = [
+            _best(whole, [point for point in here if point.method == method]) for method in chosen
+        ]
         points += sorted(filter(None, best), key=lambda point: whole.loss(point.measured))
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
 
@@ -141,8 +155,8 @@ def measure_plan(
     tolerance: float = TOLERANCE,
     out: str | os.PathLike[str] | None = None,
 ) -> Frontier:
-    """Measure what fits the budget of a plan, on the model as it was trained, and recommend by that. Collective: every
-    rank of the world must call it.
+    """Measure what fits the budget of a plan, on the model as it was trained, and recommend by
+    that. Collective: every rank of the world must call it.
 
     Smaller dense tables are left out: they have to be trained, see :func:`frontier`.
 
@@ -169,12 +183,23 @@ def measure_plan(
     """
     names: dict[str, str] = {"full": "bits", "columns": "rotated", "rows": "mix"}
     fitting = [choice for choice in planned.choices if choice.fits and choice.kind in names]
-    methods = ["untouched" if each.kind == "full" and each.candidate.levels else names[each.kind] for each in fitting]
+    methods = [
+        "untouched" if each.kind == "full" and each.candidate.levels else names[each.kind]
+        for each in fitting
+    ]
     measurements = _measurements(model, evaluate, MappingProxyType({}), out)
-    if left_out := sorted({each.name for each in measurements.tables} ^ {each.name for each in planned.tables}):
-        raise ValueError(f"Invalid planned: it must be of all tables of the model; {left_out} are in one of them only.")
+    if left_out := sorted(
+        {each.name for each in measurements.tables} ^ {each.name for each in planned.tables}
+    ):
+        raise ValueError(
+            f"Invalid planned: it must be of all tables of the model; {left_out} are in one of them"
+            " only."
+        )
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
-    tried = [Attempt(method=name, candidate=each.candidate) for name, each in zip(methods, fitting, strict=True)]
+    tried = [
+        Attempt(method=name, candidate=each.candidate)
+        for name, each in zip(methods, fitting, strict=True)
+    ]
     measured = measurements(tried, "plan")
     budget = min(planned.budget / planned.dense_bytes, 1.0)
     points = [Point(budget=budget, measured=each) for each in sorted(measured, key=whole.loss)]

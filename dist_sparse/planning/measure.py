@@ -1,4 +1,5 @@
-"""Measuring candidates on a trained model, with a line of JSON for each, so that an interrupted run goes on."""
+"""Measuring candidates on a trained model, with a line of JSON for each, so that an interrupted run
+goes on."""
 
 from __future__ import annotations
 
@@ -31,13 +32,15 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Returns metrics of a model by name, the same on all ranks; does not change the model."""
 
 Train = Mapping[Part, Callable[[float], tuple[nn.Module, Evaluate]]]
-"""By ``"columns"`` and ``"rows"`` what trains a model whose tables have a fraction of their columns, or whose ids are
-hashed into a fraction of their rows, and returns it with what evaluates it."""
+"""By ``"columns"`` and ``"rows"`` what trains a model whose tables have a fraction of their
+columns, or whose ids are hashed into a fraction of their rows, and returns it with what evaluates
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of an attempt: the bytes of its tables once they are served, and its metrics."""
+    """What was measured of an attempt: the bytes of its tables once they are served, and its
+    metrics."""
 
     attempt: Attempt
     bytes: int
@@ -51,8 +54,8 @@ class Measurements:
         model: a DistributedModelParallel, a DDP module or any module; it is not changed.
         evaluate: called with ``model`` while its tables hold what is served.
         train: what trains the models of attempts that need another.
-        file: to which a line is added for each attempt, on rank 0; those of an earlier run are not measured again, if
-            the weights, and the metrics of the model as it is, were the same.
+        file: to which a line is added for each attempt, on rank 0; those of an earlier run are not
+            measured again, if the weights, and the metrics of the model as it is, were the same.
 
     Attributes:
         tables: of the model, their shapes.
@@ -60,19 +63,25 @@ class Measurements:
         full: its metrics as it is.
 
     Raises:
-        ValueError: weights or metrics are no finite numbers, metrics differ between ranks, or the file can't be read;
-            on every rank.
+        ValueError: weights or metrics are no finite numbers, metrics differ between ranks, or the
+            file can't be read; on every rank.
     """
 
     def __init__(
-        self, model: nn.Module, evaluate: Evaluate, train: Train = MappingProxyType({}), file: Path | None = None
+        self,
+        model: nn.Module,
+        evaluate: Evaluate,
+        train: Train = MappingProxyType({}),
+        file: Path | None = None,
     ) -> None:
         self._world = group_over(world_ranks())
         self._whole, self._train = (model, evaluate), train
         self._file = file if self._world.rank == 0 else None
         with self._world.agreeing("measuring a model") as facts:
             self.tables = _shapes(model)
-            check_range(model_source(model).locate(), "fp32")  # of weights that are not finite no metric says which
+            check_range(
+                model_source(model).locate(), "fp32"
+            )  # of weights that are not finite no metric says which
             facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
         self.table_bytes = dense_bytes(self.tables)
         self.full = self._metrics(model, evaluate)
@@ -81,16 +90,21 @@ class Measurements:
         self._other: tuple[tuple[Part, float], tuple[nn.Module, Evaluate]] | None = None
 
     def __call__(self, attempts: Sequence[Attempt], title: str) -> list[Measured]:
-        """Return what was measured of each attempt, in their order; shows a bar of tqdm's on a terminal."""
+        """Return what was measured of each attempt, in their order; shows a bar of tqdm's on a
+        terminal."""
         new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
         with _bar(len(new), title, shown=self._world.rank == 0) as advance:
-            for attempt in sorted(new.values(), key=lambda each: each.trained or ("", 0.0)):  # each model once
+            for attempt in sorted(
+                new.values(), key=lambda each: each.trained or ("", 0.0)
+            ):  # each model once
                 self._measure(attempt)
                 advance()
         return [Measured(attempt=attempt, **self._done[_key(attempt)]) for attempt in attempts]
 
     def _measure(self, attempt: Attempt) -> None:
-        model, evaluate = self._whole if attempt.trained is None else self._trained(*attempt.trained)
+        model, evaluate = (
+            self._whole if attempt.trained is None else self._trained(*attempt.trained)
+        )
         tables = self.tables if attempt.trained is None else _shapes(model)
         with serving(model, attempt.candidate):
             metrics = self._metrics(model, evaluate)
@@ -99,7 +113,9 @@ class Measurements:
         with self._world.agreeing("writing the file of trials"):
             if self._file is not None:
                 with self._file.open("a") as stream:
-                    stream.write(json.dumps({"model": self._fingerprint, **asdict(attempt), **found}) + "\n")
+                    stream.write(
+                        json.dumps({"model": self._fingerprint, **asdict(attempt), **found}) + "\n"
+                    )
 
     def _trained(self, part: Part, share: float) -> tuple[nn.Module, Evaluate]:
         """The model with a part of the tables; the last one is kept."""
@@ -116,7 +132,9 @@ class Measurements:
             try:
                 metrics = {str(name): float(value) for name, value in found.items()}
             except (TypeError, ValueError):
-                raise ValueError(f"evaluate() returned {found!r}; values must be numbers.") from None
+                raise ValueError(
+                    f"evaluate() returned {found!r}; values must be numbers."
+                ) from None
             for name, value in metrics.items():
                 if not math.isfinite(value):
                     raise ValueError(f"evaluate() returned {name}={value}; must be finite.")
@@ -131,14 +149,21 @@ class Measurements:
             for shard in data.shards
             if shard.rect in data.owned(rank_in(data.ranks))
         ]
-        known = [self._world.all_gather_json(mine), {name: f"{value:.5g}" for name, value in self.full.items()}]
+        known = [
+            self._world.all_gather_json(mine),
+            {name: f"{value:.5g}" for name, value in self.full.items()},
+        ]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """What the file says of this model, by key."""
         found: dict[str, Any] = {}
         with self._world.agreeing("reading the file of trials"):
-            lines = self._file.read_text().splitlines() if self._file is not None and self._file.exists() else []
+            lines = (
+                self._file.read_text().splitlines()
+                if self._file is not None and self._file.exists()
+                else []
+            )
             for text in lines:
                 try:
                     line = json.loads(text)
@@ -162,8 +187,14 @@ def _key(attempt: Attempt | Mapping[str, Any]) -> str:
 
 @contextmanager
 def _bar(total: int, title: str, *, shown: bool) -> Iterator[Callable[[], object]]:
-    """Yield a function that counts one: on a terminal with a bar of tqdm's, if tqdm is installed."""
-    if not shown or not total or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+    """Yield a function that counts one: on a terminal with a bar of tqdm's, if tqdm is
+    installed."""
+    if (
+        not shown
+        or not total
+        or not sys.stderr.isatty()
+        or importlib.util.find_spec("tqdm") is None
+    ):
         yield lambda: None
         return
     with importlib.import_module("tqdm").tqdm(total=total, desc=title) as bar:

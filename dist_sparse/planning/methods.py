@@ -1,4 +1,5 @@
-"""What a frontier tries: for each budget and method, the candidates that use as much of it as they can."""
+"""What a frontier tries: for each budget and method, the candidates that use as much of it as they
+can."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Attempt:
     Args:
         method: of :data:`METHODS`.
         candidate: what is served of the model.
-        trained: of what part of the tables another model is trained, and how much of it that one keeps; None is the
-            model itself.
+        trained: of what part of the tables another model is trained, and how much of it that one
+            keeps; None is the model itself.
     """
 
     method: str
@@ -54,18 +55,20 @@ def attempts(
     pruned: Sequence[str],
     untouched: Mapping[str, int],
 ) -> Iterator[Attempt]:
-    """Yield what a budget of bytes holds, by method and dtype: the most columns, or the lowest level.
+    """Yield what a budget of bytes holds, by method and dtype: the most columns, or the lowest
+    level.
 
     Nothing is removed that need not be: where a dtype alone meets the budget, it is tried alone.
 
     Args:
         tables: of the model.
-        budget: bytes of all tables, as :class:`~dist_sparse.planning.candidates.ServedBytes` counts them.
+        budget: bytes of all tables, as :class:`~dist_sparse.planning.candidates.ServedBytes` counts
+            them.
         methods: of :data:`METHODS`.
         dtypes: to store what is left in.
         rotate: as in :func:`~dist_sparse.rotate`.
-        pruned: names of the tables that may lose rows; all of them have one level. Rotated columns are removed from
-            any table.
+        pruned: names of the tables that may lose rows; all of them have one level. Rotated columns
+            are removed from any table.
         untouched: by table, how many rows training has never touched.
     """
     groups = rotation_groups(rotate, [table.name for table in tables])
@@ -104,7 +107,9 @@ class _Search:
                 yield Attempt(method="bits", candidate=candidate)
 
     def untouched(self, dtypes: Sequence[Dtype], untouched: Mapping[str, int]) -> Iterator[Attempt]:
-        lossless = Choices(tables=self.tables, budget=self.budget, groups=(), cold=(), untouched=untouched).all()
+        lossless = Choices(
+            tables=self.tables, budget=self.budget, groups=(), cold=(), untouched=untouched
+        ).all()
         for choice in lossless:
             candidate = choice.candidate
             if choice.kind != "full" or not candidate.levels:

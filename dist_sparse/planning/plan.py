@@ -37,15 +37,17 @@ _PARTS = ("weights", "scales", "index", "bases")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a budget can hold. ``print()``, a REPL and a notebook show the candidates, their bytes, and
-    which to use.
+    """What a budget can hold. ``print()``, a REPL and a notebook show the candidates, their bytes,
+    and which to use.
 
     Args:
         budget: bytes.
         tables: names, shapes and dtypes of the tables, in the order of the model.
-        untouched: by table, how many rows training has never touched; tables of which that is unknown are missing.
+        untouched: by table, how many rows training has never touched; tables of which that is
+            unknown are missing.
         choices: the candidates; those of all columns are listed whether or not they fit.
-        recommended: the one to use, or several to be measured. Empty if nothing fits, or if the tables fit as they are.
+        recommended: the one to use, or several to be measured. Empty if nothing fits, or if the
+            tables fit as they are.
         why: what the recommendation rests on.
     """
 
@@ -66,7 +68,9 @@ class Plan:
         return {
             "budget": self.budget,
             "dense_bytes": self.dense_bytes,
-            "tables": [{"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype)} for t in self.tables],
+            "tables": [
+                {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype)} for t in self.tables
+            ],
             "untouched": dict(self.untouched),
             "choices": [_json(choice) for choice in self.choices],
             "recommended": [_json(choice) for choice in self.recommended],
@@ -74,15 +78,29 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        parts = [part for part in _PARTS if part == "weights" or any(getattr(c.served, part) for c in self.choices)]
+        parts = [
+            part
+            for part in _PARTS
+            if part == "weights" or any(getattr(c.served, part) for c in self.choices)
+        ]
         head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
         rows = [self._cells(choice, parts) for choice in self.choices]
         budget = f"{size(self.budget)}, {percent(self.budget / self.dense_bytes)}"
-        lines = [f"budget {budget} of {size(self.dense_bytes)} in {number_of(len(self.tables), 'table')}", ""]
+        lines = [
+            (
+                f"budget {budget} of {size(self.dense_bytes)} in"
+                f" {number_of(len(self.tables), 'table')}"
+            ),
+            "",
+        ]
         lines += table_lines(head, rows, right=range(3, len(head)))
         lines += ["", *self._never(), self.why]
         for place, choice in enumerate(self.recommended, start=1):
-            lines += ["", f"{place}. {_KINDS[choice.kind]}, {choice.candidate.dtype}:", *_calls(choice, self.tables)]
+            lines += [
+                "",
+                f"{place}. {_KINDS[choice.kind]}, {choice.candidate.dtype}:",
+                *_calls(choice, self.tables),
+            ]
         return "\n".join(lines)
 
     def _cells(self, choice: Choice, parts: Sequence[str]) -> list[str]:
@@ -105,7 +123,11 @@ class Plan:
             for name, never in self.untouched.items()
             if never
         ]
-        return [f"Never looked up in training: {', '.join(each)}. Removing them is lossless.", ""] if each else []
+        return (
+            [f"Never looked up in training: {', '.join(each)}. Removing them is lossless.", ""]
+            if each
+            else []
+        )
 
 
 def plan(
@@ -118,23 +140,26 @@ def plan(
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
 ) -> Plan:
-    """Return what fits a byte budget for a model's tables, and which option to use; change nothing. Collective: every
-    rank of the world must call it.
+    """Return what fits a byte budget for a model's tables, and which option to use; change nothing.
+    Collective: every rank of the world must call it.
 
-    Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and with removed rows: rows
-    that training has never touched, which is lossless, and rows of ``cold`` tables. The bytes are those that a server
-    holds: weights, scales, indexes of kept rows, and bases that rotate outputs back. No weights are read, and no
-    quality is predicted: recommendations follow rules that were measured on other models. Where these depend on the
-    data, several candidates are recommended, to be measured.
+    Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and
+    with removed rows: rows that training has never touched, which is lossless, and rows of ``cold``
+    tables. The bytes are those that a server holds: weights, scales, indexes of kept rows, and
+    bases that rotate outputs back. No weights are read, and no quality is predicted:
+    recommendations follow rules that were measured on other models. Where these depend on the data,
+    several candidates are recommended, to be measured.
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
         budget: bytes, or a share of the tables' bytes as text, ``"10%"``.
-        rotate: tables that may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups of tables that are
-            read only by dot products between them, or ``"table"``.
-        cold: globs of tables of cold crossed features, which may lose rows that training has touched.
-        optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If tables are stepped
-            by an Adagrad, fused or not, the rows that training has never touched are known.
+        rotate: tables that may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups
+            of tables that are read only by dot products between them, or ``"table"``.
+        cold: globs of tables of cold crossed features, which may lose rows that training has
+            touched.
+        optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If
+            tables are stepped by an Adagrad, fused or not, the rows that training has never touched
+            are known.
         include, exclude: globs over tables, as for ``add_model``; excluded tables are not counted.
 
     Raises:
@@ -160,10 +185,15 @@ def plan(
         if isinstance(model, nn.Module):
             located = model_source(model, include=include, exclude=exclude).locate()
         elif include is not None or exclude is not None or optimizer is not None:
-            raise ValueError("Invalid include, exclude or optimizer: they are for models, not for shapes of tables.")
+            raise ValueError(
+                "Invalid include, exclude or optimizer: they are for models, not for shapes of"
+                " tables."
+            )
         else:
             located = []
-        tables = tuple(TableShape(each.name, each.shape, each.dtype) for each in located or _shapes(model))
+        tables = tuple(
+            TableShape(each.name, each.shape, each.dtype) for each in located or _shapes(model)
+        )
         groups, names = _groups(rotate, tables), _cold(cold, tables)
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate, cold"] = [share, groups, names]
@@ -172,12 +202,21 @@ def plan(
     choices = Choices(tables=tables, budget=room, groups=groups, cold=names, untouched=untouched)
     found = tuple(choices.all())
     recommended, why = recommend(choices, found)
-    return Plan(budget=room, tables=tables, untouched=untouched, choices=found, recommended=recommended, why=why)
+    return Plan(
+        budget=room,
+        tables=tables,
+        untouched=untouched,
+        choices=found,
+        recommended=recommended,
+        why=why,
+    )
 
 
 def _shapes(tables: Any) -> list[TableShape]:
     if not isinstance(tables, Mapping) or not tables:
-        raise ValueError(f"Invalid model of type {type(tables).__name__}: must be a module, or shapes by table.")
+        raise ValueError(
+            f"Invalid model of type {type(tables).__name__}: must be a module, or shapes by table."
+        )
     found = []
     for name, shape in tables.items():
         if not isinstance(shape, Sequence) or len(shape) != 2:
@@ -193,7 +232,10 @@ def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...],
     groups = () if rotate is None else tuple(map(tuple, rotation_groups(rotate, columns)))
     for group in groups:
         if len({columns[name] for name in group}) > 1:
-            raise ValueError(f"Invalid {rotate=}: {list(group)} have {[columns[name] for name in group]} columns.")
+            raise ValueError(
+                f"Invalid {rotate=}: {list(group)} have {[columns[name] for name in group]}"
+                " columns."
+            )
     return groups
 
 
@@ -202,33 +244,58 @@ def _cold(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
     patterns = checks.name_list("cold", globs)
     for pattern in patterns:
         if not any(fnmatchcase(table.name, pattern) for table in tables):
-            raise ValueError(f"Invalid cold: {pattern!r} matches none of {[table.name for table in tables]}.")
-    return tuple(t.name for t in tables if any(fnmatchcase(t.name, pattern) for pattern in patterns))
+            raise ValueError(
+                f"Invalid cold: {pattern!r} matches none of {[table.name for table in tables]}."
+            )
+    return tuple(
+        t.name for t in tables if any(fnmatchcase(t.name, pattern) for pattern in patterns)
+    )
 
 
 def _json(choice: Choice) -> dict[str, Any]:
     served = asdict(choice.served) | {"total": choice.served.total}
-    return {"kind": choice.kind, "candidate": asdict(choice.candidate), "served": served, "fits": choice.fits}
+    return {
+        "kind": choice.kind,
+        "candidate": asdict(choice.candidate),
+        "served": served,
+        "fits": choice.fits,
+    }
 
 
 def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
-    """The lines that make a candidate of a trained ``model`` and the ``optimizer`` that steps it."""
+    """The lines that make a candidate of a trained ``model`` and the ``optimizer`` that steps
+    it."""
     candidate, sparse, lines = choice.candidate, None, []
-    changed = [table for table in tables if table.name in candidate.narrowed or table.name in candidate.levels]
-    at = "end=0, min_rows=0" if any(table.shape[0] < 16 for table in changed) else "end=0"  # left dense by default
+    changed = [
+        table
+        for table in tables
+        if table.name in candidate.narrowed or table.name in candidate.levels
+    ]
+    at = (
+        "end=0, min_rows=0" if any(table.shape[0] < 16 for table in changed) else "end=0"
+    )  # left dense by default
     if candidate.columns < 1 and candidate.groups:
         groups = [list(group) for group in candidate.groups]
         level = f"{1 - candidate.columns:.6g}"
         lines += [
-            f'sparse = sparsify(model, optimizer, level={level}, block="col", rotate={groups}, {at})',
+            (
+                f'sparse = sparsify(model, optimizer, level={level}, block="col", rotate={groups},'
+                f" {at})"
+            ),
             "sparse.step()",
             "model = compact(model, sparse)  # then train on, with the new fused optimizer",
         ]
     elif candidate.columns < 1:
         widths = [candidate.shape(table)[1] for table in tables]
-        lines.append(f"# of a model that was trained with embedding_dim={', '.join(map(str, dict.fromkeys(widths)))}")
+        lines.append(
+            "# of a model that was trained with"
+            f" embedding_dim={', '.join(map(str, dict.fromkeys(widths)))}"
+        )
     if candidate.levels:
         sparse = "sparse"
         levels = {glob.escape(name): round(level, 9) for name, level in candidate.levels.items()}
-        lines += [f'sparse = sparsify(model, optimizer, level={levels}, block="row", {at})', "sparse.step()"]
+        lines += [
+            f'sparse = sparsify(model, optimizer, level={levels}, block="row", {at})',
+            "sparse.step()",
+        ]
     return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']

@@ -38,8 +38,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """What each method is worth within each budget. ``print()``, a REPL and a notebook show the table
-    and the recommendation.
+    """What each method is worth within each budget. ``print()``, a REPL and a notebook show the
+    table and the recommendation.
 
     Args:
         table_bytes: of the tables of the model as it is.
@@ -66,8 +66,9 @@ class Frontier:
 
     @property
     def recommended(self) -> Point | None:
-        """The smallest budget within which a method loses no more than ``tolerance``, and the simplest method there
-        that is as good as the best but for half of it, in the fewest bytes; None if all lose more."""
+        """The smallest budget within which a method loses no more than ``tolerance``, and the
+        simplest method there that is as good as the best but for half of it, in the fewest bytes;
+        None if all lose more."""
         good = [point for point in self.points if self.loss(point.measured) <= self.tolerance]
         if not good:
             return None
@@ -85,12 +86,17 @@ class Frontier:
         if point is None:
             if not self.points:
                 return (
-                    "Nothing fits the budgets that can be tried on this model; smaller dense tables have to be trained."
+                    "Nothing fits the budgets that can be tried on this model; smaller dense tables"
+                    " have to be trained."
                 )
             point = min(self.points, key=lambda each: self.loss(each.measured))
             lead = f"Nothing comes within {self.tolerance:g} of the {within}; nearest is this: "
             return lead + _advice(point.measured.attempt) + self._figures(point)
-        return _advice(point.measured.attempt) + self._figures(point) + f", within {self.tolerance:g} of the {within}."
+        return (
+            _advice(point.measured.attempt)
+            + self._figures(point)
+            + f", within {self.tolerance:g} of the {within}."
+        )
 
     def _figures(self, point: Point) -> str:
         share = percent(point.measured.bytes / self.table_bytes)
@@ -99,7 +105,17 @@ class Frontier:
     def cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return the head and the rows of the table, as text."""
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
-        rows = [("", "the model as it is", "", "", count(self.table_bytes), "100.0%", *_numbers(self.full))]
+        rows = [
+            (
+                "",
+                "the model as it is",
+                "",
+                "",
+                count(self.table_bytes),
+                "100.0%",
+                *_numbers(self.full),
+            )
+        ]
         before = None
         for point in self.points:
             found = point.measured
@@ -120,8 +136,15 @@ class Frontier:
         """Which metrics are better when they are larger, and which when smaller."""
         less = [name for name in self.full if name in self.lower_is_better]
         more = [name for name in self.full if name not in self.lower_is_better]
-        said = [f"{', '.join(names)}: {word} is better" for names, word in ((more, "more"), (less, "less")) if names]
-        return f"{'; '.join(said)}. Methods are compared by {self.metric}, in each budget the best first."
+        said = [
+            f"{', '.join(names)}: {word} is better"
+            for names, word in ((more, "more"), (less, "less"))
+            if names
+        ]
+        return (
+            f"{'; '.join(said)}. Methods are compared by {self.metric}, in each budget the best"
+            " first."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
@@ -161,4 +184,8 @@ def _advice(attempt: Attempt) -> str:
         return f"Remove the rows that training has never touched{served}"
     if candidate.levels:
         parts.append(f"{percent(max(candidate.levels.values()))} of the rows")
-    return f"Remove {' and '.join(parts)} during training{served}" if parts else f"Use {candidate.dtype}"
+    return (
+        f"Remove {' and '.join(parts)} during training{served}"
+        if parts
+        else f"Use {candidate.dtype}"
+    )

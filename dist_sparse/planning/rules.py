@@ -1,7 +1,9 @@
-"""Which of the candidates to use: rules from measurements at equal bytes, against int8 and small dense tables.
+"""Which of the candidates to use: rules from measurements at equal bytes, against int8 and small
+dense tables.
 
-Measured on two-tower models (three data sets) and on a DLRM (one small data set); docs/planning.md has the numbers.
-Where the data sets disagree there is no rule: several candidates are recommended, to be measured.
+Measured on two-tower models (three data sets) and on a DLRM (one small data set); docs/planning.md
+has the numbers. Where the data sets disagree there is no rule: several candidates are recommended,
+to be measured.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ __all__ = ["recommend"]
 _Advice = tuple[tuple[Choice, ...], str]
 
 _ROWS_BELOW: Final = 0.05
-"""Share of the bytes of touched rows below which removing rows of cold crossed features was worth it."""
+"""Share of the bytes of touched rows below which removing rows of cold crossed features was worth
+it."""
 
 _IT_DEPENDS: Final = (
-    "Rotated columns that are removed during training, or smaller dense tables: which is better depends on the "
-    "interactions per item, the passes over the data and the compute. At 4.7% of the bytes, tuned alike, 14 passes "
-    "gave columns 0.010 and 0.013 more AUC with 5 to 7 interactions per item and none with 20; 28 passes gave 0.006, "
-    "and equal compute no gain. Measure both, in int8 and int4."
+    "Rotated columns that are removed during training, or smaller dense tables: which is better"
+    " depends on the interactions per item, the passes over the data and the compute. At 4.7% of"
+    " the bytes, tuned alike, 14 passes gave columns 0.010 and 0.013 more AUC with 5 to 7"
+    " interactions per item and none with 20; 28 passes gave 0.006, and equal compute no gain."
+    " Measure both, in int8 and int4."
 )
 
 
 def recommend(choices: Choices, found: Sequence[Choice]) -> _Advice:
-    """Return which of the candidates ``found`` to use, and why in a few sentences. Several are to be measured; none
-    means that nothing fits."""
+    """Return which of the candidates ``found`` to use, and why in a few sentences. Several are to
+    be measured; none means that nothing fits."""
     if dense_bytes(choices.tables) <= choices.budget:
         return (), "The tables fit as they are."
     if whole := _fitting(found, "full", "int8")[:1]:
@@ -43,9 +47,13 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> _Advice:
     fewer = columns + _fitting(found, "small", "int8", "int4")
     rows = _fitting(found, "rows", "int8") or _fitting(found, "rows", "int4")
     if rows and (not fewer or choices.budget < _ROWS_BELOW * _touched_bytes(choices)):
-        return fewer + rows[:2], (
-            "At so few bytes, tables without most rows of cold crossed features had an AUC 0.005 to 0.008 above small "
-            "dense tables, on one data set: measure them against fewer columns."
+        return (
+            fewer + rows[:2],
+            (
+                "At so few bytes, tables without most rows of cold crossed features had an AUC"
+                " 0.005 to 0.008 above small dense tables, on one data set: measure them against"
+                " fewer columns."
+            ),
         )
     if not fewer:
         return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
@@ -69,29 +77,43 @@ def _why_int8(whole: Choice) -> str:
     why = "int8 changed AUC by less than 0.0001 wherever it was measured"
     if whole.candidate.levels:
         return (
-            f"{why}, and fits without the rows that training has never touched. Remove no others: that can only lose."
+            f"{why}, and fits without the rows that training has never touched. Remove no others:"
+            " that can only lose."
         )
     return f"{why}. Remove no weights: that can only lose."
 
 
-def _int4_or_fewer_columns(whole: tuple[Choice, ...], found: Sequence[Choice], dots: bool) -> _Advice:
+def _int4_or_fewer_columns(
+    whole: tuple[Choice, ...], found: Sequence[Choice], dots: bool
+) -> _Advice:
     columns = _fitting(found, "columns", "int8") if dots else ()
     other = "fewer, rotated columns" if columns else "a smaller dense table"
-    without = ", without the rows that training has never touched," if whole[0].candidate.levels else ""
-    why = f"int4 of all columns{without} or {other} in int8: which is better depends on the data. Measure both."
+    without = (
+        ", without the rows that training has never touched," if whole[0].candidate.levels else ""
+    )
+    why = (
+        f"int4 of all columns{without} or {other} in int8: which is better depends on the data."
+        " Measure both."
+    )
     return whole + (columns or _fitting(found, "small", "int8")), why
 
 
 def _why_small(turned_back: bool) -> str:
     why = (
-        "Train smaller dense tables: nothing that removes weights afterwards was better, except rotated columns of "
-        "tables that only dot products read, by up to 0.013 AUC where items have few interactions. If yours are, name "
-        'them, as in rotate=[["user", "item"]].'
+        "Train smaller dense tables: nothing that removes weights afterwards was better, except"
+        " rotated columns of tables that only dot products read, by up to 0.013 AUC where items"
+        ' have few interactions. If yours are, name them, as in rotate=[["user", "item"]].'
     )
-    return f"{why} For tables that are turned back no gain was measured: try both." if turned_back else why
+    return (
+        f"{why} For tables that are turned back no gain was measured: try both."
+        if turned_back
+        else why
+    )
 
 
 def _touched_bytes(choices: Choices) -> int:
     """Bytes of the rows that training has touched."""
-    idle = (choices.untouched.get(t.name, 0) * t.shape[1] * t.dtype.itemsize for t in choices.tables)
+    idle = (
+        choices.untouched.get(t.name, 0) * t.shape[1] * t.dtype.itemsize for t in choices.tables
+    )
     return dense_bytes(choices.tables) - sum(idle)

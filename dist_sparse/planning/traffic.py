@@ -18,15 +18,19 @@ from dist_sparse.tables.shards import Rect, ShardedData
 __all__ = ["untouched_rows"]
 
 Sums = Mapping[int, tuple[Tensor, float]]
-"""What Adagrad has summed for a shard, and the value that it began with, by the address of the shard."""
+"""What Adagrad has summed for a shard, and the value that it began with, by the address of the
+shard."""
 
 
-def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None) -> dict[str, int]:
+def untouched_rows(
+    model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
+) -> dict[str, int]:
     """Return how many rows no gradient has reached, by table, for tables that Adagrad steps.
 
     Collective over the world.
-    Adagrad's sums of squares never shrink, so a sum that is as at first is a row that no batch has looked up. A table
-    whose rows are all like that is left out: it was not trained, or its weights were loaded without the sums.
+    Adagrad's sums of squares never shrink, so a sum that is as at first is a row that no batch has
+    looked up. A table whose rows are all like that is left out: it was not trained, or its weights
+    were loaded without the sums.
 
     Args:
         model: the one that holds the tables; of fused ones it knows the optimizer.
@@ -48,12 +52,15 @@ def untouched_rows(model: nn.Module, located: Sequence[ShardedData], optimizer: 
     for each in world.all_gather_json(counts):
         over_ranks |= each
     return {
-        data.name: over_ranks[data.name] for data in located if over_ranks.get(data.name, data.shape[0]) < data.shape[0]
+        data.name: over_ranks[data.name]
+        for data in located
+        if over_ranks.get(data.name, data.shape[0]) < data.shape[0]
     }
 
 
 def _known_tables(located: Sequence[ShardedData], sums: Sums) -> list[ShardedData]:
-    """The tables of this rank of whose shards every rank knows the sums. Collective over the world."""
+    """The tables of this rank of whose shards every rank knows the sums. Collective over the
+    world."""
     missing = set()
     for data in located:
         for shard in data.shards:
@@ -68,7 +75,8 @@ def _known_tables(located: Sequence[ShardedData], sums: Sums) -> list[ShardedDat
 
 
 def _touched_rows(known: Sequence[ShardedData], sums: Sums) -> dict[str, Tensor]:
-    """Which rows of each table a gradient has reached, on the first rank of its group; one gather for each group."""
+    """Which rows of each table a gradient has reached, on the first rank of its group; one gather
+    for each group."""
     by_ranks: dict[tuple[int, ...] | None, list[ShardedData]] = {}
     for data in known:
         by_ranks.setdefault(data.ranks, []).append(data)
@@ -79,7 +87,9 @@ def _touched_rows(known: Sequence[ShardedData], sums: Sums) -> dict[str, Tensor]
     return touched
 
 
-def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Iterator[tuple[Tensor, tuple[Tensor, float]]]:
+def _stepped_sums(
+    located: Sequence[ShardedData], optimizer: Any
+) -> Iterator[tuple[Tensor, tuple[Tensor, float]]]:
     """What the given optimizers have summed for this rank's shards."""
     if optimizer is None:
         return
@@ -97,12 +107,14 @@ def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Iterator[tu
 
 
 def _asked(data: ShardedData, rank: int) -> Sequence[Rect]:
-    """Copies that are trained apart see other batches; of other replicas one knows what all know."""
+    """Copies that are trained apart see other batches; of other replicas one knows what all
+    know."""
     return data.tiling[rank] if data.copied else data.owned(rank)
 
 
 def _touched(data: ShardedData, rect: Rect, sums: Sums) -> Tensor:
-    """Which rows of a shard have a sum of squares other than at first: bool ``(rect.rows,)`` on the CPU."""
+    """Which rows of a shard have a sum of squares other than at first: bool ``(rect.rows,)`` on the
+    CPU."""
     if not rect.numel:
         return torch.zeros(rect.rows, dtype=torch.bool)
     weight = next(shard.tensor for shard in data.shards if shard.rect == rect)

@@ -1,8 +1,9 @@
-"""Trials: a model has for a moment the weights that an artifact would serve, and then its own again, bit for bit.
+"""Trials: a model has for a moment the weights that an artifact would serve, and then its own
+again, bit for bit.
 
-Each rank changes its own shards. What is removed is chosen by sparsifiers, over all ranks; rows are rounded as
-:func:`~dist_sparse.export` rounds them. Rows that column borders cut travel in chunks: no rank holds more than its
-shards, a copy of them, and a chunk.
+Each rank changes its own shards. What is removed is chosen by sparsifiers, over all ranks; rows are
+rounded as :func:`~dist_sparse.export` rounds them. Rows that column borders cut travel in chunks:
+no rank holds more than its shards, a copy of them, and a chunk.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ __all__ = ["check_candidate", "serving"]
 
 @contextmanager
 def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
-    """Have the tables of ``model`` hold, within the block, what would be served of them. Collective: every rank of the
-    world must enter and leave it; of the weights only rows that column borders cut travel.
+    """Have the tables of ``model`` hold, within the block, what would be served of them.
+    Collective: every rank of the world must enter and leave it; of the weights only rows that
+    column borders cut travel.
 
-    Rows are removed first: by norm and Adagrad's sums where a fused Adagrad trains the tables, otherwise by the L2
-    norm; an attached enforcer changes nothing about that. Then tables are rotated and lose their last
-    columns. Then the rest is rounded, and tables that were rotated alone are turned back, so that they may differ from
-    what is served in the last bit.
+    Rows are removed first: by norm and Adagrad's sums where a fused Adagrad trains the tables,
+    otherwise by the L2 norm; an attached enforcer changes nothing about that. Then tables are
+    rotated and lose their last columns. Then the rest is rounded, and tables that were rotated
+    alone are turned back, so that they may differ from what is served in the last bit.
 
-    Afterwards, also after an error, the weights are what they were, bit for bit; what masks remove is zero. Takes a
-    copy of this rank's shards. No optimizer state is written.
+    Afterwards, also after an error, the weights are what they were, bit for bit; what masks remove
+    is zero. Takes a copy of this rank's shards. No optimizer state is written.
 
     Raises:
-        ValueError: a table can't be served, or the candidate does not fit the tables; on every rank, and nothing was
-            changed.
+        ValueError: a table can't be served, or the candidate does not fit the tables; on every
+            rank, and nothing was changed.
 
     Example::
 
@@ -85,7 +87,9 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             weight.data.copy_(before)
 
 
-def check_candidate(model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData]) -> None:
+def check_candidate(
+    model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData]
+) -> None:
     """Refuse what does not fit the tables of a model. Local.
 
     Raises:
@@ -93,31 +97,41 @@ def check_candidate(model: nn.Module, candidate: Candidate, located: Mapping[str
     """
     for name in (*candidate.levels, *candidate.narrowed):
         if name not in located:
-            raise ValueError(f"{name!r} of the candidate is none of the model's tables {sorted(located)}.")
+            raise ValueError(
+                f"{name!r} of the candidate is none of the model's tables {sorted(located)}."
+            )
     if candidate.columns < 1 and not candidate.groups:
-        raise ValueError(f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained.")
+        raise ValueError(
+            f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained."
+        )
     for group in candidate.groups:
         held = [(located[name].shape[1], located[name].ranks) for name in group]
         if len(set(held)) > 1:
             raise ValueError(
-                f"The tables {list(group)} can't be rotated together: their widths and ranks are {held}, and must be "
-                "equal."
+                f"The tables {list(group)} can't be rotated together: their widths and ranks are"
+                f" {held}, and must be equal."
             )
         for name in group if len(group) > 1 else ():
             find_lookup([model], located[name], turned=False)
     for name, data in located.items():
         if data.copied and cut_by_columns(data):
             raise ValueError(
-                f"Table {name!r} can't be tried: its columns are on several ranks, and 2-D parallelism trains copies "
-                "of them; shard it by rows or by table."
+                f"Table {name!r} can't be tried: its columns are on several ranks, and 2-D"
+                " parallelism trains copies of them; shard it by rows or by table."
             )
 
 
-def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group) -> None:
+def _write(
+    model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group
+) -> None:
     """Write what is served into the tables. Collective."""
     levels = {name: candidate.level(located[name]) for name in candidate.levels}
-    for kernel in sorted({str(located[name].kernel) for name in levels}):  # those with a fused optimizer know its sums
-        some = {name: level for name, level in levels.items() if str(located[name].kernel) == kernel}
+    for kernel in sorted(
+        {str(located[name].kernel) for name in levels}
+    ):  # those with a fused optimizer know its sums
+        some = {
+            name: level for name, level in levels.items() if str(located[name].kernel) == kernel
+        }
         _remove_rows(model, some, world)
     bases: dict[str, Tensor] = {}
     for group in candidate.groups:
@@ -140,8 +154,8 @@ def _write(model: nn.Module, candidate: Candidate, located: Mapping[str, Sharded
 
 
 class _Trained(ImportanceSparsifier):
-    """Scores by what the fused Adagrad optimizers of a model have summed. It needs no enforcer, so that another one may
-    be attached to the model."""
+    """Scores by what the fused Adagrad optimizers of a model have summed. It needs no enforcer, so
+    that another one may be attached to the model."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(sparsity_level=0.0, sparse_block_shape=(1, ROW), score="norm_accumulator")

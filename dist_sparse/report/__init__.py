@@ -1,7 +1,7 @@
 """What happened in a training run: log it, read it, chart it.
 
-Names are loaded when they are first used: ``dist-sparse inspect`` needs no charts, :class:`RunLog` no page, and none of
-them matplotlib, tensorboard or torchrec.
+Names are loaded when they are first used: ``dist-sparse inspect`` needs no charts, :class:`RunLog`
+no page, and none of them matplotlib, tensorboard or torchrec.
 """
 
 from importlib import import_module

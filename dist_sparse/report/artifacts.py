@@ -1,4 +1,5 @@
-"""Artifacts of a run: what was written of its model for serving, their bytes and quality, in ``artifacts.json``.
+"""Artifacts of a run: what was written of its model for serving, their bytes and quality, in
+``artifacts.json``.
 
 They are added after training, from any process: the log of the run need not be open.
 """
@@ -21,7 +22,8 @@ _FILE = "artifacts.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """What was written of a run's model: its name, the bytes of its files, and the AUC with which it serves."""
+    """What was written of a run's model: its name, the bytes of its files, and the AUC with which
+    it serves."""
 
     name: str
     bytes: int
@@ -29,9 +31,14 @@ class Artifact:
 
 
 def add_artifact(
-    run: str | os.PathLike[str], artifact: str | os.PathLike[str], *, auc: float, name: str | None = None
+    run: str | os.PathLike[str],
+    artifact: str | os.PathLike[str],
+    *,
+    auc: float,
+    name: str | None = None,
 ) -> Artifact:
-    """Add an artifact to a run, for the chart of AUC over bytes in its report. Local: for one rank, or any process.
+    """Add an artifact to a run, for the chart of AUC over bytes in its report. Local: for one rank,
+    or any process.
 
     One of the same name is replaced.
 
@@ -42,7 +49,8 @@ def add_artifact(
         name: in the report; that of the file or folder by default.
 
     Raises:
-        ValueError: there is no such run or artifact, or an argument is invalid. OSError: it can't be written.
+        ValueError: there is no such run or artifact, or an argument is invalid. OSError: it can't
+            be written.
 
     Example::
 
@@ -60,9 +68,15 @@ def add_artifact(
     run, artifact = Path(run), Path(artifact)
     if not (run / RUN).is_file():
         raise ValueError(f"{run} holds no run: there is no {RUN}, which RunLog writes.")
-    files = [artifact] if artifact.is_file() else [file for file in artifact.rglob("*") if file.is_file()]
+    files = (
+        [artifact]
+        if artifact.is_file()
+        else [file for file in artifact.rglob("*") if file.is_file()]
+    )
     if not files:
-        raise ValueError(f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files.")
+        raise ValueError(
+            f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files."
+        )
     new = Artifact(
         name=artifact.name if name is None else name,
         bytes=sum(file.stat().st_size for file in files),
@@ -87,4 +101,6 @@ def read_artifacts(run: Path) -> tuple[Artifact, ...]:
     try:
         return tuple(Artifact(**held) for held in json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not one that add_artifact() writes: {shortened(error, most=200)}.") from error
+        raise ValueError(
+            f"{file} is not one that add_artifact() writes: {shortened(error, most=200)}."
+        ) from error

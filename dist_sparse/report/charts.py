@@ -1,8 +1,8 @@
 """Charts of a run as data: sparsity, series, mask updates and time over steps, and AUC over bytes.
 
-A chart is small however long the run: a line has at most 400 points (:mod:`dist_sparse.report.thinning`), and of more
-than 30 tables a chart shows the distribution. Time is linear in the number of lines of the log. Charts without
-anything to see are left out.
+A chart is small however long the run: a line has at most 400 points
+(:mod:`dist_sparse.report.thinning`), and of more than 30 tables a chart shows the distribution.
+Time is linear in the number of lines of the log. Charts without anything to see are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _TITLES = {"loss": "Loss", "auc": "AUC", "ne": "Normalized entropy (NE)"}
 _NOTES = {
     "loss": "Of the logged steps.",
     "auc": "Area under the ROC curve of the predictions since the last point; higher is better.",
-    "ne": "Log loss over that of predicting the mean label; lower is better, 1 is no better than the mean.",
+    "ne": (
+        "Log loss over that of predicting the mean label; lower is better, 1 is no better than the"
+        " mean."
+    ),
 }
 
 
@@ -43,7 +46,9 @@ def charts(run: Run) -> list[Chart]:
     found += [*_values(run), *table_charts(run)]
     if run.due:
         found += [*_churn(run), *_dead_rows(run), *_time(run)]
-    return _named_apart([chart for chart in found if not isinstance(chart, LineChart) or chart.lines])
+    return _named_apart(
+        [chart for chart in found if not isinstance(chart, LineChart) or chart.lines]
+    )
 
 
 def _auc_over_bytes(run: Run) -> list[DotChart]:
@@ -60,7 +65,8 @@ def _auc_over_bytes(run: Run) -> list[DotChart]:
     runs.sort(key=lambda dots: (dots.role != "main", dots.number))
     base = baseline(run)
     note = (
-        "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to the left is better."
+        "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
+        " the left is better."
     )
     if base is not None and base is not run:
         note += f" Baseline: {base.name}."
@@ -88,7 +94,8 @@ def _sparsity(run: Run) -> LineChart:
 
 
 def _values(run: Run) -> list[LineChart]:
-    """Return charts of loss, AUC, NE and other series with more than one point, with those of the compared runs."""
+    """Return charts of loss, AUC, NE and other series with more than one point, with those of the
+    compared runs."""
     names = [name for name, series in run.values.items() if len(series) > 1]
     first = [name for name in _TITLES if name in names]
     others = sorted(set(names) - set(first))
@@ -122,20 +129,30 @@ def _churn(run: Run) -> list[LineChart]:
     ]
     for name, shares in _per_table(run, lambda t: t.churn).items():
         lines.append(Line(name=name, role="table", points=thinned(shares)))
-    note = f"Share of blocks that a mask update flipped, and of those that it regrew. {_thin_lines(run)}"
-    chart = LineChart(key="churn", title="Churn", note=note, lines=_drawn(lines), end=_end(run), share=True)
+    note = (
+        "Share of blocks that a mask update flipped, and of those that it regrew."
+        f" {_thin_lines(run)}"
+    )
+    chart = LineChart(
+        key="churn", title="Churn", note=note, lines=_drawn(lines), end=_end(run), share=True
+    )
     return [chart] if _seen(lines) else []
 
 
 def _dead_rows(run: Run) -> list[LineChart]:
     lines = [_held(run, "all tables", "main", _points(run, _dead_rows_of))]
     lines += _table_lines(run, lambda change: change.dead_rows)
-    # No rank sees a whole row of a table that is cut by columns, so a mask update can't count its dead rows.
+    # No rank sees a whole row of a table that is cut by columns, so a mask update can't count its
+    # dead rows.
     note = f"Rows without a kept weight. {_thin_lines(run)}"
-    cut = {change.name for due in run.due for change in due.record.tables if change.dead_rows is None}
+    cut = {
+        change.name for due in run.due for change in due.record.tables if change.dead_rows is None
+    }
     if cut:
         note += f" Known at the end only for {number_of(len(cut), 'table')} cut by columns."
-    chart = LineChart(key="dead_rows", title="Dead rows", note=note, lines=_drawn(lines), end=_end(run))
+    chart = LineChart(
+        key="dead_rows", title="Dead rows", note=note, lines=_drawn(lines), end=_end(run)
+    )
     return [chart] if _seen(lines) else []
 
 
@@ -153,7 +170,11 @@ def _time(run: Run) -> list[BarChart]:
     known["everything else"] = max(spent.total - sum(known.values()), 0.0)
     whole = sum(known.values())
     bars = [
-        Bar(name=name, share=seconds / whole, text=f"{duration(seconds)}, {percent(seconds / whole)}")
+        Bar(
+            name=name,
+            share=seconds / whole,
+            text=f"{duration(seconds)}, {percent(seconds / whole)}",
+        )
         for name, seconds in known.items()
     ]
     return [BarChart(key="time", title="Time", note=note, bars=tuple(bars), stacked=True)]
@@ -193,7 +214,8 @@ def _points(run: Run, value_of: Callable[[DueStep], float | None]) -> list[Point
 
 
 def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:
-    """Return the points of each table; of more than 30 their median, and what a tenth of them is below and above."""
+    """Return the points of each table; of more than 30 their median, and what a tenth of them is
+    below and above."""
     few = len(_tables(run)) <= MOST_TABLES
     found: dict[str, list[Point]] = {}
     for due in run.due:
@@ -212,7 +234,9 @@ def _percentiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {}
-    return {name: ordered[round(place * (len(ordered) - 1))] for name, place in _PERCENTILES.items()}
+    return {
+        name: ordered[round(place * (len(ordered) - 1))] for name, place in _PERCENTILES.items()
+    }
 
 
 def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
@@ -243,7 +267,10 @@ def _thin_lines(run: Run) -> str:
     tables = _tables(run)
     if len(tables) <= MOST_TABLES:
         return "Thin: each table."
-    return f"Thin: of {len(tables):,} tables the median, and the values that a tenth of them are below and above."
+    return (
+        f"Thin: of {len(tables):,} tables the median, and the values that a tenth of them are below"
+        " and above."
+    )
 
 
 def _seen(lines: Sequence[Line]) -> bool:
@@ -262,7 +289,9 @@ def _has_value(line: Line) -> bool:
 
 def _not_finite(series: Series) -> str:
     lost = [step for step, value in series if value is None]
-    return f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}." if lost else ""
+    return (
+        f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}." if lost else ""
+    )
 
 
 def _named_apart(found: list[Chart]) -> list[Chart]:

@@ -1,6 +1,8 @@
-"""Runs beside each other: which one is the baseline, what each kept, lost and took, and what was configured otherwise.
+"""Runs beside each other: which one is the baseline, what each kept, lost and took, and what was
+configured otherwise.
 
-One denominator for bytes everywhere: all tables of the baseline, or of the run itself where none is known.
+One denominator for bytes everywhere: all tables of the baseline, or of the run itself where none is
+known.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ _MOST_CHANGES = 12
 class Row:
     """One run of a comparison; None where something is unknown.
 
-    ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables, ``share``: of the baseline's
-    dense ones. ``auc``: the last test AUC, else the last AUC; ``delta``: less the baseline's. ``ms_per_step``: as
-    logged, else of rank 0 while the log was open. ``changed``: what its config has otherwise than the baseline's, by
-    dotted keys; None where a key is missing.
+    ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables, ``share``:
+    of the baseline's dense ones. ``auc``: the last test AUC, else the last AUC; ``delta``: less the
+    baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``: what
+    its config has otherwise than the baseline's, by dotted keys; None where a key is missing.
     """
 
     name: str
@@ -70,11 +72,12 @@ class Point:
 
 
 def baseline(run: Run) -> Run | None:
-    """Return the run that the others are compared with: of those without mask updates the one with the largest tables,
-    else ``run`` itself. None without others."""
+    """Return the run that the others are compared with: of those without mask updates the one with
+    the largest tables, else ``run`` itself. None without others."""
     if not run.compared:
         return None
-    # A narrow or hashed model has no mask updates either: the baseline is the one with the largest tables.
+    # A narrow or hashed model has no mask updates either: the baseline is the one with the largest
+    # tables.
     dense = [one for one in _all(run) if not one.due]
     return max(dense, key=lambda one: one.bytes_dense or 0, default=run)
 
@@ -93,7 +96,8 @@ def compare(run: Run) -> list[Row]:
 
 
 def quality(run: Run) -> tuple[str, float] | None:
-    """Return ``("test_auc", value)`` of a run that has it, else ``("auc", value)``; None without an AUC in [0, 1]."""
+    """Return ``("test_auc", value)`` of a run that has it, else ``("auc", value)``; None without an
+    AUC in [0, 1]."""
     for key in ("test_auc", "auc"):
         if (value := run.last(key)) is not None and 0 <= value <= 1:
             return key, value
@@ -101,7 +105,8 @@ def quality(run: Run) -> tuple[str, float] | None:
 
 
 def points(run: Run) -> list[Point]:
-    """Return the artifacts of all runs; of a run without any its kept weights, where both numbers are known."""
+    """Return the artifacts of all runs; of a run without any its kept weights, where both numbers
+    are known."""
     found = []
     for one in _all(run):
         found += [Point(run=one.name, **asdict(artifact)) for artifact in one.artifacts]
@@ -127,14 +132,17 @@ def blocks_of(run: Run) -> tuple[int, int]:
 
 
 def headline(run: Run) -> str:
-    """Return a sentence about what the run kept, what that cost, and how long it took; "" where nothing is known."""
+    """Return a sentence about what the run kept, what that cost, and how long it took; "" where
+    nothing is known."""
     said = _kept_text(run)
     if not said:
         return ""
     auc, delta = quality(run), _delta(run, baseline(run))
     if auc is not None:
         called = "test AUC" if auc[0] == "test_auc" else "AUC"
-        said += f" at {auc[1]:.4f} {called}" if delta is None else f" at {delta_text(delta)} {called}"
+        said += (
+            f" at {auc[1]:.4f} {called}" if delta is None else f" at {delta_text(delta)} {called}"
+        )
     if (share := run.sparsity_share) is not None:
         said += f"; sparsity took {percent(share)} of the time"
     return f"{said}."
@@ -210,7 +218,8 @@ def _row(one: Run, base: Run | None, whole: int | None) -> Row:
 
 
 def _delta(one: Run, base: Run | None) -> float | None:
-    """Return the AUC less the baseline's; None for the baseline itself, or where they are not of the same kind."""
+    """Return the AUC less the baseline's; None for the baseline itself, or where they are not of
+    the same kind."""
     if base is None or base is one:
         return None
     auc, other = quality(one), quality(base)

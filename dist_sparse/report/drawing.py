@@ -1,7 +1,8 @@
 """Charts as shapes, and as files: the page and the SVG files draw the same :class:`Plot`.
 
-A plot is WIDTH by HEIGHT units large. Text around it is placed in percent, so that on the page lines stretch with the
-window while text keeps its size. Colors and widths belong to the template, by the name of a shape's look.
+A plot is WIDTH by HEIGHT units large. Text around it is placed in percent, so that on the page
+lines stretch with the window while text keeps its size. Colors and widths belong to the template,
+by the name of a shape's look.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from dist_sparse.report.figures import BarChart, Bin, Chart, DotChart, Dots, Line, LineChart, ScoreChart
+from dist_sparse.report.figures import (
+    BarChart,
+    Bin,
+    Chart,
+    DotChart,
+    Dots,
+    Line,
+    LineChart,
+    ScoreChart,
+)
 from dist_sparse.report.rendering import render
 from dist_sparse.text import amount, count, percent, size
 
@@ -39,7 +49,8 @@ Shape = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Tip:
-    """Text for a vertical strip of the plot, shown under a pointer. Places in percent; ``line``: within the strip."""
+    """Text for a vertical strip of the plot, shown under a pointer. Places in percent; ``line``:
+    within the strip."""
 
     left: float
     width: float
@@ -54,8 +65,8 @@ class Tip:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """Label of a dot, and text under a pointer. Places in percent; ``said``: to a screen reader; ``under``: the label
-    is below the dot."""
+    """Label of a dot, and text under a pointer. Places in percent; ``said``: to a screen reader;
+    ``under``: the label is below the dot."""
 
     left: float
     top: float
@@ -125,25 +136,32 @@ def is_wide(chart: Chart) -> bool:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most ``most + 1``."""
+    """Return round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most
+    ``most + 1``."""
     if not high > low:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     # 1e-9: a rough step that is round but for a rounding error is taken as it is.
-    step = next(power * times for times in (1, 2, 2.5, 5, 10) if power * times >= rough * (1 - 1e-9))
+    step = next(
+        power * times for times in (1, 2, 2.5, 5, 10) if power * times >= rough * (1 - 1e-9)
+    )
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
 def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
-    """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times those where there is
-    room; those of :func:`ticks` where that gives fewer than three."""
+    """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times
+    those where there is room; those of :func:`ticks` where that gives fewer than three."""
     powers = range(math.floor(left), math.ceil(right) + 1)
     found: list[float] = []
     for times in ((1, 2, 5), (1, 3), (1,)):
         numbers = [(n, p) for p in powers for n in times]
-        found = [float(f"{n}e{p}") for n, p in numbers if left - 1e-9 <= math.log10(n) + p <= right + 1e-9]
+        found = [
+            float(f"{n}e{p}")
+            for n, p in numbers
+            if left - 1e-9 <= math.log10(n) + p <= right + 1e-9
+        ]
         if len(found) <= most:
             return found if len(found) > 2 else ticks(10**left, 10**right, 4)
     return found[:: -(-len(found) // most)]
@@ -157,11 +175,15 @@ def _up(low: float, high: float) -> Place:
     return lambda y: round(HEIGHT * (1 - (y - low) / (high - low)), 1)
 
 
-def _beside(levels: Sequence[float], y_of: Place, text_of: Callable[[float], str]) -> tuple[Label, ...]:
+def _beside(
+    levels: Sequence[float], y_of: Place, text_of: Callable[[float], str]
+) -> tuple[Label, ...]:
     return tuple((100 * y_of(y) / HEIGHT, text_of(y)) for y in levels)
 
 
-def _below(values: Sequence[float], x_of: Place, text_of: Callable[[float], str]) -> tuple[Label, ...]:
+def _below(
+    values: Sequence[float], x_of: Place, text_of: Callable[[float], str]
+) -> tuple[Label, ...]:
     return tuple((100 * x_of(x) / WIDTH, text_of(x)) for x in values)
 
 
@@ -217,12 +239,15 @@ def _legend(lines: Sequence[Line | Dots]) -> tuple[Shape, ...]:
 
 def _ends(named: Sequence[Line], text_of: Callable[[float], str]) -> str:
     """Return the last value of each line."""
-    return "; ".join(f"{line.name} ends at {text_of(_finite(line)[-1])}" for line in named if _finite(line))
+    return "; ".join(
+        f"{line.name} ends at {text_of(_finite(line)[-1])}" for line in named if _finite(line)
+    )
 
 
 def _score_plot(chart: ScoreChart) -> Plot:
     edges = [edge for piece in chart.bins for edge in (piece.low, piece.high)]
-    # At 0, nothing but blocks that scored 0 is pruned: the logarithmic axis has no place for the line.
+    # At 0, nothing but blocks that scored 0 is pruned: the logarithmic axis has no place for the
+    # line.
     pruned = chart.threshold > 0
     if pruned:
         edges.append(chart.threshold)
@@ -282,7 +307,9 @@ def _dot_plot(chart: DotChart) -> Plot:
         caption=f"{chart.title}: {'; '.join(spot.said for spot in spots)}",
         shapes=tuple(shapes),
         marks=marks,
-        below=_below(axes.below, axes.x_of, lambda taken: size(taken).replace(".00", "").replace(".0", "")),
+        below=_below(
+            axes.below, axes.x_of, lambda taken: size(taken).replace(".00", "").replace(".0", "")
+        ),
         label="bytes, logarithmic",
         legend=legend,
         spots=tuple(spots),
@@ -312,7 +339,9 @@ def _dot_axes(chart: DotChart) -> _Axes:
     )
 
 
-def _spots(run: Dots, places: Sequence[Pair], everywhere: Sequence[Pair], metric: str) -> list[Spot]:
+def _spots(
+    run: Dots, places: Sequence[Pair], everywhere: Sequence[Pair], metric: str
+) -> list[Spot]:
     spots = []
     for number, ((x, y), (label, taken, height)) in enumerate(zip(places, run.dots, strict=True)):
         name = f"{run.name}, {label}" if label else run.name
@@ -329,14 +358,20 @@ def _spots(run: Dots, places: Sequence[Pair], everywhere: Sequence[Pair], metric
 
 
 def _is_under(x: float, y: float, everywhere: Sequence[Pair], number: int) -> bool:
-    """Return whether a dot's label is below it: away from the dots nearby, else below every other dot."""
+    """Return whether a dot's label is below it: away from the dots nearby, else below every other
+    dot."""
     # Neighbors on the same height don't count: their labels are beside each other.
-    near = [y - other for at, other in everywhere if abs(x - at) < _LABEL and 0 < abs(y - other) < _LABEL]
+    near = [
+        y - other
+        for at, other in everywhere
+        if abs(x - at) < _LABEL and 0 < abs(y - other) < _LABEL
+    ]
     return all(up > 0 for up in near) if near else number % 2 == 1
 
 
 def _tips(chart: LineChart, x_of: Place, text_of: Callable[[float], str]) -> tuple[Tip, ...]:
-    """Return the values at each step: one strip per point, halfway to its neighbors on both sides."""
+    """Return the values at each step: one strip per point, halfway to its neighbors on both
+    sides."""
     lines = [line for line in chart.lines if line.role != "raw"]
     at = sorted({x for line in lines for x, _ in line.points})
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
@@ -348,7 +383,9 @@ def _tips(chart: LineChart, x_of: Place, text_of: Callable[[float], str]) -> tup
         values = [(line.name, _value_at(line, x)) for line in lines[:_TIP_LINES]]
         text = [f"{name}: {text_of(y)}" for name, y in values if y is not None]
         place = 100 * (x_of(x) / 10 - left) / max(right - left, 1e-9)
-        tips.append(Tip(left=left, width=right - left, text=(f"step {count(round(x))}", *text), line=place))
+        tips.append(
+            Tip(left=left, width=right - left, text=(f"step {count(round(x))}", *text), line=place)
+        )
     return tuple(tips)
 
 
@@ -357,13 +394,17 @@ def _value_at(line: Line, x: float) -> float | None:
 
 
 def _path(line: Line, x_of: Place, y_of: Place) -> str:
-    """Return the path of a line: gaps where a value is not finite, a dot (a line of no length) for a single point."""
+    """Return the path of a line: gaps where a value is not finite, a dot (a line of no length) for
+    a single point."""
     path, begun = "", False
     for x, y in line.points:
         if y is None:
             begun = False
         elif not begun:
-            path, begun = f"{path}M{x_of(x)} {y_of(y)}h0", True  # h0: with round ends, a point alone is a dot
+            path, begun = (
+                f"{path}M{x_of(x)} {y_of(y)}h0",
+                True,
+            )  # h0: with round ends, a point alone is a dot
         elif line.steps:
             path += f"H{x_of(x)}V{y_of(y)}"
         else:

@@ -1,23 +1,34 @@
 """Charts as data: names, points, bars, bins.
 
-:mod:`dist_sparse.report.charts` makes them of a run; :mod:`dist_sparse.report.drawing` turns them into shapes, without
-the run.
+:mod:`dist_sparse.report.charts` makes them of a run; :mod:`dist_sparse.report.drawing` turns them
+into shapes, without the run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Bar", "BarChart", "Bin", "Chart", "DotChart", "Dots", "Line", "LineChart", "Point", "ScoreChart"]
+__all__ = [
+    "Bar",
+    "BarChart",
+    "Bin",
+    "Chart",
+    "DotChart",
+    "Dots",
+    "Line",
+    "LineChart",
+    "Point",
+    "ScoreChart",
+]
 
 Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (under its running mean) or
-    ``table``; ``number``: of the compared run, which has one color in all charts; ``steps``:
-    constant from each point to the next."""
+    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (under its
+    running mean) or ``table``; ``number``: of the compared run, which has one color in all charts;
+    ``steps``: constant from each point to the next."""
 
     name: str
     points: tuple[Point, ...]
@@ -28,7 +39,8 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Lines over steps 0 to ``end``, or further. ``share``: heights are shares, shown in percent."""
+    """Lines over steps 0 to ``end``, or further. ``share``: heights are shares, shown in
+    percent."""
 
     key: str
     title: str
@@ -61,7 +73,8 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Dots:
-    """Dots of one run, joined: label, bytes > 0, height. ``role``, ``number``: as of a :class:`Line`."""
+    """Dots of one run, joined: label, bytes > 0, height. ``role``, ``number``: as of a
+    :class:`Line`."""
 
     name: str
     role: str
@@ -71,8 +84,8 @@ class Dots:
 
 @dataclass(frozen=True, kw_only=True)
 class DotChart:
-    """Dots over bytes, on a logarithmic axis. ``metric``: of the heights; ``level``: a name and a height, drawn as a
-    horizontal line."""
+    """Dots over bytes, on a logarithmic axis. ``metric``: of the heights; ``level``: a name and a
+    height, drawn as a horizontal line."""
 
     key: str
     title: str
@@ -84,8 +97,8 @@ class DotChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Blocks with scores in [low, high). ``density``: blocks per octave, so that a bar's area counts blocks: buckets
-    differ in width on a logarithmic axis."""
+    """Blocks with scores in [low, high). ``density``: blocks per octave, so that a bar's area
+    counts blocks: buckets differ in width on a logarithmic axis."""
 
     low: float
     high: float
@@ -99,8 +112,8 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreChart:
-    """Histogram of one table, with at least one bin. ``zeros``: share of the blocks that scored 0, which a logarithmic
-    axis can't show."""
+    """Histogram of one table, with at least one bin. ``zeros``: share of the blocks that scored 0,
+    which a logarithmic axis can't show."""
 
     key: str
     title: str

@@ -1,11 +1,15 @@
 """Files of a run's folder: ``run.json`` describes the run, ``log.jsonl`` has one line per event.
 
-- A crash leaves both readable. ``run.json`` appears whole, by a rename. ``log.jsonl`` is only appended to: at most its
-  last line is cut short, which readers skip, also after a resumed run has gone on below it.
-- One process at a time writes a log. It locks ``log.lock``; the lock ends with the process, however that ends. Where a
-  file system has no locks, or does not share them between hosts, two writers are not noticed.
-- Files are private to the user (0600), because a config may hold anything. No symbolic link is followed to write.
-- In a folder called ``runs``, the link ``latest`` refers to the run that was started or resumed last.
+- A crash leaves both readable. ``run.json`` appears whole, by a rename. ``log.jsonl`` is only
+  appended to: at most its last line is cut short, which readers skip, also after a resumed run has
+  gone on below it.
+- One process at a time writes a log. It locks ``log.lock``; the lock ends with the process, however
+  that ends. Where a file system has no locks, or does not share them between hosts, two writers are
+  not noticed.
+- Files are private to the user (0600), because a config may hold anything. No symbolic link is
+  followed to write.
+- In a folder called ``runs``, the link ``latest`` refers to the run that was started or resumed
+  last.
 """
 
 from __future__ import annotations
@@ -50,19 +54,22 @@ FORMAT: Final = 1
 RUN, LINES, LOCK = "run.json", "log.jsonl", "log.lock"
 
 LATEST: Final = "latest"
-"""Beside the runs in a folder called ``runs``: a symbolic link to the one that was started or resumed last."""
+"""Beside the runs in a folder called ``runs``: a symbolic link to the one that was started or
+resumed last."""
 
 _RESUMED: Final = "resumed"
 
 
 class LogFile:
-    """An open, locked log. A write that fails (a full disk) is a warning and the end of the log; training continues.
+    """An open, locked log. A write that fails (a full disk) is a warning and the end of the log;
+    training continues.
 
     Args:
         folder: exists; files are created if missing.
 
     Raises:
-        ValueError: another :class:`LogFile` has it open, in this process or another, or a file is not a regular one.
+        ValueError: another :class:`LogFile` has it open, in this process or another, or a file is
+            not a regular one.
         OSError: it can't be opened.
     """
 
@@ -70,13 +77,15 @@ class LogFile:
         self._file, self._place = folder / LINES, os.path.realpath(folder)
         for file in (self._file, folder / LOCK):
             _refuse_special(file, links=True)
-        # A process's locks don't exclude itself, and they end when it closes the locked file anywhere: hence both the
-        # table of open logs and a file of its own to lock, which nothing else opens.
+        # A process's locks don't exclude itself, and they end when it closes the locked file
+        # anywhere: hence both the table of open logs and a file of its own to lock, which nothing
+        # else opens.
         if self._place in _OPEN:
             raise _taken(self._file)
         self._lock = FileIO(folder / LOCK, "a", opener=_private)
         try:
-            # Unlike flock(), lockf() isn't inherited: a DataLoader's worker that outlives a killed rank has no lock.
+            # Unlike flock(), lockf() isn't inherited: a DataLoader's worker that outlives a killed
+            # rank has no lock.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             self._lock.close()
@@ -88,10 +97,13 @@ class LogFile:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one line; numbers that are not finite become null."""
-        self._append(f"{json.dumps(_finite(line), allow_nan=False, separators=(',', ':'))}\n".encode())
+        self._append(
+            f"{json.dumps(_finite(line), allow_nan=False, separators=(',', ':'))}\n".encode()
+        )
 
     def begin_session(self) -> None:
-        """Write the first line of a resumed run, below a line that a crash has cut short. An empty log stays empty."""
+        """Write the first line of a resumed run, below a line that a crash has cut short. An empty
+        log stays empty."""
         with self._file.open("rb") as held:
             if not held.seek(0, os.SEEK_END):
                 return
@@ -140,32 +152,38 @@ def check_log(folder: Path, resume: bool) -> None:
     """Check that ``folder`` can be given to :func:`open_log`. Write nothing.
 
     Raises:
-        ValueError: it has a log and ``resume`` is False, or another format. OSError: it can't be read.
+        ValueError: it has a log and ``resume`` is False, or another format. OSError: it can't be
+            read.
     """
     run = folder / RUN
     if run.exists():
         if not resume:
-            raise ValueError(f"{folder} holds the log of a run: choose another folder, or resume=True.")
+            raise ValueError(
+                f"{folder} holds the log of a run: choose another folder, or resume=True."
+            )
         read_about(run)
 
 
 def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
-    """Open and lock the log in ``folder``, which is created if missing. Write ``run.json`` if it is not there yet.
+    """Open and lock the log in ``folder``, which is created if missing. Write ``run.json`` if it is
+    not there yet.
 
     Args:
         folder: checked by :func:`check_log`.
-        about: JSON-able values for ``run.json``, beside those that every run has: ``config``, as :func:`check_config`
-            returns it.
+        about: JSON-able values for ``run.json``, beside those that every run has: ``config``, as
+            :func:`check_config` returns it.
         resume: continue a log that is there.
 
     Raises:
-        ValueError: another process writes this log, or has written one since :func:`check_log`. OSError: it can't be
-            written. In both cases no line was.
+        ValueError: another process writes this log, or has written one since :func:`check_log`.
+            OSError: it can't be written. In both cases no line was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = LogFile(folder)
     try:
-        check_log(folder, resume)  # again: only now that the log is locked no other process can have started one
+        check_log(
+            folder, resume
+        )  # again: only now that the log is locked no other process can have started one
         run = folder / RUN
         if run.exists():
             log.begin_session()
@@ -179,7 +197,8 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
 
 
 def _link_latest(folder: Path) -> None:
-    """Have ``runs/latest`` refer to ``runs/<folder>``, unless the user keeps something else under that name."""
+    """Have ``runs/latest`` refer to ``runs/<folder>``, unless the user keeps something else under
+    that name."""
     link = folder.with_name(LATEST)
     if folder.parent.name != "runs" or folder == link or (link.exists() and not link.is_symlink()):
         return
@@ -190,10 +209,12 @@ def _link_latest(folder: Path) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file whole and private to the user (0600), replacing the one that is there; a link is not followed.
+    """Write a file whole and private to the user (0600), replacing the one that is there; a link is
+    not followed.
 
     Raises:
-        ValueError: it exists and is not a regular file. OSError: it can't be written; names it. The old one is whole.
+        ValueError: it exists and is not a regular file. OSError: it can't be written; names it. The
+            old one is whole.
     """
     _refuse_special(file)
     part = _part_of(file)
@@ -219,7 +240,9 @@ def read_about(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not JSON: {error}.") from error
     found = about.get("format") if isinstance(about, dict) else None
     if found != FORMAT:
-        raise ValueError(f"{file} has format {shortened(found)}; this release reads and writes {FORMAT}.")
+        raise ValueError(
+            f"{file} has format {shortened(found)}; this release reads and writes {FORMAT}."
+        )
     return dict(about)
 
 
@@ -254,11 +277,14 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return line
 
 
-_decode = json.JSONDecoder().decode  # json.loads() looks at seven options first, of each line of a long log
+_decode = (
+    json.JSONDecoder().decode
+)  # json.loads() looks at seven options first, of each line of a long log
 
 
 def _refuse_special(file: Path, links: bool = False) -> None:
-    """Refuse pipes, which would block, devices and folders; ``links`` too, where writing would follow them."""
+    """Refuse pipes, which would block, devices and folders; ``links`` too, where writing would
+    follow them."""
     try:
         mode = file.lstat().st_mode
     except FileNotFoundError:
@@ -270,8 +296,8 @@ def _refuse_special(file: Path, links: bool = False) -> None:
 
 def _taken(file: Path) -> ValueError:
     return ValueError(
-        f"{file} is being written by another RunLog, of a job that still runs or of this process: choose another "
-        "folder, or end that one first."
+        f"{file} is being written by another RunLog, of a job that still runs or of this process:"
+        " choose another folder, or end that one first."
     )
 
 

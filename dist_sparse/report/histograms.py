@@ -1,6 +1,7 @@
 """Score histograms of a run: one per table, chosen by :class:`Latest` for writer and reader alike.
 
-A log of all of them would grow by 1 to 2 KiB per table and mask update, and most updates change little.
+A log of all of them would grow by 1 to 2 KiB per table and mask update, and most updates change
+little.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dist_sparse.records import LEADING_SHIFT, MaskChange
 __all__ = ["Latest", "Scored", "bucket_of", "edge_of", "much", "scored"]
 
 _MUCH = 0.01
-"""Share of blocks that a mask update must have pruned, blocks that scored 0 not counted, to be shown."""
+"""Share of blocks that a mask update must have pruned, blocks that scored 0 not counted, to be
+shown."""
 
 _LARGEST = 0x7F7FFFFF
 """Bits of the largest finite float32."""
@@ -34,7 +36,8 @@ class Scored:
         removed_blocks: how many of them are pruned after the update.
         zeros: number of blocks that scored 0.
         first: bucket of the smallest score above 0 (:func:`bucket_of`).
-        counts: blocks in that bucket and the following ones, up to the last non-empty one; empty if all scored 0.
+        counts: blocks in that bucket and the following ones, up to the last non-empty one; empty if
+            all scored 0.
     """
 
     step: int
@@ -48,21 +51,28 @@ class Scored:
 
     @property
     def weight(self) -> int:
-        """Rank by how much was pruned, blocks that scored 0 not counted: 2 for at least 1% of the blocks, 1 for any, 0
-        for none."""
+        """Rank by how much was pruned, blocks that scored 0 not counted: 2 for at least 1% of the
+        blocks, 1 for any, 0 for none."""
         if much(self.removed_blocks - self.zeros, self.blocks):
             return 2
         return 1 if self.threshold > 0 else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-able values: ``first`` as ``low``, the smallest score of that bucket."""
-        fields = {name: getattr(self, name) for name in ("step", "name", "threshold", "blocks", "removed_blocks")}
-        return fields | {"zeros": self.zeros, "low": edge_of(self.first), "counts": list(self.counts)}
+        fields = {
+            name: getattr(self, name)
+            for name in ("step", "name", "threshold", "blocks", "removed_blocks")
+        }
+        return fields | {
+            "zeros": self.zeros,
+            "low": edge_of(self.first),
+            "counts": list(self.counts),
+        }
 
 
 class Latest:
-    """One histogram per table: of the last update that pruned at least 1% of its blocks, blocks that scored 0 not
-    counted; else of the last that pruned any; else the last."""
+    """One histogram per table: of the last update that pruned at least 1% of its blocks, blocks
+    that scored 0 not counted; else of the last that pruned any; else the last."""
 
     def __init__(self) -> None:
         self.of: dict[str, Scored] = {}
@@ -83,8 +93,8 @@ def much(removed: int, blocks: int) -> bool:
 
 
 def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -> Scored | None:
-    """Return the histogram of a mask change from its ``(smallest score of a bucket, blocks)`` pairs; None without a
-    threshold or without scores."""
+    """Return the histogram of a mask change from its ``(smallest score of a bucket, blocks)``
+    pairs; None without a threshold or without scores."""
     zeros, counts = 0, dict[int, int]()
     for edge, number in scores:
         if edge > 0:
@@ -107,7 +117,8 @@ def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -
 
 
 def bucket_of(score: float) -> int:
-    """Return the leading bits of a score > 0 as float32: eight buckets per octave, ordered like the scores.
+    """Return the leading bits of a score > 0 as float32: eight buckets per octave, ordered like the
+    scores.
 
     Raises:
         ValueError: ``score`` is not positive and finite, or not in the range of float32.
@@ -122,6 +133,7 @@ def bucket_of(score: float) -> int:
 
 
 def edge_of(bucket: int) -> float:
-    """Return the smallest score of a bucket, clamped to positive finite float32, so that it has a logarithm."""
+    """Return the smallest score of a bucket, clamped to positive finite float32, so that it has a
+    logarithm."""
     bits = min(max(bucket << LEADING_SHIFT, 1), _LARGEST)
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])

@@ -1,7 +1,7 @@
 """The report of a run: one HTML file, and each chart as an SVG file of its own.
 
-This module decides what is on the page; ``page.html`` lays it out. The page needs no network, font or image, and no
-script but to sort and filter its tables.
+This module decides what is on the page; ``page.html`` lays it out. The page needs no network, font
+or image, and no script but to sort and filter its tables.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from dist_sparse.text import amount, block_shape_text, count, number_of, percent
 __all__ = ["page", "write_report"]
 
 _REPORT: Final = "report.html"
-_SECTIONS: Final = ("Quality and bytes", "Over steps", "Tables", "Mask updates", "Scores and thresholds", "Time")
+_SECTIONS: Final = (
+    "Quality and bytes",
+    "Over steps",
+    "Tables",
+    "Mask updates",
+    "Scores and thresholds",
+    "Time",
+)
 _BY_KEY: Final = {
     "auc_bytes": "Quality and bytes",
     "churn": "Mask updates",
@@ -39,7 +46,15 @@ _TABLE_HEAD: Final = (
     *("table", "shape", "sharding", "block", "target", "sparsity", "blocks", "pruned"),
     *("bytes kept", "bytes dense", "mask bytes", "threshold", "dead rows"),
 )
-_COUNTS: Final = ("blocks", "removed_blocks", "bytes_kept", "bytes_dense", "bytes_masks", "threshold", "dead_rows")
+_COUNTS: Final = (
+    "blocks",
+    "removed_blocks",
+    "bytes_kept",
+    "bytes_dense",
+    "bytes_masks",
+    "threshold",
+    "dead_rows",
+)
 _UNKNOWN: Final = ("shape", "sharding", "sparse_block_shape", "target", "sparsity")
 
 
@@ -72,13 +87,17 @@ class Table:
     sortable: bool
 
 
-def write_report(run: Run | str | Path, out: str | Path | None = None, *, svg: str | Path | None = None) -> Path:
+def write_report(
+    run: Run | str | Path, out: str | Path | None = None, *, svg: str | Path | None = None
+) -> Path:
     """Write the report of a run, readable by the user only (0600).
 
-    A file that is there is replaced once the new one is whole; a symbolic link is replaced, not followed.
+    A file that is there is replaced once the new one is whole; a symbolic link is replaced, not
+    followed.
 
     Args:
-        run: folder that a :class:`~dist_sparse.RunLog` wrote, or the :class:`~dist_sparse.report.Run` read from it.
+        run: folder that a :class:`~dist_sparse.RunLog` wrote, or the
+            :class:`~dist_sparse.report.Run` read from it.
         out: the HTML file; ``report.html`` in the folder by default.
         svg: folder, created if missing, in which each chart is written as ``<chart>.svg`` too.
 
@@ -86,8 +105,10 @@ def write_report(run: Run | str | Path, out: str | Path | None = None, *, svg: s
         ``out``.
 
     Raises:
-        ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file; names the file.
-        ImportError: jinja2 is not installed. OSError: a file can't be written. The old one is as it was.
+        ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file;
+            names the file.
+        ImportError: jinja2 is not installed. OSError: a file can't be written. The old one is as it
+            was.
 
     Example::
 
@@ -135,7 +156,9 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         last=_last_values(run),
         tables=_all_tables(found),
         most_tables=MOST_TABLES,
-        config=json.dumps(run.config, indent=2, ensure_ascii=False).split("\n") if run.config else [],
+        config=json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
+        if run.config
+        else [],
         style=part("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -175,7 +198,11 @@ def _quality_heads(run: Run, last: Mapping[str, float]) -> list[Head]:
         tested = f"test_{key}"
         series, kind = (tested, "test") if tested in last else (key, "last")
         if series in last:
-            heads.append(_head(key, f"{name}, {kind}", last[series], amount(last[series]), against(run, series)))
+            heads.append(
+                _head(
+                    key, f"{name}, {kind}", last[series], amount(last[series]), against(run, series)
+                )
+            )
     return heads
 
 
@@ -183,7 +210,8 @@ def _time_head(run: Run, found: Mapping[str, Any]) -> Head:
     share = found["seconds"]["share"]
     if share is not None:
         return _head("time", "Time for sparsity", share, percent(share), time_text(run, found))
-    # Without the time of enforcement the share of sparsity is unknown, and a program that reads the page gets none.
+    # Without the time of enforcement the share of sparsity is unknown, and a program that reads the
+    # page gets none.
     masks = percent(run.spent.masks / max(run.spent.total, 1e-9))
     return _head("time", "Time for masks", None, masks, time_text(run, found))
 
@@ -222,14 +250,24 @@ def _all_tables(found: Mapping[str, Any]) -> Table | None:
         unknown = dict.fromkeys((*_UNKNOWN, *_COUNTS))
         tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})
     tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"] or 0), table["name"]))
-    return Table("All tables", _TABLE_HEAD, [_table_row(table) for table in tables], sortable=True) if tables else None
+    return (
+        Table("All tables", _TABLE_HEAD, [_table_row(table) for table in tables], sortable=True)
+        if tables
+        else None
+    )
 
 
 def _table_row(table: Mapping[str, Any]) -> list[Cell]:
-    shape, sharding, block = table["shape"], table["sharding"], block_shape_text(table["sparse_block_shape"])
+    shape, sharding, block = (
+        table["shape"],
+        table["sharding"],
+        block_shape_text(table["sparse_block_shape"]),
+    )
     return [
         Cell(table["name"], table["name"]),
-        Cell("-", "") if shape is None else Cell(shape_text([count(n) for n in shape]), str(shape[0])),
+        Cell("-", "")
+        if shape is None
+        else Cell(shape_text([count(n) for n in shape]), str(shape[0])),
         Cell(sharding or "-", sharding or ""),
         Cell(block, block.removeprefix("-")),
         Cell(percent(table["target"]), _key(table["target"])),

@@ -17,11 +17,12 @@ _ETA = 1e-12
 
 
 class Quality:
-    """AUC and NE of the predictions since the last result. Collective every ``every`` steps: every rank must call
-    :meth:`update` equally often.
+    """AUC and NE of the predictions since the last result. Collective every ``every`` steps: every
+    rank must call :meth:`update` equally often.
 
-    AUC is the area under the ROC curve. NE is the mean log loss over that of predicting the mean label (He et al.,
-    Practical Lessons from Predicting Clicks on Ads at Facebook, 2014, equation 1): below 1 is better than the mean.
+    AUC is the area under the ROC curve. NE is the mean log loss over that of predicting the mean
+    label (He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, 2014, equation
+    1): below 1 is better than the mean.
 
     Args:
         every: steps between two results, >= 1.
@@ -47,31 +48,42 @@ class Quality:
             from torchrec.metrics.auc import compute_auc
             from torchrec.metrics.ne import compute_ne, get_ne_states
         except ImportError as error:
-            raise ImportError("AUC and NE need torchrec: dist-sparse doctor prints how to install it.") from error
+            raise ImportError(
+                "AUC and NE need torchrec: dist-sparse doctor prints how to install it."
+            ) from error
         self._auc, self._ne, self._ne_states = compute_auc, compute_ne, get_ne_states
         self._steps = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def update(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
-        """Take the logits and labels (0 or 1) of one step of this rank, ``(examples,)`` each. Collective at every
-        ``every``-th call.
+        """Take the logits and labels (0 or 1) of one step of this rank, ``(examples,)`` each.
+        Collective at every ``every``-th call.
 
         Returns:
-            ``{"auc": ..., "ne": ...}`` at such a call, else ``{}``: ``log.step(step, **quality.update(...))``.
+            ``{"auc": ..., "ne": ...}`` at such a call, else ``{}``:
+            ``log.step(step, **quality.update(...))``.
 
         Raises:
             ValueError: the shapes differ.
         """
         if logits.shape != labels.shape:
-            raise ValueError(f"Invalid labels of shape {tuple(labels.shape)}: the logits have {tuple(logits.shape)}.")
+            raise ValueError(
+                f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
+                f" {tuple(logits.shape)}."
+            )
         self._kept.append((logits.detach().flatten(), labels.detach().flatten()))
         self._steps += 1
         return self.compute() if self._steps % self.every == 0 else {}
 
     def compute(self) -> dict[str, float]:
-        """Return AUC and NE of what was taken, and start again. Collective: two messages. ``{}`` if no rank had any."""
+        """Return AUC and NE of what was taken, and start again. Collective: two messages. ``{}`` if
+        no rank had any."""
         kept, self._kept = self._kept, []
-        mine = torch.stack([torch.cat(part).double() for part in zip(*kept, strict=True)]) if kept else None
+        mine = (
+            torch.stack([torch.cat(part).double() for part in zip(*kept, strict=True)])
+            if kept
+            else None
+        )
         if mine is None:
             mine = torch.empty(2, 0, dtype=torch.float64)
         mine = mine.cpu()
@@ -82,9 +94,14 @@ class Quality:
         padded = torch.zeros(2, max(sizes), dtype=torch.float64)
         padded[:, : mine.shape[1]] = mine
         gathered = group.all_gather(padded)
-        logits, labels = torch.cat([gathered[rank, :, :size] for rank, size in enumerate(sizes)], dim=1)
+        logits, labels = torch.cat(
+            [gathered[rank, :, :size] for rank, size in enumerate(sizes)], dim=1
+        )
         predictions, weights = torch.sigmoid(logits), torch.ones_like(labels)
         auc = self._auc(1, [predictions[None]], [labels[None]], [weights[None]])
         state = self._ne_states(labels, predictions, weights, _ETA)
-        sums = (state[name] for name in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"))
+        sums = (
+            state[name]
+            for name in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
+        )
         return {"auc": float(auc), "ne": float(self._ne(*sums, _ETA))}

@@ -1,6 +1,7 @@
 """Templates of the report: HTML and SVG beside this module, filled by Jinja2.
 
-Everything that a template prints from a run is escaped, and control characters in it are made visible.
+Everything that a template prints from a run is escaped, and control characters in it are made
+visible.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 - The format is checked, not each value: a log is the user's own file. A page escapes all of it.
 - A run that crashed or still runs is read up to its last whole line.
-- Where a resumed run repeats steps, the later ones count. Mask updates logged at one step of one session all count.
+- Where a resumed run repeats steps, the later ones count. Mask updates logged at one step of one
+  session all count.
 - A run in a folder inside the run's folder, such as a dense one, is a run to compare it with.
 """
 
@@ -23,7 +24,17 @@ from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
 from dist_sparse.text import shortened
 
-__all__ = ["DueStep", "Run", "Series", "Spent", "Traffic", "read_run", "read_runs", "share_of", "total"]
+__all__ = [
+    "DueStep",
+    "Run",
+    "Series",
+    "Spent",
+    "Traffic",
+    "read_run",
+    "read_runs",
+    "share_of",
+    "total",
+]
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
@@ -44,7 +55,8 @@ class Spent:
     Args:
         total: while a log was open.
         masks: in mask updates; 0 without any.
-        enforcement: in keeping pruned weights at zero; None without an enforcer, or if a session has no end.
+        enforcement: in keeping pruned weights at zero; None without an enforcer, or if a session
+            has no end.
     """
 
     total: float
@@ -54,7 +66,8 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Rows of a table by their lookups: of none, of 1, of 2 and 3, of 4 to 7 and so on; and the lookups of all of them.
+    """Rows of a table by their lookups: of none, of 1, of 2 and 3, of 4 to 7 and so on; and the
+    lookups of all of them.
 
     ``kept``: rows with a kept weight; ``removed``: all others.
     """
@@ -138,7 +151,8 @@ class Run:
 
     @property
     def bytes_dense(self) -> int | None:
-        """Bytes of all tables without sparsity: of the model's, else of the registered ones; None if unknown."""
+        """Bytes of all tables without sparsity: of the model's, else of the registered ones; None
+        if unknown."""
         if not self.tables and not self.model_tables:
             return None
         # Both name registered tables: their bytes at the end count.
@@ -147,22 +161,30 @@ class Run:
 
     @property
     def bytes_kept(self) -> int | None:
-        """Bytes of the kept weights of those tables, masks not counted; None before the end of a run that prunes."""
+        """Bytes of the kept weights of those tables, masks not counted; None before the end of a
+        run that prunes."""
         if self.due and not self.tables:
             return None  # bytes of tables are logged at the end
         dense = self.bytes_dense
-        return None if dense is None else dense - sum(t.table_bytes - t.kept_bytes for t in self.tables)
+        return (
+            None
+            if dense is None
+            else dense - sum(t.table_bytes - t.kept_bytes for t in self.tables)
+        )
 
     @property
     def sparsity_share(self) -> float | None:
-        """Share of the time that mask updates and enforcement took; None without updates, or where it is unknown."""
+        """Share of the time that mask updates and enforcement took; None without updates, or where
+        it is unknown."""
         if not self.due or self.spent.enforcement is None:
             return None
         return share_of(self.spent.masks + self.spent.enforcement, self.spent.total)
 
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""
-        return next((value for _, value in reversed(self.values.get(name, ())) if value is not None), None)
+        return next(
+            (value for _, value in reversed(self.values.get(name, ())) if value is not None), None
+        )
 
 
 def total(tables: Iterable[object], field: str) -> int:
@@ -182,7 +204,8 @@ def read_run(folder: str | Path) -> Run:
         folder: that a :class:`~dist_sparse.RunLog` wrote.
 
     Raises:
-        ValueError: there is no run, it has another format, or a line is not one that ``RunLog`` writes; names the file.
+        ValueError: there is no run, it has another format, or a line is not one that ``RunLog``
+            writes; names the file.
 
     Example::
 
@@ -203,7 +226,8 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> Run:
-    """Read several runs: the first, compared with the others. Of one alone the runs inside its folder are compared.
+    """Read several runs: the first, compared with the others. Of one alone the runs inside its
+    folder are compared.
 
     A folder that is given twice, such as ``runs/latest`` among ``runs/*``, counts once.
 
@@ -264,7 +288,9 @@ def _read(folder: Path) -> Run:
             reader.take(line)
         except _UNREADABLE as error:
             why = shortened(error, most=200)
-            raise ValueError(f"{lines}, line {number} is not one that RunLog writes: {why}.") from error
+            raise ValueError(
+                f"{lines}, line {number} is not one that RunLog writes: {why}."
+            ) from error
     try:
         return Run(
             folder=folder,
@@ -301,7 +327,8 @@ class _Reader:
         self._due: list[tuple[int, DueStep]] = []
         """With their sessions."""
         self._scores: list[Scored] = []
-        """All that still count: where a resumed run repeats the steps of newer ones, an older one is shown again."""
+        """All that still count: where a resumed run repeats the steps of newer ones, an older one
+        is shown again."""
         self._tables: tuple[TableStats, ...] = ()
         self._dead: dict[str, int] = {}
         self._traffic: dict[str, Traffic] = {}
@@ -327,7 +354,8 @@ class _Reader:
         scores = Latest()
         for one in self._scores:
             scores.take(one)
-        # Enforcement is logged at the end alone: with a session that crashed the sum would be too small.
+        # Enforcement is logged at the end alone: with a session that crashed the sum would be too
+        # small.
         enforced = self._enforced and self._ends == self._sessions
         return {
             "finished": self._ended,
@@ -348,7 +376,9 @@ class _Reader:
         }
 
     def _take_values(self, line: Mapping[str, Any]) -> None:
-        self._tell_session(line["seconds"])  # first: what an older session logged of these steps is dropped below
+        self._tell_session(
+            line["seconds"]
+        )  # first: what an older session logged of these steps is dropped below
         step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
@@ -385,10 +415,16 @@ class _Reader:
         self._tell_session(spent["total"])
         if tables:  # a session without a sparsifier has none
             self._tables = tuple(map(_table_stats, tables))
-            self._dead = {table["name"]: table["dead_rows"] for table in tables if "dead_rows" in table}
-            self._traffic = {table["name"]: _traffic(table["traffic"]) for table in tables if "traffic" in table}
+            self._dead = {
+                table["name"]: table["dead_rows"] for table in tables if "dead_rows" in table
+            }
+            self._traffic = {
+                table["name"]: _traffic(table["traffic"]) for table in tables if "traffic" in table
+            }
             counted = [table for table in tables if "lookups" in table]  # older logs lack them
-            self._lookups = {table["name"]: (table["lookups"], table["removed_lookups"]) for table in counted}
+            self._lookups = {
+                table["name"]: (table["lookups"], table["removed_lookups"]) for table in counted
+            }
         self._enforcement += spent.get("enforcement", 0.0)
         self._enforced &= "enforcement" in spent
         self._ended, self._ends = True, self._ends + 1
@@ -411,8 +447,16 @@ class _Reader:
 _LATER = ("lookups", "removed_lookups")
 """Fields of a mask update that older logs of this format lack."""
 
-_CHANGE = [one.name for one in dataclasses.fields(MaskChange) if one.name not in ("name", "scores", *_LATER)]
-_STATS = [one.name for one in dataclasses.fields(TableStats) if one.name not in ("shape", "sparse_block_shape")]
+_CHANGE = [
+    one.name
+    for one in dataclasses.fields(MaskChange)
+    if one.name not in ("name", "scores", *_LATER)
+]
+_STATS = [
+    one.name
+    for one in dataclasses.fields(TableStats)
+    if one.name not in ("shape", "sparse_block_shape")
+]
 
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
@@ -420,14 +464,19 @@ def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     for table in line["tables"]:
         # A long run has millions of them: one string per name.
         name = sys.intern(table["name"])
-        change = {field: table[field] for field in _CHANGE} | {field: table.get(field) for field in _LATER}
+        change = {field: table[field] for field in _CHANGE} | {
+            field: table.get(field) for field in _LATER
+        }
         tables.append(MaskChange(name=name, scores=(), **change))
     cost = {field: line[field] for field in ("number", "seconds", "collectives", "bytes")}
     return StepRecord(tables=tuple(tables), **cost)
 
 
 def _histogram(table: Mapping[str, Any]) -> Scored:
-    known = {name: table[name] for name in ("step", "name", "threshold", "blocks", "removed_blocks", "zeros")}
+    known = {
+        name: table[name]
+        for name in ("step", "name", "threshold", "blocks", "removed_blocks", "zeros")
+    }
     # A long run has very many counts: an array takes 8 bytes for each.
     return Scored(first=bucket_of(table["low"]), counts=array("q", table["counts"]), **known)
 
@@ -436,9 +485,13 @@ def _table_stats(table: Mapping[str, Any]) -> TableStats:
     rows, columns = table["shape"]
     block = table["sparse_block_shape"]
     known = {name: table[name] for name in _STATS}
-    return TableStats(shape=(rows, columns), sparse_block_shape=block and (block[0], block[1]), **known)
+    return TableStats(
+        shape=(rows, columns), sparse_block_shape=block and (block[0], block[1]), **known
+    )
 
 
 def _traffic(table: Mapping[str, Any]) -> Traffic:
     rows = {name: tuple(table[name]) for name in ("kept", "removed")}
-    return Traffic(**rows, kept_lookups=table["kept_lookups"], removed_lookups=table["removed_lookups"])
+    return Traffic(
+        **rows, kept_lookups=table["kept_lookups"], removed_lookups=table["removed_lookups"]
+    )

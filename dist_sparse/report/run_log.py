@@ -1,22 +1,26 @@
-"""Log of a run, written while it trains: :class:`RunLog` appends lines of JSON to a folder, on rank 0.
+"""Log of a run, written while it trains: :class:`RunLog` appends lines of JSON to a folder, on rank
+0.
 
-Other ranks take part in collectives only. Counts over ranks travel with the messages of mask updates
-(:mod:`dist_sparse.sparsifiers.recorder`), so the line of an update is written one update later, the last one by
-:meth:`RunLog.close`.
+Other ranks take part in collectives only. Counts over ranks travel with the messages of mask
+updates (:mod:`dist_sparse.sparsifiers.recorder`), so the line of an update is written one update
+later, the last one by :meth:`RunLog.close`.
 
-``run.json`` describes the run: when and how it was started, versions, config, bytes of all tables. Every line of
-``log.jsonl`` has a ``kind``:
+``run.json`` describes the run: when and how it was started, versions, config, bytes of all tables.
+Every line of ``log.jsonl`` has a ``kind``:
 
-- ``values``: ``step``, ``seconds`` since the start, and the ``values`` passed to :meth:`RunLog.step`;
-- ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes`` (of rank 0), and for
-  each of ``tables`` the fields of :class:`~dist_sparse.sparsifiers.recorder.MaskChange` without ``scores``, with
-  ``sparsity`` and ``churn``;
+- ``values``: ``step``, ``seconds`` since the start, and the ``values`` passed to
+  :meth:`RunLog.step`;
+- ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes``
+  (of rank 0), and for each of ``tables`` the fields of
+  :class:`~dist_sparse.sparsifiers.recorder.MaskChange` without ``scores``, with ``sparsity`` and
+  ``churn``;
 - ``scores``: histograms of those ``tables`` that have a better one than was written before
-  (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets per octave from the score ``low`` up;
+  (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets per octave from
+  the score ``low`` up;
 - ``resumed``: first line of another session, with the time that it ``started``;
-- ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, ``lookups`` and
-  ``removed_lookups`` and, where all lookups are counted, ``traffic`` (:mod:`dist_sparse.report.traffic`); ``seconds`` by
-  cause.
+- ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, ``lookups``
+  and ``removed_lookups`` and, where all lookups are counted, ``traffic``
+  (:mod:`dist_sparse.report.traffic`); ``seconds`` by cause.
 """
 
 from __future__ import annotations
@@ -51,9 +55,15 @@ from dist_sparse.training.sparsify import SparseTraining
 
 __all__ = ["RUN", "RunLog", "Sink"]
 
-_NOTED = (*(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores"), "sparsity", "churn")
+_NOTED = (
+    *(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores"),
+    "sparsity",
+    "churn",
+)
 _COSTS = ("number", "seconds", "collectives", "bytes")
-_SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} | {"regrown": "regrown_blocks"}
+_SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} | {
+    "regrown": "regrown_blocks"
+}
 """What sinks get of a mask update: name of the scalar, name of the field."""
 
 
@@ -85,24 +95,29 @@ class Sink(Protocol):
 
 
 class RunLog:
-    """Log of one run. Every rank must make one, with the same sparsifier or none. Collective: 32 bytes, twice.
+    """Log of one run. Every rank must make one, with the same sparsifier or none. Collective: 32
+    bytes, twice.
 
     Args:
-        folder: created if missing. One RunLog at a time writes to it; its files are readable by the user only.
-        sparsifier: what :func:`~dist_sparse.sparsify` returned, or a sparsifier: log its mask updates
-            from now on. A recorder is attached to it until the log is closed; one log at a time.
+        folder: created if missing. One RunLog at a time writes to it; its files are readable by the
+            user only.
+        sparsifier: what :func:`~dist_sparse.sparsify` returned, or a sparsifier: log its mask
+            updates from now on. A recorder is attached to it until the log is closed; one log at a
+            time.
         enforcer: log its time at the end. By default that of what ``sparsify`` returned.
-        model: count the bytes of all its tables, those that are not sparsified too, so that bytes of runs compare.
+        model: count the bytes of all its tables, those that are not sparsified too, so that bytes
+            of runs compare.
         name: of the run in reports; that of the folder by default.
         config: JSON-able description of the run, written to ``run.json``.
         sinks: receive every number too, on rank 0 (:mod:`dist_sparse.report.sinks`).
         resume: continue the log in the folder, if there is one.
-        scores_every: mask updates between two writings of score histograms, >= 1. One histogram per table is kept, also
-            when the log is closed (:mod:`dist_sparse.report.histograms`).
+        scores_every: mask updates between two writings of score histograms, >= 1. One histogram per
+            table is kept, also when the log is closed (:mod:`dist_sparse.report.histograms`).
 
     Raises:
-        ValueError: the folder has a log and ``resume`` is False, or a log of another format, or one that another RunLog
-            is writing; ``config`` is not JSON; an argument is invalid. On every rank; nothing is written.
+        ValueError: the folder has a log and ``resume`` is False, or a log of another format, or one
+            that another RunLog is writing; ``config`` is not JSON; an argument is invalid. On every
+            rank; nothing is written.
         OSError: rank 0 can't write there; on several ranks a ValueError.
 
     Example::
@@ -157,7 +172,9 @@ class RunLog:
                     for data in ModelTables(model).locate()
                 }
             self._scores_every = integer("scores_every", scores_every, least=1)
-        with world.agreeing("RunLog()"):  # only now, when no rank refuses its arguments, may rank 0 write
+        with world.agreeing(
+            "RunLog()"
+        ):  # only now, when no rank refuses its arguments, may rank 0 write
             if self._writes:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
@@ -181,12 +198,12 @@ class RunLog:
 
         Args:
             step: larger than in the last call.
-            **values: numbers or one-element tensors, such as ``loss=``; None is left out. Reading a tensor of a GPU
-                waits for it. Those of rank 0 are written.
+            **values: numbers or one-element tensors, such as ``loss=``; None is left out. Reading a
+                tensor of a GPU waits for it. Those of rank 0 are written.
 
         Raises:
-            ValueError: ``step`` is not an int or not larger than the last one, a value is not a number, or the log is
-                closed.
+            ValueError: ``step`` is not an int or not larger than the last one, a value is not a
+                number, or the log is closed.
         """
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
@@ -194,21 +211,30 @@ class RunLog:
         if step <= self._last:
             raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
         given = {name: value for name, value in values.items() if value is not None}
-        for name, value in given.items():  # on every rank: after an error on rank 0 alone the others would wait for it
+        for (
+            name,
+            value,
+        ) in (
+            given.items()
+        ):  # on every rank: after an error on rank 0 alone the others would wait for it
             _check(name, value)
         self._last = step
-        # Updates since the last call belong to this step; what they counted arrives with a later one.
+        # Updates since the last call belong to this step; what they counted arrives with a later
+        # one.
         if self._recorder is not None:
             self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
             self._seen = self._recorder.count
             self._write_masks(self._recorder.take())
         if self._writes and given:
             known = {name: _float(value) for name, value in given.items()}
-            self._write({"kind": "values", "step": step, "seconds": self._elapsed(), "values": known})
+            self._write(
+                {"kind": "values", "step": step, "seconds": self._elapsed(), "values": known}
+            )
             self._tell(step, known)
 
     def close(self) -> None:
-        """Write what is left and the state of all tables, and detach the recorder. Further calls do nothing.
+        """Write what is left and the state of all tables, and detach the recorder. Further calls do
+        nothing.
 
         Collective, like ``table_stats()`` and ``dead_rows()``.
         """
@@ -243,7 +269,10 @@ class RunLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close; after an exception without collectives, because other ranks may not have one."""
         if error is None:
@@ -282,7 +311,10 @@ class RunLog:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = tuple(other for other in self._sinks if other is not sink)
-        message = f"{type(sink).__name__} failed ({type(error).__name__}: {error}): it gets no more values."
+        message = (
+            f"{type(sink).__name__} failed ({type(error).__name__}: {error}): it gets no more"
+            " values."
+        )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _write_masks(self, records: Sequence[StepRecord]) -> None:
@@ -301,7 +333,8 @@ class RunLog:
             new = scored(step, change, change.scores)
             if new is not None and self._scores.take(new):
                 self._unwritten[new.name] = None
-        # One histogram takes 1 to 2 KiB, and early updates are replaced soon: not every one is written.
+        # One histogram takes 1 to 2 KiB, and early updates are replaced soon: not every one is
+        # written.
         if self._unwritten and record.number >= self._scores_from:
             self._write_scores()
             self._scores_from = record.number + self._scores_every
@@ -329,7 +362,9 @@ def _fields(one: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(one, name) for name in names}
 
 
-def _check_kinds(sparsifier: object, enforcer: object, name: object, config: object, resume: object) -> None:
+def _check_kinds(
+    sparsifier: object, enforcer: object, name: object, config: object, resume: object
+) -> None:
     if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
         rule = "must be what sparsify() returned, a sparsifier, or None"
         raise ValueError(f"Invalid sparsifier of type {type(sparsifier).__name__}: {rule}.")
@@ -340,24 +375,32 @@ def _check_kinds(sparsifier: object, enforcer: object, name: object, config: obj
     }
     for argument, (given, kind) in kinds.items():
         if not isinstance(given, kind) and given is not None:
-            raise ValueError(f"Invalid {argument} of type {type(given).__name__}: must be a {kind.__name__}.")
+            raise ValueError(
+                f"Invalid {argument} of type {type(given).__name__}: must be a {kind.__name__}."
+            )
     if not isinstance(resume, bool):
         raise ValueError(f"Invalid {resume=}: must be a bool.")
 
 
 def _path(folder: object) -> Path:
     if not isinstance(folder, (str, os.PathLike)):
-        raise ValueError(f"Invalid folder of type {type(folder).__name__}: must be a str or a Path.")
+        raise ValueError(
+            f"Invalid folder of type {type(folder).__name__}: must be a str or a Path."
+        )
     return Path(folder)
 
 
 def _listed(sinks: object) -> tuple[Sink, ...]:
     if not isinstance(sinks, Iterable):
-        raise ValueError(f"Invalid sinks of type {type(sinks).__name__}: must be an iterable of sinks.")
+        raise ValueError(
+            f"Invalid sinks of type {type(sinks).__name__}: must be an iterable of sinks."
+        )
     listed = tuple(sinks)
     for sink in listed:
         if not all(callable(getattr(sink, name, None)) for name in ("scalars", "close")):
-            raise ValueError(f"Invalid sink of type {type(sink).__name__}: must have scalars() and close().")
+            raise ValueError(
+                f"Invalid sink of type {type(sink).__name__}: must have scalars() and close()."
+            )
     return listed
 
 
@@ -368,7 +411,9 @@ def _check(name: str, value: object) -> None:
     else:
         fits = not isinstance(value, bool) and isinstance(value, numbers.Real) and _is_float(value)
     if not fits:
-        raise ValueError(f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor.")
+        raise ValueError(
+            f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor."
+        )
 
 
 def _float(value: float | Tensor) -> float:

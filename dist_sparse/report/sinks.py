@@ -31,7 +31,9 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoardSink needs tensorboard: pip install tensorboard.") from error
+            raise ImportError(
+                "TensorBoardSink needs tensorboard: pip install tensorboard."
+            ) from error
         self._writer: Any = SummaryWriter(str(folder))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -65,11 +67,14 @@ class WandbSink:
 
     def __init__(self, run: Any) -> None:
         if not callable(getattr(run, "log", None)):
-            raise ValueError(f"Invalid run of type {type(run).__name__}: must be what wandb.init() returns.")
+            raise ValueError(
+                f"Invalid run of type {type(run).__name__}: must be what wandb.init() returns."
+            )
         self._run = run
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log once per step. The step is a value: W&B ignores steps that decrease, and a mask update is logged late."""
+        """Log once per step. The step is a value: W&B ignores steps that decrease, and a mask
+        update is logged late."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Numbers of a run: as JSON (:func:`numbers`), as a few lines of text, and as the tables of ``dist-sparse inspect``.
+"""Numbers of a run: as JSON (:func:`numbers`), as a few lines of text, and as the tables of
+``dist-sparse inspect``.
 
 For a run without an end, tables are as the last logged mask update left them, and bytes are None.
 """
@@ -12,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from dist_sparse.records import TableStats
-from dist_sparse.report.comparison import HEAD, baseline, compare, delta_text, headline, known_text, row_cells
+from dist_sparse.report.comparison import (
+    HEAD,
+    baseline,
+    compare,
+    delta_text,
+    headline,
+    known_text,
+    row_cells,
+)
 from dist_sparse.report.run import Run, share_of
 from dist_sparse.text import (
     amount,
@@ -47,7 +56,17 @@ _HEAD = (
     *("dead rows", "MiB", "kept MiB", "mask MiB"),
 )
 _COLUMNS = (
-    *("name", "shape", "dtype", "sharding", "sparse_block_shape", "target", "sparsity", "blocks", "removed_blocks"),
+    *(
+        "name",
+        "shape",
+        "dtype",
+        "sharding",
+        "sparse_block_shape",
+        "target",
+        "sparsity",
+        "blocks",
+        "removed_blocks",
+    ),
     *("bytes_dense", "bytes_kept", "bytes_masks", "threshold", "churn", "dead_rows"),
 )
 
@@ -56,15 +75,17 @@ def numbers(run: Run) -> dict[str, Any]:
     """Return the numbers of a run as JSON-able values.
 
     Returns:
-        ``folder``, ``name``, ``headline``, ``finished``, ``sessions``, ``world``, ``last_step``; ``sparsity`` and
-        ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``; ``bytes_dense`` and ``bytes_kept`` of all
-        tables of the model, if ``RunLog`` was given it, else of the registered ones; ``bytes_masks``; ``dead_rows`` of
-        all tables, None where one is unknown; ``last``, the last value of each series;
-        ``seconds``: ``total``, ``masks``, ``enforcement``, and ``share``, the sum of these two over the first;
-        ``due_steps`` (mask updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the registered ones, and
-        ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``, the name of the run that others are
-        compared with, and ``runs``, a row of each (:class:`~dist_sparse.report.comparison.Row`); ``compared``, the
-        ``last`` of each compared run.
+        ``folder``, ``name``, ``headline``, ``finished``, ``sessions``, ``world``, ``last_step``;
+        ``sparsity`` and ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``;
+        ``bytes_dense`` and ``bytes_kept`` of all tables of the model, if ``RunLog`` was given it,
+        else of the registered ones; ``bytes_masks``; ``dead_rows`` of all tables, None where one is
+        unknown; ``last``, the last value of each series; ``seconds``: ``total``, ``masks``,
+        ``enforcement``, and ``share``, the sum of these two over the first; ``due_steps`` (mask
+        updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the registered ones, and
+        ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``, the name of the run
+        that others are compared with, and ``runs``, a row of each
+        (:class:`~dist_sparse.report.comparison.Row`); ``compared``, the ``last`` of each compared
+        run.
 
     Example::
 
@@ -131,12 +152,19 @@ def status(run: Run) -> str:
     if run.finished:
         return f"The run ended {where}.{resumed}"
     if not run.due:
-        return f"The log stops {where}. It has no end and no mask update: nothing was pruned so far.{resumed}"
-    return f"The log stops {where} without an end: the run failed or still runs. What is known is shown.{resumed}"
+        return (
+            f"The log stops {where}. It has no end and no mask update: nothing was pruned so"
+            f" far.{resumed}"
+        )
+    return (
+        f"The log stops {where} without an end: the run failed or still runs. What is known is"
+        f" shown.{resumed}"
+    )
 
 
 def against(run: Run, key: str) -> str:
-    """Return the last value of a series less that of the baseline as text; "" without a baseline that has it."""
+    """Return the last value of a series less that of the baseline as text; "" without a baseline
+    that has it."""
     base = baseline(run)
     if base is None or base is run:
         return ""
@@ -186,12 +214,18 @@ def _comparison_lines(run: Run) -> list[str]:
 def bytes_of(run: Run) -> str:
     """Return which tables the bytes of a run count."""
     tables = len(run.tables) + len(run.other_tables)
-    return f"all {number_of(tables, 'table')}" if run.model_tables else number_of(tables, "registered table")
+    return (
+        f"all {number_of(tables, 'table')}"
+        if run.model_tables
+        else number_of(tables, "registered table")
+    )
 
 
 def target_text(found: Mapping[str, Any]) -> str:
     """Return the target level of :func:`numbers` as text."""
-    return known_text(found["target"], lambda target: f"target {percent(target)}", unknown="no target")
+    return known_text(
+        found["target"], lambda target: f"target {percent(target)}", unknown="no target"
+    )
 
 
 def time_text(run: Run, found: Mapping[str, Any]) -> str:
@@ -203,9 +237,11 @@ def time_text(run: Run, found: Mapping[str, Any]) -> str:
 
 
 def inspect_json(run: Run) -> dict[str, Any]:
-    """Return :func:`numbers`, and ``started``, ``command``, ``world``, ``versions``, ``config``, as JSON-able
-    values."""
-    about = {name: getattr(run, name) for name in ("started", "command", "world", "versions", "config")}
+    """Return :func:`numbers`, and ``started``, ``command``, ``world``, ``versions``, ``config``, as
+    JSON-able values."""
+    about = {
+        name: getattr(run, name) for name in ("started", "command", "world", "versions", "config")
+    }
     return {**about, **numbers(run)}
 
 
@@ -216,11 +252,16 @@ def inspect_text(run: Run) -> str:
     about = f"{run.folder}: started {run.started} on {number_of(run.world, 'rank')}; {versions}"
     lines = [about, status(run), "", *_table_text(known)]
     if known["last"]:
-        lines.append("last: " + ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items()))
+        lines.append(
+            "last: " + ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items())
+        )
     lines.append(f"mask updates: {known['due_steps']}")
     lines.append(f"lookups of removed rows: {_lookups_text(run)}")
     if run.config:
-        lines += ["config:", *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items())]
+        lines += [
+            "config:",
+            *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items()),
+        ]
     return "\n".join(map(printable, lines))
 
 
@@ -233,16 +274,27 @@ def _table_text(known: Mapping[str, Any]) -> list[str]:
     others = known["other_tables"]
     if others:
         taken = mib(sum(others.values()))
-        rows.append([f"{number_of(len(others), 'other')}, dense", *[""] * (len(_HEAD) - 4), taken, taken, ""])
+        rows.append(
+            [
+                f"{number_of(len(others), 'other')}, dense",
+                *[""] * (len(_HEAD) - 4),
+                taken,
+                taken,
+                "",
+            ]
+        )
     total = ["all", "", "", "", "", *_sizes(known)]
     return [*table_lines(_HEAD, rows, right=range(5, len(_HEAD)), total=total), ""]
 
 
 def _lookups_text(run: Run) -> str:
-    """Return the share of the lookups that hit removed rows: at the end of the run, or at the last mask update."""
+    """Return the share of the lookups that hit removed rows: at the end of the run, or at the last
+    mask update."""
     known = list(run.lookups.values())
     if not run.finished and run.due:
-        known = [(table.lookups or 0, table.removed_lookups or 0) for table in run.due[-1].record.tables]
+        known = [
+            (table.lookups or 0, table.removed_lookups or 0) for table in run.due[-1].record.tables
+        ]
     lookups = sum(counted for counted, _ in known)
     removed = sum(of_removed for _, of_removed in known)
     return percent(removed / lookups) if lookups else "not known"
@@ -298,7 +350,12 @@ def _last(run: Run) -> dict[str, float]:
 
 
 def _cells(table: Mapping[str, Any]) -> list[str]:
-    cells = [table["name"], shape_text(table["shape"]), table["dtype"] or "-", table["sharding"] or "-"]
+    cells = [
+        table["name"],
+        shape_text(table["shape"]),
+        table["dtype"] or "-",
+        table["sharding"] or "-",
+    ]
     return [*cells, block_shape_text(table["sparse_block_shape"])]
 
 

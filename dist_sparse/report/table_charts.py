@@ -48,7 +48,10 @@ def _kept_charts(run: Run) -> list[BarChart]:
     else:
         changes = run.last_changes.values()
         tables = [Kept(t.name, t.blocks - t.removed_blocks, t.blocks, count) for t in changes]
-        title, note = "Blocks kept", note.replace("bytes", "blocks") + " Bytes are logged at the end."
+        title, note = (
+            "Blocks kept",
+            note.replace("bytes", "blocks") + " Bytes are logged at the end.",
+        )
     if not tables:
         return []
     tables.sort(key=lambda table: (-table.whole, table.name))
@@ -58,7 +61,12 @@ def _kept_charts(run: Run) -> list[BarChart]:
         found.append(_distribution(tables, title))
     largest = max(tables[0].whole, 1)
     bars = [
-        Bar(name=table.name, share=table.kept / largest, whole=table.whole / largest, text=_kept_text([table]))
+        Bar(
+            name=table.name,
+            share=table.kept / largest,
+            whole=table.whole / largest,
+            text=_kept_text([table]),
+        )
         for table in tables[:MOST_TABLES]
     ]
     return [*found, BarChart(key="bytes", title=title, note=note, bars=tuple(bars))]
@@ -82,7 +90,9 @@ def _distribution(tables: Sequence[Kept], title: str) -> BarChart:
         said = f"{number_of(len(group), 'table')}: {_kept_text(group)}" if group else "none"
         bars.append(Bar(name=name, share=len(group) / most, whole=0.0, text=said))
     note = f"All {count(len(tables))} tables by the share that is kept of them."
-    return BarChart(key="bytes_distribution", title=f"{title}, distribution", note=note, bars=tuple(bars))
+    return BarChart(
+        key="bytes_distribution", title=f"{title}, distribution", note=note, bars=tuple(bars)
+    )
 
 
 def _traffic_charts(run: Run) -> list[BarChart]:
@@ -90,14 +100,17 @@ def _traffic_charts(run: Run) -> list[BarChart]:
     sizes = {table.name: table.table_bytes for table in run.tables}
     known = [name for name, of in run.traffic.items() if of.share is not None and any(of.removed)]
     shown = sorted(known, key=lambda name: (-sizes.get(name, 0), name))[:_MOST_TRAFFIC]
-    return [_traffic_chart(f"traffic_{place}", name, run.traffic[name]) for place, name in enumerate(shown, start=1)]
+    return [
+        _traffic_chart(f"traffic_{place}", name, run.traffic[name])
+        for place, name in enumerate(shown, start=1)
+    ]
 
 
 def _traffic_chart(key: str, name: str, of: Traffic) -> BarChart:
     rows = sum(of.kept) + sum(of.removed)
     note = (
-        f"Rows by how often training looked them up; full: kept. {percent(sum(of.kept) / rows)} of {count(rows)} rows "
-        f"are kept, which had {percent(of.share)} of the lookups."
+        f"Rows by how often training looked them up; full: kept. {percent(sum(of.kept) / rows)} of"
+        f" {count(rows)} rows are kept, which had {percent(of.share)} of the lookups."
     )
     bars = []
     for octave, (kept, removed) in enumerate(zip(of.kept, of.removed, strict=True)):
@@ -119,11 +132,15 @@ def _score_charts(run: Run) -> list[ScoreChart]:
     """Return the histograms of the tables with the most blocks."""
     shown = [one for one in run.scores.values() if any(one.counts)]  # else all scores are 0
     shown.sort(key=lambda one: (-one.blocks, one.name))
-    return [_score_chart(f"scores_{place}", one, run) for place, one in enumerate(shown[:_MOST_SCORES], start=1)]
+    return [
+        _score_chart(f"scores_{place}", one, run)
+        for place, one in enumerate(shown[:_MOST_SCORES], start=1)
+    ]
 
 
 def _changes_after(run: Run, one: Scored) -> list[MaskChange]:
-    """Return the changes of a table whose histograms are not shown, because they came after the one that is."""
+    """Return the changes of a table whose histograms are not shown, because they came after the one
+    that is."""
     found: list[MaskChange] = []
     for due in run.due:
         if due.step > one.step:
@@ -134,9 +151,15 @@ def _changes_after(run: Run, one: Scored) -> list[MaskChange]:
 def _score_chart(key: str, one: Scored, run: Run) -> ScoreChart:
     later = _changes_after(run, one)
     blocks = one.zeros + sum(one.counts)
-    note = f"{count(blocks)} blocks before the mask update at step {count(one.step)}; {percent(one.zeros / blocks)}"
+    note = (
+        f"{count(blocks)} blocks before the mask update at step {count(one.step)};"
+        f" {percent(one.zeros / blocks)}"
+    )
     note += f" scored 0. Threshold: {amount(one.threshold)}; blocks not above it are pruned."
-    if any(much((change.flipped_blocks or 0) - (change.regrown_blocks or 0), change.blocks) for change in later):
+    if any(
+        much((change.flipped_blocks or 0) - (change.regrown_blocks or 0), change.blocks)
+        for change in later
+    ):
         note += " The histograms of later mask updates were not written."
     elif later:
         note += " Later mask updates pruned less than 1% more each."

@@ -1,4 +1,5 @@
-"""Lines of at most 400 points, however long the series: thinned so that peaks stay, or as a running mean.
+"""Lines of at most 400 points, however long the series: thinned so that peaks stay, or as a running
+mean.
 
 Time is linear in the points.
 """
@@ -22,7 +23,8 @@ _SMOOTHED = 30
 
 
 def smoothed(name: str, series: Series, role: str) -> list[Line]:
-    """Return a series as a line called ``name``; of more than 30 points as their running mean, over those as logged."""
+    """Return a series as a line called ``name``; of more than 30 points as their running mean, over
+    those as logged."""
     if len(series) <= _SMOOTHED:
         return [Line(name=name, role=role, points=thinned(series))]
     return [
@@ -32,8 +34,8 @@ def smoothed(name: str, series: Series, role: str) -> list[Line]:
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return at most 400 points: the smallest and the largest value of each stretch, which keeps peaks, and the last
-    point."""
+    """Return at most 400 points: the smallest and the largest value of each stretch, which keeps
+    peaks, and the last point."""
     if len(points) <= _MOST_POINTS:
         return _drawable(points)
     # Two points of each stretch are kept, and the last one.
@@ -45,7 +47,8 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def _peaks(part: Sequence[Point]) -> list[Point]:
-    """Return the points with the smallest and the largest value, in their order; the first where none is finite."""
+    """Return the points with the smallest and the largest value, in their order; the first where
+    none is finite."""
     values = [y for _, y in part]
     finite = [y for y in values if y is not None]
     if not finite:
@@ -56,7 +59,8 @@ def _peaks(part: Sequence[Point]) -> list[Point]:
 def _means(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return a running mean over a fifteenth of the finite points, at 400 of them at most.
 
-    Only the means that are drawn are computed, each from its own window, which is linear in the points.
+    Only the means that are drawn are computed, each from its own window, which is linear in the
+    points.
     """
     finite = [(x, _clamped(y)) for x, y in points if y is not None]
     values = [y for _, y in finite]
@@ -64,7 +68,8 @@ def _means(points: Sequence[Point]) -> tuple[Point, ...]:
     every = max(1, -(-(len(finite) - 1) // (_MOST_POINTS - 1)))
     means: list[Point] = []
     for place in {*range(0, len(finite), every), *range(len(finite))[-1:]}:
-        # Differences of prefix sums would be linear too, but one value of 1e20 would cost all later means their digits.
+        # Differences of prefix sums would be linear too, but one value of 1e20 would cost all later
+        # means their digits.
         window = values[max(0, place - half) : place + half + 1]
         means.append((float(finite[place][0]), math.fsum(window) / len(window)))
     return tuple(sorted(means))

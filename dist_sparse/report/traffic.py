@@ -1,6 +1,7 @@
 """Rows of tables by how often training looked them up: how much of the traffic the kept rows get.
 
-Known of tables whose sparsifier counts lookups (``counts_lookups``), if rows are on one rank or removed as a whole.
+Known of tables whose sparsifier counts lookups (``counts_lookups``), if rows are on one rank or
+removed as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _OCTAVES = 33
 
 
 def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
-    """Return the traffic of each table of which it is known. Collective: one small all-reduce per table."""
+    """Return the traffic of each table of which it is known. Collective: one small all-reduce per
+    table."""
     packed = sparsifier.packed_store
     if not sparsifier.counts_lookups:
         return {}
@@ -37,9 +39,10 @@ def traffic(sparsifier: BaseDataSparsifier) -> dict[str, Traffic]:
 
 
 def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
-    """Add the rows of a shard to ``sums``: of kept and of removed rows, how many by octave, and all their lookups."""
-    # The exponent of 1 is 1, of 2 and 3 it is 2: rows without a lookup are octave 0. A count that has decayed below 1
-    # is in the first octave.
+    """Add the rows of a shard to ``sums``: of kept and of removed rows, how many by octave, and all
+    their lookups."""
+    # The exponent of 1 is 1, of 2 and 3 it is 2: rows without a lookup are octave 0. A count that
+    # has decayed below 1 is in the first octave.
     octaves = torch.frexp(lookups).exponent.long().clamp(min=1).where(lookups > 0, 0)
     for kind, rows in enumerate((~dead, dead)):
         sums[kind, :_OCTAVES] += torch.bincount(octaves[rows], minlength=_OCTAVES)

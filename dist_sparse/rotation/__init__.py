@@ -1,1 +1,2 @@
-"""Rotations that gather the content of tables in few columns, without changing what a model computes."""
+"""Rotations that gather the content of tables in few columns, without changing what a model
+computes."""

@@ -1,8 +1,9 @@
-"""Bases in which few columns hold most of a table: pure functions of Gram matrices ``G = W^T W``, in float64.
+"""Bases in which few columns hold most of a table: pure functions of Gram matrices ``G = W^T W``,
+in float64.
 
-A basis ``R`` ``(columns, columns)`` replaces a table ``W`` by ``W @ R``, whose columns hold less and less. Columns of
-``W`` that are zero, such as removed ones, have a zero on the diagonal of ``G``: they take no part and become the last
-ones, exactly zero.
+A basis ``R`` ``(columns, columns)`` replaces a table ``W`` by ``W @ R``, whose columns hold less
+and less. Columns of ``W`` that are zero, such as removed ones, have a zero on the diagonal of
+``G``: they take no part and become the last ones, exactly zero.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from torch import Tensor
 __all__ = ["bases_of", "common_basis", "paired_bases"]
 
 _LEAST = 1e-10
-"""Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be inverted."""
+"""Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
+inverted."""
 
 
 def bases_of(grams: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bases of tables whose rows meet in dot products: of two the balanced ones, otherwise one for all."""
+    """Return the bases of tables whose rows meet in dot products: of two the balanced ones,
+    otherwise one for all."""
     return list(paired_bases(*grams)) if len(grams) == 2 else [common_basis(grams)] * len(grams)
 
 
 def common_basis(grams: Sequence[Tensor]) -> Tensor:
-    """Return one orthogonal basis for several tables: the eigenvectors of the sum of ``G / trace(G)``.
+    """Return one orthogonal basis for several tables: the eigenvectors of the sum of
+    ``G / trace(G)``.
 
     Example::
 
@@ -35,17 +39,21 @@ def common_basis(grams: Sequence[Tensor]) -> Tensor:
         tensor([[1.4140, 0.0000],
                 [2.8280, 0.0000]], dtype=torch.float64)
     """
-    total = torch.stack([gram / gram.trace().clamp(min=torch.finfo(gram.dtype).tiny) for gram in grams]).sum(0)
+    total = torch.stack(
+        [gram / gram.trace().clamp(min=torch.finfo(gram.dtype).tiny) for gram in grams]
+    ).sum(0)
     used = total.diagonal().nonzero().flatten()
     return _placed(torch.linalg.eigh(_part(total, used)).eigenvectors.flip(1), used, len(total))
 
 
 def paired_bases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bases ``R_a, R_b`` of two tables with ``R_a @ R_b.T`` the identity, in which both Gram matrices are
-    the same diagonal: the singular values of all dot products between the two tables' rows.
+    """Return the bases ``R_a, R_b`` of two tables with ``R_a @ R_b.T`` the identity, in which both
+    Gram matrices are the same diagonal: the singular values of all dot products between the two
+    tables' rows.
 
-    With ``L L^T = G``: ``A S B^T = svd(L_a^T L_b)``, ``R_a = L_a^-T A S^1/2``, ``R_b = L_b^-T B S^1/2``. Columns that
-    are zero in either table become the last ones, as they are.
+    With ``L L^T = G``: ``A S B^T = svd(L_a^T L_b)``, ``R_a = L_a^-T A S^1/2``,
+    ``R_b = L_b^-T B S^1/2``. Columns that are zero in either table become the last ones, as they
+    are.
 
     Example::
 

@@ -20,7 +20,8 @@ _HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 
 
 class Lookup(NamedTuple):
-    """The model without wrappers, the module in it that looks a table up, the table of each output of a collection."""
+    """The model without wrappers, the module in it that looks a table up, the table of each output
+    of a collection."""
 
     root: nn.Module
     module: nn.Module
@@ -34,8 +35,8 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
         turned: its output will be turned back; otherwise only dot products may read it.
 
     Raises:
-        ValueError: there is nothing, its output is not a sum of rows, another module reads the weight too, or something
-            else than dot products reads the output.
+        ValueError: there is nothing, its output is not a sum of rows, another module reads the
+            weight too, or something else than dot products reads the output.
     """
     for modules in map(modules_by_path, models):
         module, outputs = _module_of(modules, data)
@@ -47,7 +48,9 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
         if reason:
             raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
         return Lookup(modules[""], module, outputs)
-    raise ValueError(f"Table {data.name!r} can't be rotated: it is in no model given to add_model().")
+    raise ValueError(
+        f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
+    )
 
 
 def _path_of(data: ShardedData) -> list[str]:
@@ -55,8 +58,11 @@ def _path_of(data: ShardedData) -> list[str]:
     return (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
 
 
-def _module_of(modules: Mapping[str, nn.Module], data: ShardedData) -> tuple[nn.Module | None, dict[str, str] | None]:
-    """The module that looks a table up, if it is here, and the table of each output if it is a collection."""
+def _module_of(
+    modules: Mapping[str, nn.Module], data: ShardedData
+) -> tuple[nn.Module | None, dict[str, str] | None]:
+    """The module that looks a table up, if it is here, and the table of each output if it is a
+    collection."""
     path = _path_of(data)
     # Of TorchRec's: <path of the collection>.embedding_bags.<table>
     if len(path) > 1 and "torchrec" in sys.modules:
@@ -67,8 +73,11 @@ def _module_of(modules: Mapping[str, nn.Module], data: ShardedData) -> tuple[nn.
     return modules.get(".".join(path)), None
 
 
-def _refusal(modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData, in_collection: bool) -> str:
-    """Why the output of a table is not a sum of its rows, or not the only reader of the weight; "" if neither."""
+def _refusal(
+    modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData, in_collection: bool
+) -> str:
+    """Why the output of a table is not a sum of its rows, or not the only reader of the weight; ""
+    if neither."""
     around = type(modules.get(".".join(_path_of(data)[:-3]))).__name__
     if in_collection and "FeatureProcessed" in around:
         return f"{around} reads its collection without calling it"
@@ -79,21 +88,28 @@ def _refusal(modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedD
     return _tied(modules, data)
 
 
-def _refusal_to_meet_others(modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData) -> str:
-    """Why something else than a dot product reads a table that is rotated together with others; "" if nothing does."""
+def _refusal_to_meet_others(
+    modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData
+) -> str:
+    """Why something else than a dot product reads a table that is rotated together with others; ""
+    if nothing does."""
     if has_basis(modules[""], data.name):
-        return 'its output is rotated back, as rotate="table" does, so that dot products do not read its rows'
+        return (
+            'its output is rotated back, as rotate="table" does, so that dot products do not read'
+            " its rows"
+        )
     reader = _reader(modules, module)
     if reader:
         return (
-            f"{reader} reads it, but only dot products may read tables that are rotated together; use "
-            'rotate="table", which rotates outputs back'
+            f"{reader} reads it, but only dot products may read tables that are rotated together;"
+            ' use rotate="table", which rotates outputs back'
         )
     return ""
 
 
 def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
-    """The layer or nonlinearity to which an ``nn.Sequential`` passes what ``table`` has looked up, if so."""
+    """The layer or nonlinearity to which an ``nn.Sequential`` passes what ``table`` has looked up,
+    if so."""
     for path, module in modules.items():
         if _computed_by(module) is not nn.Sequential:
             continue
@@ -106,7 +122,8 @@ def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
 
 
 def _first_layer(parts: Sequence[tuple[str, nn.Module]]) -> str:
-    """The first of the parts that are called in turn that a dot product does not commute with, if so."""
+    """The first of the parts that are called in turn that a dot product does not commute with, if
+    so."""
     for name, part in parts:
         if not _computed_by(part).__module__.startswith("torch.nn."):
             return ""  # the user's own, which may be the dot products
@@ -116,7 +133,8 @@ def _first_layer(parts: Sequence[tuple[str, nn.Module]]) -> str:
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what an ``nn.Sequential`` calls in turn, without wrappers, by path; of nested ones their parts."""
+    """Yield what an ``nn.Sequential`` calls in turn, without wrappers, by path; of nested ones
+    their parts."""
     inner = modules_by_path(module)[""]
     if _computed_by(inner) is not nn.Sequential:
         yield path, inner
@@ -132,7 +150,8 @@ def _computed_by(module: nn.Module) -> type:
 
 
 def _tied(modules: Mapping[str, nn.Module], data: ShardedData) -> str:
-    """Why a weight that several modules hold can't be rotated, if so: the others would read it rotated."""
+    """Why a weight that several modules hold can't be rotated, if so: the others would read it
+    rotated."""
     places = {shard.tensor.data_ptr() for shard in data.shards if data.sharding == "replicated"}
     holders = [
         path or type(module).__name__

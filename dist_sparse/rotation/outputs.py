@@ -1,9 +1,9 @@
 """Outputs of rotated tables, turned back: what a model reads is as if they had never been rotated.
 
-The basis of a table is a buffer of the model, so that it is saved and loaded with the weights that it belongs to. It is
-not below TorchRec's collections, which can only be resharded if their state is tables alone, and no module, which a
-``nn.Sequential`` would call. Forward hooks on the modules that look tables up apply it; a copy of the model has its own
-bases and hooks.
+The basis of a table is a buffer of the model, so that it is saved and loaded with the weights that
+it belongs to. It is not below TorchRec's collections, which can only be resharded if their state is
+tables alone, and no module, which a ``nn.Sequential`` would call. Forward hooks on the modules that
+look tables up apply it; a copy of the model has its own bases and hooks.
 """
 
 from __future__ import annotations
@@ -19,38 +19,58 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["bases_of_outputs", "expect_bases", "follow", "has_basis", "is_turned", "move_bases", "turn_back"]
+__all__ = [
+    "bases_of_outputs",
+    "expect_bases",
+    "follow",
+    "has_basis",
+    "is_turned",
+    "move_bases",
+    "turn_back",
+]
 
 _BASIS = "rotation_of_"
 
 
-def turn_back(root: nn.Module, module: nn.Module, outputs: Mapping[str, str] | None, data: ShardedData) -> None:
+def turn_back(
+    root: nn.Module, module: nn.Module, outputs: Mapping[str, str] | None, data: ShardedData
+) -> None:
     """Have a module's output for a table turned back from now on, unless it is.
 
     Args:
         root: the model, without wrappers.
         module: the one that looks the table up.
-        outputs: the name and the table of each output of a collection; None for a module whose output is one tensor.
+        outputs: the name and the table of each output of a collection; None for a module whose
+            output is one tensor.
     """
     if not has_basis(root, data.name):
         device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
         exact = torch.float64 if data.dtype == torch.float64 else torch.float32
-        root.register_buffer(_BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device))
+        root.register_buffer(
+            _BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device)
+        )
     hook = _hook(module)
     if hook is None:
-        module.register_forward_hook(hook := _Hook(root), prepend=True)  # hooks of the user's read the original basis
+        module.register_forward_hook(
+            hook := _Hook(root), prepend=True
+        )  # hooks of the user's read the original basis
     own = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]  # its name in the collection
-    found = [None] if outputs is None else [output for output, table in outputs.items() if table == own]
+    found = (
+        [None] if outputs is None else [output for output, table in outputs.items() if table == own]
+    )
     hook.names |= dict.fromkeys(found, data.name)
 
 
 def expect_bases(root: nn.Module) -> RemovableHandle:
-    """Have ``root`` load states with bases from now on, though its tables are rotated only later: by
-    :func:`turn_back`, which keeps what was loaded."""
+    """Have ``root`` load states with bases from now on, though its tables are rotated only later:
+    by :func:`turn_back`, which keeps what was loaded."""
 
     def register(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
         for key, basis in state.items():
-            if key.startswith(prefix + _BASIS) and (name := key.removeprefix(prefix)) not in module._buffers:
+            if (
+                key.startswith(prefix + _BASIS)
+                and (name := key.removeprefix(prefix)) not in module._buffers
+            ):
                 module.register_buffer(name, torch.empty_like(basis))
 
     handle: RemovableHandle = root.register_load_state_dict_pre_hook(Hook(register))  # type: ignore[no-untyped-call]
@@ -74,14 +94,15 @@ def is_turned(module: nn.Module) -> bool:
 
 
 def bases_of_outputs(module: nn.Module) -> dict[str | None, Tensor]:
-    """Return the basis ``(original columns, columns)`` of each output of a module that is turned back, by the output's
-    name in a collection; None is the output of a module that has one."""
+    """Return the basis ``(original columns, columns)`` of each output of a module that is turned
+    back, by the output's name in a collection; None is the output of a module that has one."""
     hook = _hook(module)
     return {} if hook is None else {key: hook.basis(name) for key, name in hook.names.items()}
 
 
 def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[str, int]) -> None:
-    """Have ``new``, in the place of ``old``, turn back outputs of fewer columns, if ``old`` turns them back.
+    """Have ``new``, in the place of ``old``, turn back outputs of fewer columns, if ``old`` turns
+    them back.
 
     Args:
         root: the model, without wrappers; it may be ``new``.
@@ -98,11 +119,11 @@ def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[
 
 
 class _Hook:
-    """Turns back the outputs of a module: by output the name of the table, None for a module whose output is one
-    tensor.
+    """Turns back the outputs of a module: by output the name of the table, None for a module whose
+    output is one tensor.
 
-    It holds the dictionary of the model's buffers, not the model: a copy of the model has a copy that refers to its
-    buffers, and a copy of a module of it does not copy the model.
+    It holds the dictionary of the model's buffers, not the model: a copy of the model has a copy
+    that refers to its buffers, and a copy of a module of it does not copy the model.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -112,10 +133,13 @@ class _Hook:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if None in self.names:
             return self._turned(None, output)
-        return importlib.import_module("dist_sparse.tables.torchrec").with_outputs(output, self._turned)
+        return importlib.import_module("dist_sparse.tables.torchrec").with_outputs(
+            output, self._turned
+        )
 
     def _turned(self, key: str | None, values: Tensor) -> Tensor:
-        """``values`` ``(..., columns left)`` of an output in the original basis, ``(..., columns)``."""
+        """``values`` ``(..., columns left)`` of an output in the original basis,
+        ``(..., columns)``."""
         if key not in self.names:
             return values
         return values @ self.basis(self.names[key]).T.to(values.dtype)

@@ -1,4 +1,5 @@
-"""Rotating tables before each mask update, so that the columns that are removed hold as little as possible."""
+"""Rotating tables before each mask update, so that the columns that are removed hold as little as
+possible."""
 
 from __future__ import annotations
 
@@ -25,28 +26,30 @@ Located = Mapping[str, ShardedData]
 
 
 def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
-    """Rotate tables before each mask update from now on, without changing the model's output. Collective: every rank of
-    the world must call it.
+    """Rotate tables before each mask update from now on, without changing the model's output.
+    Collective: every rank of the world must call it.
 
-    The columns of a rotated table are in descending order of the information they hold. The last columns are removed,
-    whatever the sparsifier's norm or score: no other columns could hold less. Tables are rotated in place; removed
-    columns stay zero, because later rotations act only on the remaining columns. Call it once everything is registered;
-    an enforcer must be attached at mask updates.
+    The columns of a rotated table are in descending order of the information they hold. The last
+    columns are removed, whatever the sparsifier's norm or score: no other columns could hold less.
+    Tables are rotated in place; removed columns stay zero, because later rotations act only on the
+    remaining columns. Call it once everything is registered; an enforcer must be attached at mask
+    updates.
 
     Args:
-        sparsifier: one that removes whole columns, ``sparse_block_shape=(COL, n)``. If it counts lookups
-            (``score="frequency"``), each row is weighted by its number of lookups.
-        tables: ``"table"``, or groups of registered names. A group of one table, and each table of ``"table"``, gets
-            the eigenvectors of ``W^T W``, and a forward hook rotates its output back, so that any model may read it.
-            Outputs of larger groups are not rotated back: only **dot products between them** may read them. Two tables
-            get the balanced basis of their dot products, more get one orthogonal basis. Tables in no group are not
-            rotated.
+        sparsifier: one that removes whole columns, ``sparse_block_shape=(COL, n)``. If it counts
+            lookups (``score="frequency"``), each row is weighted by its number of lookups.
+        tables: ``"table"``, or groups of registered names. A group of one table, and each table of
+            ``"table"``, gets the eigenvectors of ``W^T W``, and a forward hook rotates its output
+            back, so that any model may read it. Outputs of larger groups are not rotated back: only
+            **dot products between them** may read them. Two tables get the balanced basis of their
+            dot products, more get one orthogonal basis. Tables in no group are not rotated.
 
     Raises:
-        ValueError: a name is unknown or in two groups; blocks are not whole columns; the tables of a group differ in
-            width or ranks, the output of one is rotated back already, or an ``nn.Sequential`` passes it on to a layer
-            or nonlinearity; a weight is tied, renormalized (``max_norm``) or pooled by its maximum; or the optimizer's
-            state would be wrong. On every rank, and nothing has changed.
+        ValueError: a name is unknown or in two groups; blocks are not whole columns; the tables of
+            a group differ in width or ranks, the output of one is rotated back already, or an
+            ``nn.Sequential`` passes it on to a layer or nonlinearity; a weight is tied,
+            renormalized (``max_norm``) or pooled by its maximum; or the optimizer's state would be
+            wrong. On every rank, and nothing has changed.
 
     Example::
 
@@ -71,12 +74,18 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         _refuse_unfit(sparsifier, located, groups)
         if sparsifier.enforcer is not None:
             _enforcer(sparsifier).check_rotation(_names(groups))
-        models = [source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")]
+        models = [
+            source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")
+        ]
         alone = [group[0] for group in groups if len(group) == 1]
-        lookups = {name: find_lookup(models, located[name], name in alone) for name in _names(groups)}
+        lookups = {
+            name: find_lookup(models, located[name], name in alone) for name in _names(groups)
+        }
     for name in alone:
         turn_back(*lookups[name], located[name])
-    sparsifier.rotation = _Rotation(sparsifier, groups, {name: lookups[name].root for name in alone})
+    sparsifier.rotation = _Rotation(
+        sparsifier, groups, {name: lookups[name].root for name in alone}
+    )
 
 
 class _Rotation:
@@ -102,8 +111,13 @@ class _Rotation:
 
     @property
     def groups(self) -> list[Sequence[str]]:
-        """The groups whose tables are all registered still: the others can't be rotated any more."""
-        return [group for group in self._groups if all(name in self._sparsifier.packed_store for name in group)]
+        """The groups whose tables are all registered still: the others can't be rotated any
+        more."""
+        return [
+            group
+            for group in self._groups
+            if all(name in self._sparsifier.packed_store for name in group)
+        ]
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
@@ -120,7 +134,10 @@ class _Rotation:
         with packed.agreeing("step()"):
             for name, gram in grams.items():
                 if not bool(gram.isfinite().all()):
-                    raise ValueError(f"Table {name!r} can't be rotated: weights are not finite. No mask was changed.")
+                    raise ValueError(
+                        f"Table {name!r} can't be rotated: weights are not finite. No mask was"
+                        " changed."
+                    )
             bases: dict[str, Tensor] = {}
             for group in groups:
                 found = bases_of([grams[name] for name in group])
@@ -132,10 +149,13 @@ class _Rotation:
         """The rotated tables of each set of ranks, in one order on all of them."""
         chosen = set(self.names)
         registered = self._sparsifier.packed_store.groups
-        return {ranks: [name for name in names if name in chosen] for ranks, names in registered.items()}
+        return {
+            ranks: [name for name in names if name in chosen] for ranks, names in registered.items()
+        }
 
     def _gram_matrices(self, located: Located) -> dict[str, Tensor]:
-        """``W^T W`` of each table, its rows weighted by their lookups where those are counted. Collective."""
+        """``W^T W`` of each table, its rows weighted by their lookups where those are counted.
+        Collective."""
         found: dict[str, Tensor] = {}
         for ranks, names in self._by_ranks().items():
             lookups = None
@@ -162,11 +182,16 @@ def _groups(tables: Any, sparsifier: BaseDataSparsifier) -> list[list[str]]:
     """The names of ``tables``, checked."""
     names, plain = sparsifier.packed_store.names, sparsifier.dense_store.names
     if plain:
-        raise ValueError(f"Plain data can't be rotated, but {list(plain)} was given to add_data(): use add_model().")
+        raise ValueError(
+            f"Plain data can't be rotated, but {list(plain)} was given to add_data(): use"
+            " add_model()."
+        )
     return rotation_groups(tables, names, "tables")
 
 
-def rotation_groups(rotate: Any, tables: Iterable[str], argument: str = "rotate") -> list[list[str]]:
+def rotation_groups(
+    rotate: Any, tables: Iterable[str], argument: str = "rotate"
+) -> list[list[str]]:
     """Return the groups of tables that ``rotate`` names; of ``"table"`` each table alone.
 
     Args:
@@ -192,7 +217,9 @@ def rotation_groups(rotate: Any, tables: Iterable[str], argument: str = "rotate"
     named = _names(rotate)
     unknown = [name for name in named if name not in known]
     if unknown:
-        raise ValueError(f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {known}.")
+        raise ValueError(
+            f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {known}."
+        )
     if len(set(named)) < len(named):
         raise ValueError(f"Invalid {argument}={rotate!r}: each name must be in one group only.")
     return [list(group) for group in rotate]
@@ -213,7 +240,9 @@ def _names(groups: Sequence[Sequence[str]]) -> list[str]:
     return [name for group in groups for name in group]
 
 
-def _refuse_unfit(sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]) -> None:
+def _refuse_unfit(
+    sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]
+) -> None:
     """Refuse tables that can't be rotated, or not together."""
     for group in groups:
         first = located[group[0]]
@@ -222,23 +251,26 @@ def _refuse_unfit(sparsifier: BaseDataSparsifier, located: Located, groups: Sequ
             block = sparsifier.data_groups[name].get("sparse_block_shape")
             if not isinstance(block, (tuple, list)) or block[0] != COL:
                 raise ValueError(
-                    f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns, (COL, n), can be."
+                    f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
+                    " (COL, n), can be."
                 )
             if data.shape[1] != first.shape[1] or data.ranks != first.ranks:
                 raise ValueError(
-                    f"Tables {first.name!r} and {name!r} can't be rotated together: widths {first.shape[1]} and "
-                    f"{data.shape[1]}, ranks {first.ranks} and {data.ranks}; both must be equal."
+                    f"Tables {first.name!r} and {name!r} can't be rotated together: widths"
+                    f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks};"
+                    " both must be equal."
                 )
             if data.copied and cut_by_columns(data):
                 raise ValueError(
-                    f"Table {name!r} can't be rotated: its columns are on several ranks, and 2-D parallelism trains "
-                    "copies of them; shard it by rows or by table."
+                    f"Table {name!r} can't be rotated: its columns are on several ranks, and 2-D"
+                    " parallelism trains copies of them; shard it by rows or by table."
                 )
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
     if not isinstance(sparsifier.enforcer, MaskEnforcer):
         raise ValueError(
-            "Tables can't be rotated without an attached MaskEnforcer, which knows the state of their optimizers."
+            "Tables can't be rotated without an attached MaskEnforcer, which knows the state of"
+            " their optimizers."
         )
     return sparsifier.enforcer

@@ -1,7 +1,8 @@
 """Gram matrices of sharded tables, and turning or changing their rows, in place and chunk by chunk.
 
-Shards that hold whole rows send nothing but their part of ``G``. Rows that column borders cut are put together chunk by
-chunk, by one all-to-all each, from metadata that every rank has: no rank holds more than a chunk of them.
+Shards that hold whole rows send nothing but their part of ``G``. Rows that column borders cut are
+put together chunk by chunk, by one all-to-all each, from metadata that every rank has: no rank
+holds more than a chunk of them.
 """
 
 from __future__ import annotations
@@ -32,25 +33,32 @@ def cut_by_columns(data: ShardedData) -> bool:
 
 
 def gram_matrices(
-    tables: Sequence[ShardedData], group: Group, lookups: Mapping[str, Sequence[Tensor]] | None = None
+    tables: Sequence[ShardedData],
+    group: Group,
+    lookups: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Return ``W^T W`` of each table, float64 ``(columns, columns)`` on the CPU. Collective over ``group``: an
-    all-reduce for about 4 million of their elements, and as much as :func:`turn_` sends of rows that are cut.
+    """Return ``W^T W`` of each table, float64 ``(columns, columns)`` on the CPU. Collective over
+    ``group``: an all-reduce for about 4 million of their elements, and as much as :func:`turn_`
+    sends of rows that are cut.
 
     Args:
-        lookups: by table, how often each row of this rank's shards was looked up: rows weigh as much, and 1 more, so
-            that a table without lookups has a matrix too. None weighs all alike.
+        lookups: by table, how often each row of this rank's shards was looked up: rows weigh as
+            much, and 1 more, so that a table without lookups has a matrix too. None weighs all
+            alike.
     """
     found: list[Tensor] = []
     for data in tables:
         gram = torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64)
         # Each row is read by one rank: the owner of its first element.
         firsts = [
-            [(rect.row, rect.row_end) for rect in data.owned(rank) if rect.col == 0] for rank in range(group.size)
+            [(rect.row, rect.row_end) for rect in data.owned(rank) if rect.col == 0]
+            for rank in range(group.size)
         ]
         for span, rows in _whole_rows(data, group, firsts):
             exact = rows.double()
-            weighted = exact if lookups is None else exact * _weights(data, lookups[data.name], span)
+            weighted = (
+                exact if lookups is None else exact * _weights(data, lookups[data.name], span)
+            )
             gram += (exact.T @ weighted).cpu()
         found.append(gram)
     _together(found, group.all_reduce)
@@ -58,8 +66,8 @@ def gram_matrices(
 
 
 def share_(matrices: Sequence[Tensor], group: Group) -> None:
-    """Overwrite matrices by those of the group's first rank. Collective over ``group``: a broadcast for about 4 million
-    of their elements."""
+    """Overwrite matrices by those of the group's first rank. Collective over ``group``: a broadcast
+    for about 4 million of their elements."""
 
     def first(values: Tensor) -> Tensor:
         group.broadcast_(values)
@@ -69,19 +77,23 @@ def share_(matrices: Sequence[Tensor], group: Group) -> None:
 
 
 def turn_(data: ShardedData, basis: Tensor, group: Group) -> None:
-    """Replace ``W`` by ``W @ basis`` in place, computed in float64. Collective as :func:`change_rows_`."""
+    """Replace ``W`` by ``W @ basis`` in place, computed in float64. Collective as
+    :func:`change_rows_`."""
     change_rows_(data, lambda rows: rows.double() @ basis.to(rows.device), group)
 
 
 def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: Group) -> None:
-    """Replace whole rows in place by what ``change`` makes of some of them, ``(n, columns)``, in any floating dtype.
-    Collective over ``group`` if column borders cut the table: an all-to-all for about a million elements."""
+    """Replace whole rows in place by what ``change`` makes of some of them, ``(n, columns)``, in
+    any floating dtype. Collective over ``group`` if column borders cut the table: an all-to-all for
+    about a million elements."""
     held = [[(rect.row, rect.row_end) for rect in rects] for rects in data.tiling]
     for (start, stop), rows in _whole_rows(data, group, held):
         changed = change(rows)
         for rect, weight in data.shards:
             if rect.row <= start and stop <= rect.row_end:
-                weight.data[start - rect.row : stop - rect.row] = changed[:, rect.col : rect.col_end].to(weight.dtype)
+                weight.data[start - rect.row : stop - rect.row] = changed[
+                    :, rect.col : rect.col_end
+                ].to(weight.dtype)
 
 
 def _together(matrices: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> None:
@@ -91,7 +103,9 @@ def _together(matrices: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> N
         waiting.append(matrix)
         if i == len(matrices) - 1 or sum(each.numel() for each in waiting) >= _BUFFER:
             sent = send(torch.cat([each.flatten() for each in waiting]))
-            for each, part in zip(waiting, torch.split(sent, [each.numel() for each in waiting]), strict=True):
+            for each, part in zip(
+                waiting, torch.split(sent, [each.numel() for each in waiting]), strict=True
+            ):
                 each.copy_(part.view_as(each))
             waiting = []
 
@@ -104,9 +118,11 @@ def _weights(data: ShardedData, lookups: Sequence[Tensor], span: Span) -> Tensor
     raise AssertionError(f"{data.name}: rows {span} are not on this rank")
 
 
-def _whole_rows(data: ShardedData, group: Group, readers: Sequence[Sequence[Span]]) -> Iterator[tuple[Span, Tensor]]:
-    """Yield the rows that this rank reads, chunk by chunk: global first and last, ``(rows, columns)``, possibly a view.
-    Collective over ``group`` if column borders cut the table.
+def _whole_rows(
+    data: ShardedData, group: Group, readers: Sequence[Sequence[Span]]
+) -> Iterator[tuple[Span, Tensor]]:
+    """Yield the rows that this rank reads, chunk by chunk: global first and last,
+    ``(rows, columns)``, possibly a view. Collective over ``group`` if column borders cut the table.
 
     Args:
         readers: for each group rank the rows that it reads, all of one shard each.
@@ -121,12 +137,19 @@ def _whole_rows(data: ShardedData, group: Group, readers: Sequence[Sequence[Span
                 yield (start, stop), held[first, last].data[start - first : stop - first]
         return
     for top in range(0, data.shape[0], step):
-        wanted = [[_clipped(span, top, top + step) for span in dict.fromkeys(spans)] for spans in readers]
-        yield from _exchanged(data, group, [[span for span in spans if span[0] < span[1]] for spans in wanted])
+        wanted = [
+            [_clipped(span, top, top + step) for span in dict.fromkeys(spans)] for spans in readers
+        ]
+        yield from _exchanged(
+            data, group, [[span for span in spans if span[0] < span[1]] for spans in wanted]
+        )
 
 
-def _exchanged(data: ShardedData, group: Group, wanted: Sequence[Sequence[Span]]) -> Iterator[tuple[Span, Tensor]]:
-    """Yield the rows that this rank wants, put together. Collective over ``group``: one all-to-all."""
+def _exchanged(
+    data: ShardedData, group: Group, wanted: Sequence[Sequence[Span]]
+) -> Iterator[tuple[Span, Tensor]]:
+    """Yield the rows that this rank wants, put together. Collective over ``group``: one
+    all-to-all."""
     parcels, mine = Parcels(group), {rect: weight.data for rect, weight in data.shards}
     device = next((weight.device for weight in mine.values()), torch.device("cpu"))
     places: list[tuple[Span, list[tuple[int, int, int, Callable[[], Tensor]]]]] = [
@@ -140,7 +163,9 @@ def _exchanged(data: ShardedData, group: Group, wanted: Sequence[Sequence[Span]]
                     if start >= stop:
                         continue
                     if sender == group.rank:
-                        parcels.send(reader, mine[rect][start - rect.row : stop - rect.row].contiguous())
+                        parcels.send(
+                            reader, mine[rect][start - rect.row : stop - rect.row].contiguous()
+                        )
                     if reader == group.rank:
                         read = parcels.expect(sender, (stop - start, rect.cols), data.dtype)
                         places[number][1].append((start - span[0], rect.col, rect.cols, read))

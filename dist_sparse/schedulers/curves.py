@@ -1,8 +1,8 @@
 """Curves of a schedule, and the window of steps at which masks are updated.
 
-Pure functions: no state, no tensors, the same value for the same arguments on every rank and after every restart.
-Before ``begin`` a curve is exactly ``initial``, from ``end`` on exactly ``final``, in between it never leaves the
-interval of the two.
+Pure functions: no state, no tensors, the same value for the same arguments on every rank and after
+every restart. Before ``begin`` a curve is exactly ``initial``, from ``end`` on exactly ``final``,
+in between it never leaves the interval of the two.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ Curve = Callable[[int, float, float, int, int | None], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The steps at which masks are updated: ``begin``, every ``every`` steps after it, and ``end`` (None: without end).
+    """The steps at which masks are updated: ``begin``, every ``every`` steps after it, and ``end``
+    (None: without end).
 
     Raises:
-        ValueError: ``begin`` is not an int >= 0, ``end`` is neither None nor an int >= ``begin``, ``every`` is not an
-            int >= 1.
+        ValueError: ``begin`` is not an int >= 0, ``end`` is neither None nor an int >= ``begin``,
+            ``every`` is not an int >= 1.
 
     Example::
 
@@ -66,7 +67,8 @@ class Window:
         return (step - self.begin) % self.every == 0 or step == self.end
 
     def last_update(self, step: int) -> int | None:
-        """Return the latest update not after ``step``, whose value is in force at ``step``; None before ``begin``."""
+        """Return the latest update not after ``step``, whose value is in force at ``step``; None
+        before ``begin``."""
         if step < self.begin:
             return None
         if self.end is not None and step >= self.end:
@@ -75,7 +77,8 @@ class Window:
 
 
 def progress(step: int, begin: int, end: int) -> float:
-    """Return the fraction of the window that has passed at ``step``. A window of one step is done at once."""
+    """Return the fraction of the window that has passed at ``step``. A window of one step is done
+    at once."""
     if step < begin:
         return 0.0
     return 1.0 if step >= end else (step - begin) / (end - begin)
@@ -87,7 +90,8 @@ def constant(step: int, initial: float, final: float, begin: int, end: int | Non
 
 
 def one_shot(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
-    """Return ``final`` from ``begin`` on, as :func:`constant`; its scheduler updates masks at ``begin`` only."""
+    """Return ``final`` from ``begin`` on, as :func:`constant`; its scheduler updates masks at
+    ``begin`` only."""
     return constant(step, initial, final, begin, end)
 
 
@@ -99,19 +103,22 @@ def linear(step: int, initial: float, final: float, begin: int, end: int | None)
 def cubic(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
     """Return ``final + (initial - final) * (1 - (step - begin) / (end - begin))**3``.
 
-    Fast at first, slow near the end. Source: Zhu & Gupta 2017, "To prune, or not to prune", equation 1, with
-    ``end - begin`` for their ``n * delta_t``.
+    Fast at first, slow near the end. Source: Zhu & Gupta 2017, "To prune, or not to prune",
+    equation 1, with ``end - begin`` for their ``n * delta_t``.
     """
     return _mix(initial, final, 1.0 - (1.0 - progress(step, begin, _finite(end))) ** 3)
 
 
 def cosine(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
     """Return half a cosine wave: slow at both ends, fastest in the middle."""
-    return _mix(initial, final, (1.0 - math.cos(math.pi * progress(step, begin, _finite(end)))) / 2.0)
+    return _mix(
+        initial, final, (1.0 - math.cos(math.pi * progress(step, begin, _finite(end)))) / 2.0
+    )
 
 
 def exponential(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
-    """Return a value whose density ``1 - value`` decays geometrically: each step removes the same fraction of the rest.
+    """Return a value whose density ``1 - value`` decays geometrically: each step removes the same
+    fraction of the rest.
 
     Needs ``initial < 1`` and ``final < 1``: equal fractions never remove everything.
     """

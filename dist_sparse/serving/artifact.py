@@ -1,11 +1,14 @@
 """The folder of served tables on disk: its manifest, a streaming writer and a verifying reader.
 
-- ``manifest.json`` describes the tables and the collections that look them up; ``tables.safetensors`` holds tensors and
-  nothing else. Nothing is unpickled, and no name in a manifest is used as a path.
-- A folder appears whole or not at all: it is written under a temporary name beside its final one, and renamed once
-  everything is on disk. The manifest is the last file, so that a leftover of a killed export is no artifact.
-- Every byte is covered: the manifest and each tensor by a CRC32, and the header of ``tables.safetensors`` follows from
-  the manifest. All of it is verified before a tensor is returned.
+- ``manifest.json`` describes the tables and the collections that look them up;
+  ``tables.safetensors`` holds tensors and nothing else. Nothing is unpickled, and no name in a
+  manifest is used as a path.
+- A folder appears whole or not at all: it is written under a temporary name beside its final one,
+  and renamed once everything is on disk. The manifest is the last file, so that a leftover of a
+  killed export is no artifact.
+- Every byte is covered: the manifest and each tensor by a CRC32, and the header of
+  ``tables.safetensors`` follows from the manifest. All of it is verified before a tensor is
+  returned.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class Artifact:
         manifest: of it.
 
     Raises:
-        ValueError: the file of the tables is not what the manifest describes; names file and tensor.
+        ValueError: the file of the tables is not what the manifest describes; names file and
+            tensor.
         OSError: it can't be read.
         ImportError: safetensors is not installed.
     """
@@ -58,9 +62,11 @@ class Artifact:
         self._tensors = _verified(self.path / TABLES, manifest)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """Return the tensors of a table, named as in :meth:`Table.layout`: views of the mapped file, to be copied by
-        whatever outlives this object or writes."""
-        return {name: self._tensors[f"{table}.{name}"] for name in self.manifest.tables[table].layout()}
+        """Return the tensors of a table, named as in :meth:`Table.layout`: views of the mapped
+        file, to be copied by whatever outlives this object or writes."""
+        return {
+            name: self._tensors[f"{table}.{name}"] for name in self.manifest.tables[table].layout()
+        }
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -74,12 +80,15 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     folder = Path(path)
     file = folder / MANIFEST
     if folder.name.endswith(PARTIAL):
-        raise ValueError(f"{folder} is what an unfinished export left: delete it, and export again.")
+        raise ValueError(
+            f"{folder} is what an unfinished export left: delete it, and export again."
+        )
     if not file.is_file():
         why = f"there is no {MANIFEST}" if folder.is_dir() else "there is no such folder"
         inside = ", ".join(sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}")))
         raise ValueError(
-            f"{folder} holds no artifact: {why}." + (f" There are artifacts inside: {inside}." if inside else "")
+            f"{folder} holds no artifact: {why}."
+            + (f" There are artifacts inside: {inside}." if inside else "")
         )
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
@@ -91,7 +100,8 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
 
 
 class ArtifactWriter:
-    """An artifact that is being written, under a temporary name; as a context manager it deletes what is not published.
+    """An artifact that is being written, under a temporary name; as a context manager it deletes
+    what is not published.
 
     Args:
         path: the final name. Missing parent folders are made, and deleted again with what is not
@@ -129,7 +139,13 @@ class ArtifactWriter:
     def append(self, name: str, part: Tensor) -> None:
         """Write the next rows of the tensor ``name``."""
         dtype, shape = self._layout[name]
-        assert part.dtype == dtype and part.shape[1:] == shape[1:], (name, part.dtype, part.shape, dtype, shape)
+        assert part.dtype == dtype and part.shape[1:] == shape[1:], (
+            name,
+            part.dtype,
+            part.shape,
+            dtype,
+            shape,
+        )
         held = part.detach().cpu().contiguous()
         raw = _memory(held)
         assert self._at[name] + len(raw) <= self._ends[name], f"{name}: more than {shape}"
@@ -146,7 +162,9 @@ class ArtifactWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         tables = {
-            name: replace(table, crc32={key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()})
+            name: replace(
+                table, crc32={key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()}
+            )
             for name, table in manifest.tables.items()
         }
         return replace(manifest, tables=tables, bytes=self._bytes)
@@ -170,7 +188,10 @@ class ArtifactWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with contextlib.suppress(OSError):  # a full disk, which has been raised already
             self._file.close()
@@ -196,9 +217,14 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     if not nearest.is_dir():
         raise ValueError(f"Invalid path={str(path)!r}: {nearest} is no folder.")
     if os.path.lexists(found):
-        raise ValueError(f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten.")
+        raise ValueError(
+            f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten."
+        )
     if found.name.endswith(PARTIAL):
-        raise ValueError(f"Invalid path={str(path)!r}: names that end in {PARTIAL!r} are those of unfinished exports.")
+        raise ValueError(
+            f"Invalid path={str(path)!r}: names that end in {PARTIAL!r} are those of unfinished"
+            " exports."
+        )
     return found
 
 
@@ -211,7 +237,9 @@ def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
     if (size := file.stat().st_size) != manifest.bytes:
-        raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {manifest.bytes}.")
+        raise ValueError(
+            f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {manifest.bytes}."
+        )
     layout = layout_of(manifest.tables)
     header = _header(layout)
     with open(file, "rb") as opened:
@@ -227,9 +255,13 @@ def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
         for name in entry.layout():
             tensor = held[f"{table}.{name}"]
             if hex_of(zlib.crc32(_memory(tensor))) != entry.crc32.get(name):
-                raise ValueError(f"{file} is damaged: the CRC32 of {table + '.' + name!r} does not fit.")
+                raise ValueError(
+                    f"{file} is damaged: the CRC32 of {table + '.' + name!r} does not fit."
+                )
             if name == "kept" and _ones(tensor, entry.rows) != entry.kept:
-                raise ValueError(f"{file} is refused: {table + '.kept'!r} does not keep {entry.kept} rows.")
+                raise ValueError(
+                    f"{file} is refused: {table + '.kept'!r} does not keep {entry.kept} rows."
+                )
     return held
 
 
@@ -244,7 +276,11 @@ def _header(layout: Layout) -> bytes:
     entries, end = {}, 0
     for name, (dtype, shape) in layout.items():
         start, end = end, end + size_of(dtype, shape)
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        entries[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -258,6 +294,9 @@ def _ones(words: Tensor, rows: int) -> int:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which must outlive them. (``Tensor.numpy()`` would need NumPy.)"""
+    """The bytes of a contiguous tensor on the CPU, which must outlive them. (``Tensor.numpy()``
+    would need NumPy.)"""
     size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else b"").cast("B")
+    return memoryview(
+        (ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else b""
+    ).cast("B")

@@ -1,7 +1,9 @@
-"""What an artifact serves, compared with the model before it gets its name, and checked on its own at any later time.
+"""What an artifact serves, compared with the model before it gets its name, and checked on its own
+at any later time.
 
-Every removed id must serve exactly 0. Kept weights must be bit-equal (float32, float16) or within half a step of their
-row's grid (8 and 4 bits), where zeros are exactly 0. Lookups read the mapped file in pure torch: no table is loaded.
+Every removed id must serve exactly 0. Kept weights must be bit-equal (float32, float16) or within
+half a step of their row's grid (8 and 4 bits), where zeros are exactly 0. Lookups read the mapped
+file in pure torch: no table is loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class MappedTable:
     def __init__(self, artifact: Artifact, name: str) -> None:
         self.entry = artifact.manifest.tables[name]
         self._tensors = artifact.tensors(name)
-        self.index = RowIndex(self._tensors["kept"], self.entry.rows) if "kept" in self._tensors else None
+        self.index = (
+            RowIndex(self._tensors["kept"], self.entry.rows) if "kept" in self._tensors else None
+        )
         self.rotation = self._tensors.get("rotation")
 
     def rows(self, first: int, last: int) -> Rows:
@@ -58,7 +62,9 @@ class TableCheck:
         ValueError: the bitmap keeps other rows, or the rotation is another; names table and id.
     """
 
-    def __init__(self, artifact: Artifact, name: str, kept: Tensor, rotation: Tensor | None = None) -> None:
+    def __init__(
+        self, artifact: Artifact, name: str, kept: Tensor, rotation: Tensor | None = None
+    ) -> None:
         self._name = name
         self._table = MappedTable(artifact, name)
         self._at = 0
@@ -70,7 +76,9 @@ class TableCheck:
         if (stored is None) != (rotation is None) or not (
             stored is None or rotation is None or torch.equal(stored, rotation)
         ):
-            raise ValueError(f"Table {name!r}: its outputs are turned back by another matrix than the model's.")
+            raise ValueError(
+                f"Table {name!r}: its outputs are turned back by another matrix than the model's."
+            )
         before = 0
         for start, part in zip(range(0, len(kept), _SPAN), torch.split(kept, _SPAN), strict=True):
             ids = torch.arange(start, start + len(part))
@@ -79,8 +87,8 @@ class TableCheck:
             if len(wrong := (found != expected).nonzero()):
                 at = int(wrong[0])
                 raise ValueError(
-                    f"Table {name!r}: id {start + at} is served by row {int(found[at])}, and should be by "
-                    f"{int(expected[at])} (-1: none)."
+                    f"Table {name!r}: id {start + at} is served by row {int(found[at])}, and should"
+                    f" be by {int(expected[at])} (-1: none)."
                 )
             before += int(part.count_nonzero())
 
@@ -107,24 +115,34 @@ class TableCheck:
         if len(places := wrong.nonzero()):
             row, column = places[0].tolist()
             raise ValueError(
-                f"Table {self._name!r}: the kept row {first + row} serves {float(found[row, column])} in column "
-                f"{column}, and the model has {float(weight[row, column])}."
+                f"Table {self._name!r}: the kept row {first + row} serves"
+                f" {float(found[row, column])} in column {column}, and the model has"
+                f" {float(weight[row, column])}."
             )
 
     def result(self) -> dict[str, int | float]:
-        """Return how many rows were compared and how many ids serve 0; of 8 and 4 bits the largest error and step.
+        """Return how many rows were compared and how many ids serve 0; of 8 and 4 bits the largest
+        error and step.
 
         Raises:
             ValueError: not all kept rows came.
         """
         if self._at != self._stored:
-            raise ValueError(f"Table {self._name!r}: {self._at} rows were compared, and {self._stored} are stored.")
-        return {"kept": self._kept, "removed": self._removed, "largest_error": self._error, "largest_step": self._step}
+            raise ValueError(
+                f"Table {self._name!r}: {self._at} rows were compared, and {self._stored} are"
+                " stored."
+            )
+        return {
+            "kept": self._kept,
+            "removed": self._removed,
+            "largest_error": self._error,
+            "largest_step": self._step,
+        }
 
 
 def check_artifact(path: str | os.PathLike[str]) -> Artifact:
-    """Check an artifact with nothing but its own files, and return it: CRC32s, sizes and bitmaps, that every weight is
-    finite, and that the grid of every row of 8 or 4 bits holds zero exactly.
+    """Check an artifact with nothing but its own files, and return it: CRC32s, sizes and bitmaps,
+    that every weight is finite, and that the grid of every row of 8 or 4 bits holds zero exactly.
 
     Raises:
         ValueError: names the file, or the table and the row.
@@ -133,7 +151,10 @@ def check_artifact(path: str | os.PathLike[str]) -> Artifact:
     """
     artifact = open_artifact(path)
     for name, entry in artifact.manifest.tables.items():
-        if entry.check.get("kept") != entry.kept or entry.check.get("removed") != entry.rows - entry.kept:
+        if (
+            entry.check.get("kept") != entry.kept
+            or entry.check.get("removed") != entry.rows - entry.kept
+        ):
             raise ValueError(f"{artifact.path}: table {name!r} was not compared with its model.")
         table = MappedTable(artifact, name)
         if table.rotation is not None and not bool(table.rotation.isfinite().all()):
@@ -147,5 +168,7 @@ def check_artifact(path: str | os.PathLike[str]) -> Artifact:
                 wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** BITS[entry.dtype] - 1)
             if len(places := wrong.nonzero()):
                 row = some.start + int(places[0])
-                raise ValueError(f"{artifact.path}: the kept row {row} of table {name!r} has no valid weights.")
+                raise ValueError(
+                    f"{artifact.path}: the kept row {row} of table {name!r} has no valid weights."
+                )
     return artifact

@@ -1,8 +1,9 @@
 """Collections of TorchRec that store kept rows only, behind the ids of the whole tables.
 
-A collection of TorchRec's own, ``inner``, holds the kept rows: DistributedModelParallel, planners, fused optimizers and
-checkpoints treat it as any other. In front of it, :class:`CompactIds` translates ids to rows and drops those of removed
-rows, before the input distribution: they cost no message and no lookup. Results are those of tables with zero rows.
+A collection of TorchRec's own, ``inner``, holds the kept rows: DistributedModelParallel, planners,
+fused optimizers and checkpoints treat it as any other. In front of it, :class:`CompactIds`
+translates ids to rows and drops those of removed rows, before the input distribution: they cost no
+message and no lookup. Results are those of tables with zero rows.
 """
 
 from __future__ import annotations
@@ -32,19 +33,22 @@ __all__ = ["CompactEmbeddingBagCollection", "CompactEmbeddingCollection", "Compa
 _log = logging.getLogger(__name__)
 
 _MAPPED_ROWS: Final = 1 << 22
-"""Original rows of a collection that have a map of 4 bytes a row on a CPU, 16 MiB, small tables first. The rows of
-larger tables are found from their bitmaps: a quarter of a byte a row, and many times slower."""
+"""Original rows of a collection that have a map of 4 bytes a row on a CPU, 16 MiB, small tables
+first. The rows of larger tables are found from their bitmaps: a quarter of a byte a row, and many
+times slower."""
 
 
 class CompactIds(nn.Module):
-    """Translate a KeyedJaggedTensor of ids into one of rows among the stored ones, without those that have none.
+    """Translate a KeyedJaggedTensor of ids into one of rows among the stored ones, without those
+    that have none.
 
     A module of its own from KeyedJaggedTensor to KeyedJaggedTensor, so that
     ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it ahead, with the input distribution.
 
-    An id out of range is dropped too, from tables that keep all rows as well: it reads and trains no row. First it is
-    what it was for the collection before: FBGEMM's ``bounds_check_mode`` of its table raises a RuntimeError
-    (FATAL), logs (WARNING) or says nothing (IGNORE); tables without a fused optimizer raise.
+    An id out of range is dropped too, from tables that keep all rows as well: it reads and trains
+    no row. First it is what it was for the collection before: FBGEMM's ``bounds_check_mode`` of its
+    table raises a RuntimeError (FATAL), logs (WARNING) or says nothing (IGNORE); tables without a
+    fused optimizer raise.
 
     Args:
         tables: configurations of the whole tables.
@@ -52,49 +56,67 @@ class CompactIds(nn.Module):
 
     Attributes:
         names: of what the collection returns, in the order of the tables; the keys of the result.
-        collection: the compact collection whose ids these are, in a list: as a module it would be its own child.
+        collection: the compact collection whose ids these are, in a list: as a module it would be
+            its own child.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingBagConfig | EmbeddingConfig], indexes: Mapping[str, RowIndex]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig | EmbeddingConfig],
+        indexes: Mapping[str, RowIndex],
+    ) -> None:
         super().__init__()
         unknown = sorted(set(indexes) - {table.name for table in tables})
         if unknown:
             raise ValueError(f"There are indexes of {unknown}, which are none of the tables.")
-        self.names = [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+        self.names = [
+            name for names in get_embedding_names_by_table(list(tables)) for name in names
+        ]
         self.collection: list[Any] = []
         self._features = [feature for table in tables for feature in table.feature_names]
         self._tables = [table.name for table in tables]
         self._rows = [table.num_embeddings for table in tables]
         self._indexed = [table.name in indexes for table in tables]
         self._defaults = {name for name, index in indexes.items() if index.default_row}
-        self._of_features = [number for number, table in enumerate(tables) for _ in table.feature_names]
-        self.index = RowIndexes([indexes.get(name) for name in self._tables], self._rows, self._of_features)
+        self._of_features = [
+            number for number, table in enumerate(tables) for _ in table.feature_names
+        ]
+        self.index = RowIndexes(
+            [indexes.get(name) for name in self._tables], self._rows, self._of_features
+        )
         self._unknown = UnknownLookups(
-            dict(zip(self._tables, self._rows, strict=True)), [self._tables[number] for number in self._of_features]
+            dict(zip(self._tables, self._rows, strict=True)),
+            [self._tables[number] for number in self._of_features],
         )
         self._maps: _Maps | None = None
 
     @property
     def unknown(self) -> dict[str, int]:
-        """How many lookups of each table this rank has dropped because their ids were out of range."""
+        """How many lookups of each table this rank has dropped because their ids were out of
+        range."""
         return dict(self._unknown.counts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index, and of the maps that lookups on a CPU have made of it."""
-        maps = [] if self._maps is None else [rows for rows in self._maps.tables if rows is not None]
+        maps = (
+            [] if self._maps is None else [rows for rows in self._maps.tables if rows is not None]
+        )
         return self.index.nbytes + sum(rows.nbytes for rows in maps)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the rows of what is kept, under the keys :attr:`names`.
 
         Raises:
-            RuntimeError: an id is out of range, and its table is one that raises then; names table, id and rows.
+            RuntimeError: an id is out of range, and its table is one that raises then; names table,
+                id and rows.
         """
         features = self.ordered(features)
         rows = self.rows(features)
         if len(rows) and int(rows.min()) < REMOVED:
-            unknown = self._unknown.add(features.values(), rows == UNKNOWN, features.length_per_key())
+            unknown = self._unknown.add(
+                features.values(), rows == UNKNOWN, features.length_per_key()
+            )
             self._report(unknown)
         kept, weights = rows >= 0, features.weights_or_none()
         # The operator of the enforcer's drop: one pass over ids and lengths.
@@ -107,32 +129,39 @@ class CompactIds(nn.Module):
         )
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the features of the collection in the order of its tables, one that two tables share twice.
+        """Return the features of the collection in the order of its tables, one that two tables
+        share twice.
 
         Raises:
             ValueError: a feature is missing, or batch sizes differ between features.
         """
         if features.variable_stride_per_key():
-            raise ValueError("Batch sizes that differ between features are not supported by compact collections.")
+            raise ValueError(
+                "Batch sizes that differ between features are not supported by compact collections."
+            )
         keys = features.keys()
         if keys == self._features:
             return features
         places = {key: place for place, key in enumerate(keys)}
         missing = [feature for feature in self._features if feature not in places]
         if missing:
-            raise ValueError(f"The features {missing} are missing; the KeyedJaggedTensor has {keys}.")
+            raise ValueError(
+                f"The features {missing} are missing; the KeyedJaggedTensor has {keys}."
+            )
         return features.permute([places[feature] for feature in self._features])
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
-        """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it is
-        :data:`~dist_sparse.serving.row_index.REMOVED`, or of an id out of range
+        """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it
+        is :data:`~dist_sparse.serving.row_index.REMOVED`, or of an id out of range
         :data:`~dist_sparse.serving.row_index.UNKNOWN`."""
         ids = ordered.values()
         if ids.device.type == "cpu":
             parts = torch.split(ids, ordered.length_per_key())
             tables = self._current_maps()
             try:  # index_select looks at the range of every id, so that no pass of its own has to
-                return torch.cat([self._found(number, tables[number], part) for number, part in enumerate(parts)])
+                return torch.cat(
+                    [self._found(number, tables[number], part) for number, part in enumerate(parts)]
+                )
             except IndexError:
                 pass
         found: Tensor = self.index(ids, ordered.lengths().view(len(self.names), -1).sum(1))
@@ -152,9 +181,11 @@ class CompactIds(nn.Module):
         return found
 
     def _current_maps(self) -> list[Tensor | None]:
-        """For each feature the row of every id of its table, as :meth:`rows` returns it; None for large tables."""
+        """For each feature the row of every id of its table, as :meth:`rows` returns it; None for
+        large tables."""
         words, maps = self.index.words, self._maps
-        # Loading a state writes other bits into the same tensor; moving the module replaces the tensor.
+        # Loading a state writes other bits into the same tensor; moving the module replaces the
+        # tensor.
         if maps is None or maps.words is not words or maps.version != words._version:
             tables = self._mapped()
             of_features = [tables[number] for number in self._of_features]
@@ -162,7 +193,8 @@ class CompactIds(nn.Module):
         return maps.of_features
 
     def _mapped(self) -> list[Tensor | None]:
-        """The row of every id of each table, None for tables beyond the size that all of them may have together."""
+        """The row of every id of each table, None for tables beyond the size that all of them may
+        have together."""
         indexes, left = self.table_indexes(), _MAPPED_ROWS
         found: list[Tensor | None] = [None] * len(self._rows)
         for number in sorted(range(len(self._rows)), key=self._rows.__getitem__):
@@ -182,7 +214,9 @@ class CompactIds(nn.Module):
                 raise RuntimeError(f"Out of bounds access: {each}.")
         logged = [str(each) for each in unknown if modes[each.table] == "WARNING"]
         if logged:
-            _log.warning("Out of bounds access: %s. These ids read and train no row.", "; ".join(logged))
+            _log.warning(
+                "Out of bounds access: %s. These ids read and train no row.", "; ".join(logged)
+            )
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the index of each table that has removed rows."""
@@ -190,7 +224,9 @@ class CompactIds(nn.Module):
         for name, rows, indexed in zip(self._tables, self._rows, self._indexed, strict=True):
             if indexed:
                 stop = start + max(1, -(-rows // 32))
-                found[name] = RowIndex(self.index.words[start:stop].clone(), rows, name in self._defaults)
+                found[name] = RowIndex(
+                    self.index.words[start:stop].clone(), rows, name in self._defaults
+                )
                 start = stop
         return found
 
@@ -204,31 +240,36 @@ class _Maps(NamedTuple):
     of_features: list[Tensor | None]
 
 
-def _stored(table: Any, indexes: Mapping[str, RowIndex], names: list[str], rows: Mapping[str, int]) -> Any:
-    """The configuration of what is stored of a table. A table with nothing left stores a row that is never read:
-    neither TorchRec's planners nor FBGEMM's kernels expect tables without rows."""
+def _stored(
+    table: Any, indexes: Mapping[str, RowIndex], names: list[str], rows: Mapping[str, int]
+) -> Any:
+    """The configuration of what is stored of a table. A table with nothing left stores a row that
+    is never read: neither TorchRec's planners nor FBGEMM's kernels expect tables without rows."""
     index = indexes.get(table.name)
     kept = table.num_embeddings if index is None else index.stored
     return replace(table, num_embeddings=max(kept, 1, rows.get(table.name, 0)), feature_names=names)
 
 
 class CompactEmbeddingBagCollection(nn.Module):
-    """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows for the others.
+    """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows
+    for the others.
 
-    Sums and weighted sums are bit-equal. Means divide by all ids of a bag, those without a row too; they are computed
-    as a sum times 1 / ids, so they may differ in the last bit from those of a sharding that divides. Ids out of range
-    add nothing to a bag (see :class:`CompactIds`).
+    Sums and weighted sums are bit-equal. Means divide by all ids of a bag, those without a row too;
+    they are computed as a sum times 1 / ids, so they may differ in the last bit from those of a
+    sharding that divides. Ids out of range add nothing to a bag (see :class:`CompactIds`).
 
     Args:
         tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
         indexes: by table, of those that have removed rows.
         is_weighted: as of an EmbeddingBagCollection.
         device: of the stored rows, which are initialized as TorchRec does.
-        stored_rows: by table, the least number of rows to store; those behind the kept ones are never read.
+        stored_rows: by table, the least number of rows to store; those behind the kept ones are
+            never read.
 
     Attributes:
         ids: the :class:`CompactIds`.
-        inner: the collection of kept rows; a sharded one in its place under DistributedModelParallel.
+        inner: the collection of kept rows; a sharded one in its place under
+            DistributedModelParallel.
 
     Example::
 
@@ -257,16 +298,20 @@ class CompactEmbeddingBagCollection(nn.Module):
         super().__init__()
         self._configs = list(tables)
         self._weighted = is_weighted
-        self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
+        self.ids = CompactIds(tables, indexes).to(
+            torch.device("cpu") if _on_meta(device) else device
+        )
         self._translation = [self.ids]  # pipelines put another module in its place
         self.ids.collection.append(self)
-        # From any bag ids out of range may be dropped, so that the number of ids left is no divisor.
+        # From any bag ids out of range may be dropped, so that the number of ids left is no
+        # divisor.
         averaged = [table.pooling is PoolingType.MEAN for table in tables]
         if is_weighted and any(averaged):
             names = [table.name for table, mean in zip(tables, averaged, strict=True) if mean]
             raise ValueError(
-                f"The tables {names} are pooled by weighted means, which TorchRec divides by the number of ids in some "
-                "shardings and by the sum of their weights in others; make them weighted sums."
+                f"The tables {names} are pooled by weighted means, which TorchRec divides by the"
+                " number of ids in some shardings and by the sum of their weights in others; make"
+                " them weighted sums."
             )
         names_by_table = get_embedding_names_by_table(list(tables))
         stored = [
@@ -275,7 +320,12 @@ class CompactEmbeddingBagCollection(nn.Module):
         ]
         for config, mean in zip(stored, averaged, strict=True):
             config.pooling = PoolingType.SUM if mean else config.pooling
-        self._averaged = {name for names, mean in zip(names_by_table, averaged, strict=True) for name in names if mean}
+        self._averaged = {
+            name
+            for names, mean in zip(names_by_table, averaged, strict=True)
+            for name in names
+            if mean
+        }
         self.mean = _Means(self.ids, self._averaged) if self._averaged else None
         self.inner: nn.Module = EmbeddingBagCollection(stored, is_weighted, device)
 
@@ -299,7 +349,8 @@ class CompactEmbeddingBagCollection(nn.Module):
 
 
 class _Means(nn.Module):
-    """Divide sums by the number of ids, removed ones too. A module, so that it is a leaf of TorchRec's pipelines."""
+    """Divide sums by the number of ids, removed ones too. A module, so that it is a leaf of
+    TorchRec's pipelines."""
 
     def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
         super().__init__()
@@ -313,26 +364,32 @@ class _Means(nn.Module):
         places = {name: place for place, name in enumerate(ids.names)}
         order = torch.tensor([places[key] for key in keys], device=pooled.values().device)
         lengths = ids.ordered(features).lengths().view(len(keys), -1).index_select(0, order)
-        mean = torch.tensor([key in self._averaged for key in keys], device=order.device).unsqueeze(1)
-        scale = torch.where(mean, 1.0 / lengths.clamp(min=1).to(torch.float32), 1.0).to(pooled.values().dtype)
+        mean = torch.tensor([key in self._averaged for key in keys], device=order.device).unsqueeze(
+            1
+        )
+        scale = torch.where(mean, 1.0 / lengths.clamp(min=1).to(torch.float32), 1.0).to(
+            pooled.values().dtype
+        )
         columns = torch.tensor(widths, device=order.device)
         values = pooled.values() * scale.T.repeat_interleave(columns, dim=1)
         return KeyedTensor(keys=keys, length_per_key=widths, values=values)
 
 
 class CompactEmbeddingCollection(nn.Module):
-    """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a row: removed ones,
-    and ids out of range (see :class:`CompactIds`).
+    """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a
+    row: removed ones, and ids out of range (see :class:`CompactIds`).
 
     Args:
         tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
         indexes: by table, of those that have removed rows.
         device: of the stored rows, which are initialized as TorchRec does.
-        stored_rows: by table, the least number of rows to store; those behind the kept ones are never read.
+        stored_rows: by table, the least number of rows to store; those behind the kept ones are
+            never read.
 
     Attributes:
         ids: the :class:`CompactIds`.
-        inner: the collection of kept rows; a sharded one in its place under DistributedModelParallel.
+        inner: the collection of kept rows; a sharded one in its place under
+            DistributedModelParallel.
 
     Example::
 
@@ -357,7 +414,9 @@ class CompactEmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if _on_meta(device) else device)
+        self.ids = CompactIds(tables, indexes).to(
+            torch.device("cpu") if _on_meta(device) else device
+        )
         self._translation = [self.ids]  # pipelines put another module in its place
         names_by_table = get_embedding_names_by_table(list(tables))
         stored = [

@@ -1,7 +1,8 @@
 """`compact()`: from a sparsified model to one that stores kept rows, or columns, only, in training.
 
-Everything is checked on all ranks first. Then compact modules take the places of the old ones in the user's module,
-rows and optimizer state of kept rows move, bit for bit and table by table, and last the old tables are released.
+Everything is checked on all ranks first. Then compact modules take the places of the old ones in
+the user's module, rows and optimizer state of kept rows move, bit for bit and table by table, and
+last the old tables are released.
 """
 
 from __future__ import annotations
@@ -54,41 +55,49 @@ def compact(
     plan: Callable[[nn.Module], Any] | None = None,
     removed: Removed = "zero",
 ) -> nn.Module:
-    """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of the world must call
-    it.
+    """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of
+    the world must call it.
 
-    Collections of TorchRec become :class:`~dist_sparse.serving.collections.CompactEmbeddingBagCollection` or
+    Collections of TorchRec become
+    :class:`~dist_sparse.serving.collections.CompactEmbeddingBagCollection` or
     ``CompactEmbeddingCollection``, ``nn.Embedding`` and ``nn.EmbeddingBag``
-    :class:`~dist_sparse.serving.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights and optimizer state of
-    kept rows are moved bit for bit, with learning rates and step counts; all other parameters stay the same objects.
-    The model's output does not change. It can be trained further, and sparsified and compacted again.
+    :class:`~dist_sparse.serving.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights and
+    optimizer state of kept rows are moved bit for bit, with learning rates and step counts; all
+    other parameters stay the same objects. The model's output does not change. It can be trained
+    further, and sparsified and compacted again.
 
     ``model`` is consumed. A DistributedModelParallel is built again around the same module: use the
-    one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its sparsifier
-    registers nothing any more. The memory of old tables is released, and computing with their parameters raises: make
-    again what holds them, such as pipelines, optimizers that combine ``fused_optimizer`` with others, and lists.
+    one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached,
+    and its sparsifier registers nothing any more. The memory of old tables is released, and
+    computing with their parameters raises: make again what holds them, such as pipelines,
+    optimizers that combine ``fused_optimizer`` with others, and lists.
 
-    Reading ``weight`` of a table that lost rows raises too, because its rows are no ids any more: use
-    :meth:`~dist_sparse.serving.tables.CompactEmbedding.full_weight`.
+    Reading ``weight`` of a table that lost rows raises too, because its rows are no ids any more:
+    use :meth:`~dist_sparse.serving.tables.CompactEmbedding.full_weight`.
 
     Args:
-        model: the sparsified model: a DistributedModelParallel or a plain module. For a DDP module, pass the inner
-            module, then wrap the result.
-        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove whole rows,
-            or columns of rotated tables: these become narrower, by columns whose number is a multiple of 4.
-        optimizer: all optimizers that step tables that are not fused, one or a sequence: they hold the new parameters
-            afterwards. None uses those that the enforcer is attached to; ``()`` means there are none.
-        plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept rows are called
-            ``inner``. None keeps sharding types, ranks and columns, and cuts the kept rows evenly.
-        removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table share one row, which
-            is 0 at first, is trained as any other, and is served. Measure it on validation data: it helps where ids
-            are those of training, and can harm where they are new.
+        model: the sparsified model: a DistributedModelParallel or a plain module. For a DDP module,
+            pass the inner module, then wrap the result.
+        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove
+            whole rows, or columns of rotated tables: these become narrower, by columns whose number
+            is a multiple of 4.
+        optimizer: all optimizers that step tables that are not fused, one or a sequence: they hold
+            the new parameters afterwards. None uses those that the enforcer is attached to; ``()``
+            means there are none.
+        plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept
+            rows are called ``inner``. None keeps sharding types, ranks and columns, and cuts the
+            kept rows evenly.
+        removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table
+            share one row, which is 0 at first, is trained as any other, and is served. Measure it
+            on validation data: it helps where ids are those of training, and can harm where they
+            are new.
 
     Raises:
-        ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a kind that can't be
-            compacted. Or arguments differ between ranks, or any rank failed, out of memory for example. It is raised
-            on every rank, and the model is as it was.
-        RuntimeError: a rank failed while old tables were released: on every rank, and no model is left.
+        ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
+            kind that can't be compacted. Or arguments differ between ranks, or any rank failed, out
+            of memory for example. It is raised on every rank, and the model is as it was.
+        RuntimeError: a rank failed while old tables were released: on every rank, and no model is
+            left.
 
     Example::
 
@@ -123,16 +132,23 @@ def compact(
             _check(model, site, optimizers is not None, widths)
             _check_default(site, default_row)
         names = {sparsifier.packed_store.find(name).fqn: name for name in widths}
-        narrow = {site: _narrowed(site, {fqn: widths[name] for fqn, name in names.items()}) for site in kept}
+        narrow = {
+            site: _narrowed(site, {fqn: widths[name] for fqn, name in names.items()})
+            for site in kept
+        }
     with together.agreeing("compact(), building its tables"):
-        made = {site: _compacted(site, kept[site], model, narrow[site], default_row) for site in kept}
+        made = {
+            site: _compacted(site, kept[site], model, narrow[site], default_row) for site in kept
+        }
     result, stepped = _put_in_place(model, kept, made, steppers, plan, together)
     torchrec = torchrec_part()
     inner = torchrec.unwrapped(result) if _is_dmp(model) else result
     try:
         with together.agreeing("compact(), releasing the old tables"):
             for site in kept:
-                by_name = {names[site.tables[table]]: width for table, width in narrow[site].items()}
+                by_name = {
+                    names[site.tables[table]]: width for table, width in narrow[site].items()
+                }
                 move_bases(site.module, getattr(made[site], "inner", made[site]), inner, by_name)
             _detach(sparse, sparsifier)
             for each in stepped:
@@ -144,7 +160,8 @@ def compact(
     except ValueError as fault:
         # What is released can't be had back, so no rank may go on with a model that others lack.
         raise RuntimeError(
-            f"compact() failed on every rank, and no model is left: resume from a checkpoint. {fault}"
+            "compact() failed on every rank, and no model is left: resume from a checkpoint."
+            f" {fault}"
         ) from fault
     gc.collect()  # table batches, DDP and their hooks are cycles
     return result
@@ -168,7 +185,8 @@ def _put_in_place(
     plan: Callable[[nn.Module], Any] | None,
     together: Group,
 ) -> tuple[nn.Module, list[Stepped]]:
-    """Return the compact model, whose tables hold the kept rows, and what plain optimizers step in it. Collective.
+    """Return the compact model, whose tables hold the kept rows, and what plain optimizers step in
+    it. Collective.
 
     An exception on any rank is raised on all, and the model is as it was.
     """
@@ -179,7 +197,9 @@ def _put_in_place(
         with together.agreeing("compact(), putting its tables in place"):
             result = replace_modules(root, {site.replaced: made[site] for site in kept})
             if in_dmp:
-                places = {site.place: (site.module, made[site]) for site in kept if _is_sharded(site)}
+                places = {
+                    site.place: (site.module, made[site]) for site in kept if _is_sharded(site)
+                }
                 sharding = torchrec.plan_of(model, result, places, plan)
         if in_dmp:
             agree = partial(_agree, together)
@@ -204,7 +224,8 @@ def _agree(together: Group) -> None:
 
 
 def _release(site: Site) -> None:
-    """Free the old tables of a module. What still holds them, such as a list for clipping, raises when it is used."""
+    """Free the old tables of a module. What still holds them, such as a list for clipping, raises
+    when it is used."""
     for name, parameter in list(site.module.named_parameters()):
         consume_parameter(parameter, f"{site.path}.{name}".lstrip("."))
     if _is_sharded(site):
@@ -220,12 +241,13 @@ def _parts(sparse: Any, optimizer: Any) -> tuple[BaseDataSparsifier, Sequence[An
     sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
     if not isinstance(sparsifier, BaseDataSparsifier):
         raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or a sparsifier."
+            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
+            " a sparsifier."
         )
     if sparsifier.dense_store.names:
         raise ValueError(
-            f"Plain data can't be compacted: {sparsifier.dense_store.names} are no tables of a model. Delete them from "
-            "the sparsifier first."
+            f"Plain data can't be compacted: {sparsifier.dense_store.names} are no tables of a"
+            " model. Delete them from the sparsifier first."
         )
     if optimizer is None:
         enforcer = sparsifier.enforcer
@@ -242,7 +264,8 @@ def _arguments(
     """What must be equal on all ranks of what compact() was called with."""
     if plan is not None and not callable(plan):
         raise ValueError(
-            f"Invalid plan of type {type(plan).__name__}: must be a function that returns a ShardingPlan, or None."
+            f"Invalid plan of type {type(plan).__name__}: must be a function that returns a"
+            " ShardingPlan, or None."
         )
     steps = [type(leaf).__name__ for optimizer in optimizers or () for leaf in leaves(optimizer)]
     return {
@@ -254,8 +277,9 @@ def _arguments(
 
 
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
-    """The columns that stay of each rotated table, a multiple of 4, as FBGEMM needs; tables that are rotated together
-    meet in dot products, and keep as many as the one of them that keeps the most."""
+    """The columns that stay of each rotated table, a multiple of 4, as FBGEMM needs; tables that
+    are rotated together meet in dot products, and keep as many as the one of them that keeps the
+    most."""
     widths: dict[str, int] = {}
     for group in () if sparsifier.rotation is None else sparsifier.rotation.groups:
         columns = sparsifier.packed_store.find(group[0]).shape[1]
@@ -280,27 +304,39 @@ def _kept(
         height, width = sparsifier.packed_store.block(name)
         if height != 1 or width < located[name].shape[1]:
             raise ValueError(
-                f"Table {name!r} has masks of blocks ({height}, {width}), and only whole rows can be compacted, "
-                "(1, ROW), or columns of rotated tables: what a finer mask removes inside of kept rows would come "
-                "back. export() stores such masks."
+                f"Table {name!r} has masks of blocks ({height}, {width}), and only whole rows can"
+                " be compacted, (1, ROW), or columns of rotated tables: what a finer mask removes"
+                " inside of kept rows would come back. export() stores such masks."
             )
     if not removed:
         raise ValueError("Nothing is removed yet, so there is nothing to compact.")
     names = {data.fqn: name for name, data in located.items()}
-    known = {module for source in sparsifier.packed_store.sources for module in _model_of(source).modules()}
+    known = {
+        module
+        for source in sparsifier.packed_store.sources
+        for module in _model_of(source).modules()
+    }
     found: dict[Site, Kept] = {}
     for site in (site for site in sites_of(model) if site.module in known):
         registered = {table: names.get(fqn, "") for table, fqn in site.tables.items()}
         if removed.isdisjoint(registered.values()):
             continue
         found[site] = {
-            table: flags[registered[table]].clone() if registered[table] else torch.ones(rows, dtype=torch.bool)
+            table: (
+                flags[registered[table]].clone()
+                if registered[table]
+                else torch.ones(rows, dtype=torch.bool)
+            )
             for table, rows in _rows(site).items()
         }
-        for table, index in (torchrec_part().table_indexes(site.outer) if site.outer is not None else {}).items():
+        for table, index in (
+            torchrec_part().table_indexes(site.outer) if site.outer is not None else {}
+        ).items():
             found[site][table][index.stored :] = False  # rows that no id has
     if missing := removed - {names.get(fqn) for site in found for fqn in site.tables.values()}:
-        raise ValueError(f"{sorted(missing)} are no embedding tables of this model: they can't be compacted.")
+        raise ValueError(
+            f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
+        )
     return found
 
 
@@ -325,39 +361,61 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping
     in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
     if not in_dmp:
         for path, wrapper in model.named_modules():
-            if isinstance(wrapper, (DistributedDataParallel, nn.DataParallel)) and module in wrapper.modules():
+            if (
+                isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
+                and module in wrapper.modules()
+            ):
                 raise ValueError(
-                    f"{name} is inside {type(wrapper).__name__}{f' at {path!r}' if path else ''}, which holds on to "
-                    "the old parameters: compact the module inside, and wrap the result again."
+                    f"{name} is inside {type(wrapper).__name__}{f' at {path!r}' if path else ''},"
+                    " which holds on to the old parameters: compact the module inside, and wrap"
+                    " the result again."
                 )
     if is_turned(module) and not widths:
-        raise ValueError(f"{name} is rotated, and its output is turned back by a hook: it can't be compacted.")
+        raise ValueError(
+            f"{name} is rotated, and its output is turned back by a hook: it can't be compacted."
+        )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        if type(module) not in (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag):
+        if type(module) not in (
+            nn.Embedding,
+            nn.EmbeddingBag,
+            CompactEmbedding,
+            CompactEmbeddingBag,
+        ):
             raise ValueError(
-                f"{name} belongs to a {type(module).__name__}, which is neither nn.Embedding nor nn.EmbeddingBag and "
-                "may do more: it can't be compacted."
+                f"{name} belongs to a {type(module).__name__}, which is neither nn.Embedding nor"
+                " nn.EmbeddingBag and may do more: it can't be compacted."
             )
         if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)) and widths:
-            raise ValueError(f"{name} has lost rows already: narrow its table before it loses rows.")
+            raise ValueError(
+                f"{name} has lost rows already: narrow its table before it loses rows."
+            )
         if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
-            raise ValueError(f"{name} has mode='max', in which removed rows count as zeros: it can't be compacted.")
+            raise ValueError(
+                f"{name} has mode='max', in which removed rows count as zeros: it can't be"
+                " compacted."
+            )
     elif reason := torchrec.refusal(model, module):
         raise ValueError(f"{name} can't be compacted: {reason}.")
     others = set(model.modules()) - set(module.modules())
     for parameter in _parameters(module).values():
-        holders = [type(other).__name__ for other in others if parameter in set(other._parameters.values())]
+        holders = [
+            type(other).__name__ for other in others if parameter in set(other._parameters.values())
+        ]
         if holders:
-            raise ValueError(f"{name} is the weight of other modules too ({holders}): it can't be compacted.")
+            raise ValueError(
+                f"{name} is the weight of other modules too ({holders}): it can't be compacted."
+            )
         if parameter.requires_grad and not optimizers_known:
             raise ValueError(
-                f"{name} is stepped by a plain optimizer, which must get the new parameters: pass compact(optimizer="
-                "...), or optimizer=() if there is none. An attached enforcer knows them."
+                f"{name} is stepped by a plain optimizer, which must get the new parameters: pass"
+                " compact(optimizer=...), or optimizer=() if there is none. An attached enforcer"
+                " knows them."
             )
 
 
 def _named(site: Site) -> str:
-    """The tables of a module, for a message: up to 3 names, of more than that the first and their number."""
+    """The tables of a module, for a message: up to 3 names, of more than that the first and their
+    number."""
     names = list(site.tables.values())
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
@@ -366,19 +424,33 @@ def _check_default(site: Site, default_row: bool) -> None:
     """Refuse a default row where there is one, or where ids would have it that are padding."""
     name, module = _named(site), site.module
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        indexes = [module.index] if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)) else []
+        indexes = (
+            [module.index] if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)) else []
+        )
         if default_row and getattr(module, "padding_id", module.padding_idx) is not None:
-            raise ValueError(f"{name} has a padding_idx, whose id would get the default row if its row was removed.")
+            raise ValueError(
+                f"{name} has a padding_idx, whose id would get the default row if its row was"
+                " removed."
+            )
     else:
-        indexes = [] if site.outer is None else list(torchrec_part().table_indexes(site.outer).values())
+        indexes = (
+            [] if site.outer is None else list(torchrec_part().table_indexes(site.outer).values())
+        )
     if any(index.default_row for index in indexes):
-        raise ValueError(f"{name} has default rows, and tables with a default row can't lose rows again.")
+        raise ValueError(
+            f"{name} has default rows, and tables with a default row can't lose rows again."
+        )
     if default_row and indexes:
-        raise ValueError(f"{name} has already lost rows without a default row; it can't get one now.")
+        raise ValueError(
+            f"{name} has already lost rows without a default row; it can't get one now."
+        )
 
 
-def _compacted(site: Site, kept: Kept, model: nn.Module, widths: Mapping[str, int], default_row: bool) -> Any:
-    """The compact module that takes the place of another; ``widths`` by the table's name in the module."""
+def _compacted(
+    site: Site, kept: Kept, model: nn.Module, widths: Mapping[str, int], default_row: bool
+) -> Any:
+    """The compact module that takes the place of another; ``widths`` by the table's name in the
+    module."""
     if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
         if widths:
             return narrow_embedding(site.module, widths[""])
@@ -388,17 +460,24 @@ def _compacted(site: Site, kept: Kept, model: nn.Module, widths: Mapping[str, in
 
 
 def _narrowed(site: Site, by_fqn: Mapping[str | None, int]) -> dict[str, int]:
-    """The columns that stay of a module's narrower tables, by the table's name in it. Those of an EmbeddingCollection
-    have one width, that of the widest.
+    """The columns that stay of a module's narrower tables, by the table's name in it. Those of an
+    EmbeddingCollection have one width, that of the widest.
 
     Raises:
         ValueError: not all tables of an EmbeddingCollection are narrower.
     """
     found = {table: by_fqn[fqn] for table, fqn in site.tables.items() if fqn in by_fqn}
-    if not found or isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) or torchrec_part().is_bags(site.module):
+    if (
+        not found
+        or isinstance(site.module, (nn.Embedding, nn.EmbeddingBag))
+        or torchrec_part().is_bags(site.module)
+    ):
         return found
     if others := [fqn for fqn in site.tables.values() if fqn not in by_fqn]:
-        raise ValueError(f"{others} keep all columns, but tables of an EmbeddingCollection have one width: rotate all.")
+        raise ValueError(
+            f"{others} keep all columns, but tables of an EmbeddingCollection have one width:"
+            " rotate all."
+        )
     return dict.fromkeys(found, max(found.values()))
 
 

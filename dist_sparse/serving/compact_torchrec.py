@@ -1,8 +1,9 @@
-"""Compact collections in the place of TorchRec's, sharded or not, and what a sharded one needs to train on.
+"""Compact collections in the place of TorchRec's, sharded or not, and what a sharded one needs to
+train on.
 
-With :mod:`dist_sparse.tables.torchrec`, this module knows the internals of TorchRec. A sharded collection is built
-again, with kept rows only, by a plan derived from its own: the same sharding types, ranks and columns, so that the
-arithmetic of training stays the same.
+With :mod:`dist_sparse.tables.torchrec`, this module knows the internals of TorchRec. A sharded
+collection is built again, with kept rows only, by a plan derived from its own: the same sharding
+types, ranks and columns, so that the arithmetic of training stays the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dist_sparse.serving.collections import CompactEmbeddingBagCollection, CompactEmbeddingCollection
+from dist_sparse.serving.collections import (
+    CompactEmbeddingBagCollection,
+    CompactEmbeddingCollection,
+)
 from dist_sparse.serving.consumed import consume
 from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.sites import cut
@@ -96,8 +100,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def table_names(module: nn.Module, path: str) -> dict[str, str] | None:
-    """Return the fully qualified names of the weights of a collection at ``path``, by table; None for another
-    module."""
+    """Return the fully qualified names of the weights of a collection at ``path``, by table; None
+    for another module."""
     tables = sharded_tables(module, path)
     if tables is not None:
         return {table.name: table.fqn for table in tables}
@@ -118,17 +122,24 @@ def table_indexes(module: Collection) -> dict[str, RowIndex]:
 
 
 def lookups(module: Any) -> tuple[bool, list[tuple[str, tuple[str, ...], str]]]:
-    """Return whether the ids of a collection have weights, and its tables in their order: name, features, and
-    ``"sum"``, ``"mean"`` or ``"none"``."""
-    weighted = module.is_weighted() if hasattr(module, "is_weighted") else getattr(module, "_is_weighted", False)
-    pooling = [config.pooling.value.lower() if hasattr(config, "pooling") else "none" for config in _configs(module)]
+    """Return whether the ids of a collection have weights, and its tables in their order: name,
+    features, and ``"sum"``, ``"mean"`` or ``"none"``."""
+    weighted = (
+        module.is_weighted()
+        if hasattr(module, "is_weighted")
+        else getattr(module, "_is_weighted", False)
+    )
+    pooling = [
+        config.pooling.value.lower() if hasattr(config, "pooling") else "none"
+        for config in _configs(module)
+    ]
     names = [(config.name, tuple(config.feature_names)) for config in _configs(module)]
     return weighted, [(*each, pooled) for each, pooled in zip(names, pooling, strict=True)]
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a collection that plain optimizers step, by table: those without a fused optimizer. They
-    are what this rank holds of a table, and empty if that is nothing."""
+    """Return the parameters of a collection that plain optimizers step, by table: those without a
+    fused optimizer. They are what this rank holds of a table, and empty if that is nothing."""
     return {
         name.split(".")[-2]: parameter
         for name, parameter in module.named_parameters()
@@ -139,17 +150,26 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 def refusal(model: nn.Module, module: nn.Module) -> str | None:
     """Return why a collection of ``model`` can't be compacted, or None."""
     for other in model.modules():
-        if isinstance(other, ShardedFeatureProcessedEmbeddingBagCollection) and module in other.modules():
-            return "a feature processor weights ids by their positions, which removed ids would shift"
+        if (
+            isinstance(other, ShardedFeatureProcessedEmbeddingBagCollection)
+            and module in other.modules()
+        ):
+            return (
+                "a feature processor weights ids by their positions, which removed ids would shift"
+            )
     if is_sharded_model(model):
         if type(model) is not DistributedModelParallel:
             return (
-                f"the model is a {type(model).__name__}; 2-D parallelism is not supported, DistributedModelParallel is"
+                f"the model is a {type(model).__name__}; 2-D parallelism is not supported,"
+                " DistributedModelParallel is"
             )
         if model.model_trackers:
             return "the model tracks its ids; compact it before the tracker is initialized"
         if type(get_module(model)) not in (DistributedDataParallel, type(unwrapped(model))):
-            return f"its dense part is wrapped in {type(get_module(model)).__name__}; DistributedDataParallel works"
+            return (
+                f"its dense part is wrapped in {type(get_module(model)).__name__};"
+                " DistributedDataParallel works"
+            )
     elif shards_tables(module):
         return "it is sharded, but the model is no DistributedModelParallel; pass that"
     elif any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
@@ -158,11 +178,14 @@ def refusal(model: nn.Module, module: nn.Module) -> str | None:
         return "a train pipeline has replaced its forward; call pipeline.detach() first"
     weighted = getattr(module, "_is_weighted", False)
     if weighted and any(config.pooling is PoolingType.MEAN for config in _configs(module)):
-        return "it has weighted means, which TorchRec divides differently in different shardings; use weighted sums"
+        return (
+            "it has weighted means, which TorchRec divides differently in different shardings; use"
+            " weighted sums"
+        )
     if shards_tables(module) and _misdivided(module):
         return (
-            "it has means of row-wise tables beside tables of other sharding types, and TorchRec divides those too; "
-            "give them collections of their own"
+            "it has means of row-wise tables beside tables of other sharding types, and TorchRec"
+            " divides those too; give them collections of their own"
         )
     if getattr(module, "_need_indices", False):
         return "need_indices=True is not supported"
@@ -170,10 +193,16 @@ def refusal(model: nn.Module, module: nn.Module) -> str | None:
 
 
 def _misdivided(module: Any) -> bool:
-    """Whether TorchRec's divisor for row-wise means is applied to tables that it is not meant for."""
-    by_rows = {name: "row_wise" in sharding.sharding_type for name, sharding in module.module_sharding_plan.items()}
+    """Whether TorchRec's divisor for row-wise means is applied to tables that it is not meant
+    for."""
+    by_rows = {
+        name: "row_wise" in sharding.sharding_type
+        for name, sharding in module.module_sharding_plan.items()
+    }
     pooled = {config.name: getattr(config, "pooling", None) for config in _configs(module)}
-    means = [name for name, pooling in pooled.items() if pooling is PoolingType.MEAN and by_rows[name]]
+    means = [
+        name for name, pooling in pooled.items() if pooling is PoolingType.MEAN and by_rows[name]
+    ]
     return bool(means) and not all(by_rows.values())
 
 
@@ -185,8 +214,8 @@ def compacted(
     widths: Mapping[str, int],
     default_row: bool,
 ) -> Collection:
-    """Return a compact collection in place of another: of a sharded one its rows are on the meta device, to be sharded
-    and filled.
+    """Return a compact collection in place of another: of a sharded one its rows are on the meta
+    device, to be sharded and filled.
 
     Args:
         module: the collection.
@@ -203,8 +232,9 @@ def compacted(
             indexes[name] = indexes[name].compose(RowIndex.of(flags[: indexes[name].num_kept]))
         elif not bool(flags.all()):
             indexes[name] = RowIndex.of(flags, default_row)
-        # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty table beside others
-        # of another width, FBGEMM's CPU backward writes other rows than it was given.
+        # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty
+        # table beside others of another width, FBGEMM's CPU backward writes other rows than it was
+        # given.
         rows = max(1, indexes[name].stored if name in indexes else len(flags))
         stored[name] = max(rows, (shards[name] - 1) * -(-rows // shards[name]) + 1)
     configs = [
@@ -256,8 +286,9 @@ def _by_columns(spec: EnumerableShardingSpec) -> dict[int, list[ShardMetadata]]:
 
 
 def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
-    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last ones smaller. Of a
-    table that loses columns those shards stay that hold columns that are left."""
+    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last
+    ones smaller. Of a table that loses columns those shards stay that hold columns that are
+    left."""
     spec = sharding.sharding_spec
     if spec is None:
         return sharding
@@ -269,24 +300,33 @@ def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
             top, bottom = min(number * block, rows), min((number + 1) * block, rows)
             places[id(shard)] = ShardMetadata(
                 [top, shard.shard_offsets[1]],
-                [bottom - top, min(shard.shard_sizes[1], table.embedding_dim - shard.shard_offsets[1])],
+                [
+                    bottom - top,
+                    min(shard.shard_sizes[1], table.embedding_dim - shard.shard_offsets[1]),
+                ],
                 shard.placement,
             )
     ranks = sharding.ranks
     if len(places) < len(spec.shards):
         ranks = [shard.placement.rank() for shard in spec.shards if id(shard) in places]
-    kept = EnumerableShardingSpec([places[id(shard)] for shard in spec.shards if id(shard) in places])
+    kept = EnumerableShardingSpec(
+        [places[id(shard)] for shard in spec.shards if id(shard) in places]
+    )
     return replace(sharding, ranks=ranks, sharding_spec=kept)
 
 
 def plan_of(
-    model: Any, root: nn.Module, replaced: Mapping[str, tuple[nn.Module, Collection]], planner: Planner | None
+    model: Any,
+    root: nn.Module,
+    replaced: Mapping[str, tuple[nn.Module, Collection]],
+    planner: Planner | None,
 ) -> dict[str, Any]:
     """Return the plan of a model in which compact collections take the places of others, by path.
 
     Args:
         root: the user's module.
-        replaced: by path, a sharded collection, no longer in the model, and the compact one in its place.
+        replaced: by path, a sharded collection, no longer in the model, and the compact one in its
+            place.
         planner: returns a plan for ``root``; None derives it from the old one.
     """
     plan: dict[str, Any] = dict(model.plan.plan)
@@ -309,8 +349,9 @@ def plan_of(
 
 
 def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> DistributedModelParallel:
-    """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact collections with rows on
-    the meta device are sharded. Their rows are not filled yet, and dense layers are not under DDP.
+    """Return a new DistributedModelParallel like ``model`` around ``root``, in which compact
+    collections with rows on the meta device are sharded. Their rows are not filled yet, and dense
+    layers are not under DDP.
 
     Collective where a collection has data-parallel tables, which TorchRec puts under DDP at once.
     """
@@ -328,17 +369,19 @@ def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> Distributed
 
 
 def wrap_layers(made: DistributedModelParallel, model: DistributedModelParallel) -> None:
-    """Put the dense layers of a new DistributedModelParallel under DDP if those of ``model`` are. Collective."""
+    """Put the dense layers of a new DistributedModelParallel under DDP if those of ``model`` are.
+    Collective."""
     if model._ddp_wrapped:
         made.init_data_parallel()
 
 
 @contextmanager
 def before_ddp(agree: Callable[[], None]) -> Iterator[None]:
-    """Call ``agree`` in the block whenever DDP is about to be built, just before its first collective.
+    """Call ``agree`` in the block whenever DDP is about to be built, just before its first
+    collective.
 
-    TorchRec builds it in constructors, after work that may fail on one rank alone, such as allocating tables. DDP sets
-    its attribute ``module`` before it communicates.
+    TorchRec builds it in constructors, after work that may fail on one rank alone, such as
+    allocating tables. DDP sets its attribute ``module`` before it communicates.
     """
 
     def registering(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -354,7 +397,9 @@ def before_ddp(agree: Callable[[], None]) -> Iterator[None]:
 
 def _tables(module: nn.Module) -> dict[str, Any]:
     """The modules of an unsharded collection's tables."""
-    tables: Any = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
+    tables: Any = (
+        module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
+    )
     return dict(tables.items())
 
 
@@ -374,7 +419,11 @@ class Fused:
     def hyperparameters(self) -> dict[str, float]:
         """Return those that FBGEMM can change, and the optimizer's step count."""
         arguments = self.batch.optimizer_args
-        known = {name: float(getattr(arguments, name)) for name in _HYPERPARAMETERS if hasattr(arguments, name)}
+        known = {
+            name: float(getattr(arguments, name))
+            for name in _HYPERPARAMETERS
+            if hasattr(arguments, name)
+        }
         return {**known, "lr": self.batch.get_learning_rate(), "step": int(self.batch.iter.item())}
 
 
@@ -391,7 +440,8 @@ def set_hyperparameters(module: nn.Module, values: Mapping[str, Mapping[str, flo
         names = [config.name for config in kernel._config.embedding_tables]
         if any(values[name] != values[names[0]] for name in names):
             raise ValueError(
-                f"The tables {names} share a kernel in the new plan, but their optimizers' hyperparameters differ."
+                f"The tables {names} share a kernel in the new plan, but their optimizers'"
+                " hyperparameters differ."
             )
         chosen = dict(values[names[0]])
         kernel.emb_module.set_optimizer_step(int(chosen.pop("step")))
@@ -401,8 +451,8 @@ def set_hyperparameters(module: nn.Module, values: Mapping[str, Mapping[str, flo
 
 
 def fused_tables(module: nn.Module) -> dict[str, list[Fused]]:
-    """Return this rank's shards of a sharded collection's tables with a fused optimizer, in the order of
-    :attr:`ShardedData.shards <dist_sparse.tables.shards.ShardedData>`."""
+    """Return this rank's shards of a sharded collection's tables with a fused optimizer, in the
+    order of :attr:`ShardedData.shards <dist_sparse.tables.shards.ShardedData>`."""
     found: dict[str, list[Fused]] = {}
     for kernel in fused_kernels(module):
         batch, tables = kernel.emb_module, kernel._config.embedding_tables
@@ -420,17 +470,19 @@ def located(module: nn.Module, table: str) -> ShardedData:
 
 
 def consume_collection(module: Any) -> None:
-    """Release everything that a sharded collection holds. Using it, or its optimizer, raises from now on."""
+    """Release everything that a sharded collection holds. Using it, or its optimizer, raises from
+    now on."""
     optimizers = [optimizer for _, optimizer in module.fused_optimizer._optims]
     for used in (module, *optimizers):
         consume(used, "This table collection")
 
 
 def consume_model(model: DistributedModelParallel) -> None:
-    """Release everything that a DistributedModelParallel holds, but for the user's module: using it raises from now on.
+    """Release everything that a DistributedModelParallel holds, but for the user's module: using it
+    raises from now on.
 
-    A forward whose backward has not come waits in the hooks of its DDP, which end with it: they would take the next
-    backward of the compact model for theirs.
+    A forward whose backward has not come waits in the hooks of its DDP, which end with it: they
+    would take the next backward of the compact model for theirs.
     """
     layers = get_module(model)
     if isinstance(layers, DistributedDataParallel):

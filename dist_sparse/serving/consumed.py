@@ -1,7 +1,9 @@
-"""Objects whose tables compact() has released: every later use raises, and says what to use instead.
+"""Objects whose tables compact() has released: every later use raises, and says what to use
+instead.
 
-A stale use must be loud. A released storage would crash the process, and an empty tensor would compute in silence: its
-L2 norm is 0. So the class of the object is replaced by a subclass that raises.
+A stale use must be loud. A released storage would crash the process, and an empty tensor would
+compute in silence: its L2 norm is 0. So the class of the object is replaced by a subclass that
+raises.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ def consume(used: Any, name: str) -> None:
         >>> consume(model, "This model")
         >>> model(torch.ones(2))
         Traceback (most recent call last):
-        RuntimeError: This model was compacted, and its memory released: use the model that compact() returned...
+        RuntimeError: This model was compacted, and its memory released: use the model that
+        compact() returned...
     """
 
     def refuse(self: Any, attribute: str) -> Any:
         if attribute.startswith("__"):  # such as __class__, for isinstance
             return object.__getattribute__(self, attribute)
         raise RuntimeError(
-            f"{name} was compacted, and its memory released: use the model that compact() returned, and its "
-            "fused_optimizer."
+            f"{name} was compacted, and its memory released: use the model that compact() returned,"
+            " and its fused_optimizer."
         )
 
     used.__dict__.clear()
@@ -46,11 +49,12 @@ def consume(used: Any, name: str) -> None:
 
 
 def consume_parameter(parameter: nn.Parameter, name: str) -> None:
-    """Release the memory of a table. Computing with it, and reading its gradient or shape, raises from now on.
+    """Release the memory of a table. Computing with it, and reading its gradient or shape, raises
+    from now on.
 
-    It can still be compared by ``is``, be a key of a dictionary, and be printed. TorchRec's parameter of a fused table
-    is a view, and FBGEMM's batch of tables is released with the last of them: a backward that has not come may write
-    to it.
+    It can still be compared by ``is``, be a key of a dictionary, and be printed. TorchRec's
+    parameter of a fused table is a view, and FBGEMM's batch of tables is released with the last of
+    them: a backward that has not come may write to it.
 
     Args:
         parameter: a leaf, or TorchRec's view of a fused table.
@@ -67,8 +71,9 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
         RuntimeError: The table item.weight was compacted, and its memory released: ...
     """
     message = (
-        f"The table {name} was compacted, and its memory released: what holds it was made before. Make it again from "
-        "the parameters of the compact model: optimizers, lists for clipping or L2, averages of weights."
+        f"The table {name} was compacted, and its memory released: what holds it was made before."
+        " Make it again from the parameters of the compact model: optimizers, lists for clipping"
+        " or L2, averages of weights."
     )
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -78,12 +83,16 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
     parameter.grad = None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     vars(parameter).clear()
-    for slot in getattr(kind, "__slots__", ()):  # TorchRec's view holds the whole batch of tables in one
+    for slot in getattr(
+        kind, "__slots__", ()
+    ):  # TorchRec's view holds the whole batch of tables in one
         if hasattr(parameter, slot):
             delattr(parameter, slot)
     members = {
         "__torch_function__": classmethod(refuse),
         "__repr__": lambda self: f"<{message}>",
-        "grad": property(refuse),  # TorchRec's view has a property of its own, which torch does not dispatch
+        "grad": property(
+            refuse
+        ),  # TorchRec's view has a property of its own, which torch does not dispatch
     }
     parameter.__class__ = type("Consumed", (kind,), members)

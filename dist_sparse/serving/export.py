@@ -1,9 +1,10 @@
 """`export()`: the tables of a model, without what masks remove, as an artifact on disk.
 
-Everything is checked on all ranks before anything is written. Then tables are streamed to rank 0, chunk by chunk and
-one after the other, which encodes and writes them; they are streamed once more to be compared with what was written;
-and last the artifact gets its name. An error of rank 0 waits until the table's messages are through, and is raised on
-all ranks. Files depend on the weights and masks alone: not on the sharding, nor on the number of ranks.
+Everything is checked on all ranks before anything is written. Then tables are streamed to rank 0,
+chunk by chunk and one after the other, which encodes and writes them; they are streamed once more
+to be compared with what was written; and last the artifact gets its name. An error of rank 0 waits
+until the table's messages are through, and is raised on all ranks. Files depend on the weights and
+masks alone: not on the sharding, nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of
 from dist_sparse.serving.row_index import RowIndex
-from dist_sparse.serving.sources import Source, check_range, check_registered, check_zero, sources_of
+from dist_sparse.serving.sources import (
+    Source,
+    check_range,
+    check_registered,
+    check_zero,
+    sources_of,
+)
 from dist_sparse.serving.summary import dense_is_smaller, summary
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import model_source
@@ -51,7 +58,8 @@ class Exported:
 
     Attributes:
         path: the folder.
-        manifest: as in its ``manifest.json``; ``manifest.tables["user"].bytes.after`` is one of its numbers.
+        manifest: as in its ``manifest.json``; ``manifest.tables["user"].bytes.after`` is one of its
+            numbers.
     """
 
     path: Path
@@ -64,7 +72,10 @@ class Exported:
         tables = self.manifest.tables.values()
         before = sum(table.bytes.before for table in tables)
         counted = f"{len(tables)} table{'s' if len(tables) > 1 else ''}"
-        return f"Exported({counted}, {self.manifest.dtype}, {size(before)} -> {size(self.manifest.bytes)})"
+        return (
+            f"Exported({counted}, {self.manifest.dtype}, {size(before)} ->"
+            f" {size(self.manifest.bytes)})"
+        )
 
 
 def export(
@@ -73,29 +84,35 @@ def export(
     path: str | os.PathLike[str],
     dtype: Dtype = "fp32",
 ) -> Exported:
-    """Write the tables of ``model``, without removed weights, to a folder that ``dist_sparse.load_served`` reads.
-    Collective: every rank of the world must call it; rank 0 writes.
+    """Write the tables of ``model``, without removed weights, to a folder that
+    ``dist_sparse.load_served`` reads. Collective: every rank of the world must call it; rank 0
+    writes.
 
-    Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within a kept row is
-    stored as zeros, so masks finer than rows save no bytes. Tables that were never sparsified are stored whole. Before
-    the folder gets its name, every weight of the model is compared with the written files.
+    Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within
+    a kept row is stored as zeros, so masks finer than rows save no bytes. Tables that were never
+    sparsified are stored whole. Before the folder gets its name, every weight of the model is
+    compared with the written files.
 
-    No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not changed, except that
-    removed weights are zeroed by an attached enforcer.
+    No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not
+    changed, except that removed weights are zeroed by an attached enforcer.
 
     Args:
-        model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any module.
-        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose removed rows
-            :func:`~dist_sparse.compact` took out, or that has none.
+        model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any
+            module.
+        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose
+            removed rows :func:`~dist_sparse.compact` took out, or that has none.
         path: of the new folder, whose missing parents are made; the same on every rank. Only rank 0
             writes to it.
-        dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest float32), ``"fp16"``
-            the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of each row's grid, which holds 0.
+        dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest
+            float32), ``"fp16"`` the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of
+            each row's grid, which holds 0.
 
     Raises:
-        ValueError: something is at ``path``, a table or module can't be served, removed weights are not zero, weights
-            are not finite or beyond what ``dtype`` holds, or ranks disagree; on every rank, and nothing was written.
-        OSError: the folder can't be written; nothing is left. On several ranks it is a ValueError that quotes it.
+        ValueError: something is at ``path``, a table or module can't be served, removed weights are
+            not zero, weights are not finite or beyond what ``dtype`` holds, or ranks disagree; on
+            every rank, and nothing was written.
+        OSError: the folder can't be written; nothing is left. On several ranks it is a ValueError
+            that quotes it.
         ImportError: safetensors is not installed.
 
     Example::
@@ -130,7 +147,10 @@ def export(
         for data in located:
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             if 0 not in (data.ranks or (0,)):
-                raise ValueError(f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them.")
+                raise ValueError(
+                    f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among"
+                    " them."
+                )
     sources = sources_of(located, lookups, sparsifier)
     with world.agreeing("export()"):
         if sparsifier is not None and sparsifier.enforcer is not None:
@@ -148,7 +168,9 @@ def export(
     target = Path(os.path.abspath(path))
     manifest = _write(manifest, sources, target, world)
     if world.rank == 0 and (names := dense_is_smaller(manifest)):
-        _log.warning("dense tables of 4 bits would be smaller than what was pruned: %s", ", ".join(names))
+        _log.warning(
+            "dense tables of 4 bits would be smaller than what was pruned: %s", ", ".join(names)
+        )
     return Exported(target, manifest)
 
 
@@ -156,15 +178,20 @@ def _sparsifier_of(sparse: Any) -> BaseDataSparsifier | None:
     sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
     if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
         raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, a sparsifier, or None."
+            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, a"
+            " sparsifier, or None."
         )
     return sparsifier
 
 
 def _stream(
-    world: Group, source: Source, consume: Consume | None, bar: Callable[[int], object] = lambda rows: None
+    world: Group,
+    source: Source,
+    consume: Consume | None,
+    bar: Callable[[int], object] = lambda rows: None,
 ) -> None:
-    """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is raised on all ranks.
+    """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
+    raised on all ranks.
 
     The other ranks wait for messages until the table is through, so an error is kept until then.
     """
@@ -225,24 +252,35 @@ def _write(manifest: Manifest, sources: Mapping[str, Source], path: Path, world:
         with world.agreeing("export()"):
             writer = stack.enter_context(ArtifactWriter(path, manifest.tables)) if first else None
         for name, source in sources.items():
-            write = partial(_write_table, writer, name, manifest.tables[name], source) if writer is not None else None
+            write = (
+                partial(_write_table, writer, name, manifest.tables[name], source)
+                if writer is not None
+                else None
+            )
             _stream(world, source, write, bar)
         with world.agreeing("export()"):
             if writer is not None:
                 manifest = writer.seal(manifest)
             artifact = Artifact(writer.folder, manifest) if writer is not None else None
         for name, source in sources.items():
-            compare = partial(_compare, artifact, name, source, checks) if artifact is not None else None
+            compare = (
+                partial(_compare, artifact, name, source, checks) if artifact is not None else None
+            )
             _stream(world, source, compare, bar)
         with world.agreeing("export()"):
             if writer is not None:
-                tables = {name: replace(table, check=checks[name]) for name, table in manifest.tables.items()}
+                tables = {
+                    name: replace(table, check=checks[name])
+                    for name, table in manifest.tables.items()
+                }
                 manifest = replace(manifest, tables=tables)
                 writer.publish(manifest)
     return Manifest.from_text(world.all_gather_json(manifest.to_text() if first else None)[0])
 
 
-def _write_table(writer: ArtifactWriter, name: str, table: Table, source: Source, chunks: Iterator[Tensor]) -> None:
+def _write_table(
+    writer: ArtifactWriter, name: str, table: Table, source: Source, chunks: Iterator[Tensor]
+) -> None:
     if table.kept < table.rows:
         writer.append(f"{name}.kept", RowIndex.of(source.kept).words)
     if source.rotation is not None:

@@ -11,19 +11,28 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 __all__ = ["give", "take"]
 
 
-def take(ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return values, lengths and weights (None of a collection that is not weighted) in the order of ``features``.
+def take(
+    ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return values, lengths and weights (None of a collection that is not weighted) in the order
+    of ``features``.
 
     Raises:
         ValueError: a feature or weights are missing, or batches differ in size by feature.
     """
     if not isinstance(ids, KeyedJaggedTensor):
-        raise ValueError(f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and lengths.")
+        raise ValueError(
+            f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
+            " lengths."
+        )
     keys = list(ids.keys())
     if missing := sorted(set(features) - set(keys)):
         raise ValueError(f"Features {missing} are not in the KeyedJaggedTensor, which has {keys}.")
     if ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None:
-        raise ValueError("A KeyedJaggedTensor with batches of different sizes or inverse indices is not supported.")
+        raise ValueError(
+            "A KeyedJaggedTensor with batches of different sizes or inverse indices is not"
+            " supported."
+        )
     if weighted and ids.weights_or_none() is None:
         raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
     if keys != list(features):
@@ -35,9 +44,13 @@ def take(ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool) -> tup
 def give(
     found: Tensor, lengths: Tensor, outputs: Sequence[str], dims: Sequence[int], pooled: bool
 ) -> KeyedTensor | dict[str, JaggedTensor]:
-    """Return pooled rows as a KeyedTensor, or the rows of ids as a JaggedTensor for each of ``outputs``."""
+    """Return pooled rows as a KeyedTensor, or the rows of ids as a JaggedTensor for each of
+    ``outputs``."""
     if pooled:
         return KeyedTensor(keys=list(outputs), length_per_key=list(dims), values=found)
     each = lengths.view(len(outputs), -1)
     parts = torch.split(found, each.sum(1).tolist())
-    return {key: JaggedTensor(values=part, lengths=size) for key, part, size in zip(outputs, parts, each, strict=True)}
+    return {
+        key: JaggedTensor(values=part, lengths=size)
+        for key, part, size in zip(outputs, parts, each, strict=True)
+    }

@@ -1,8 +1,8 @@
 """Which rows of a table are kept, and moving them between ranks.
 
-Rows that are kept are numbered in order: *kept coordinates* are a rectangle's rows in that numbering, and its columns.
-Rows travel chunk by chunk, so that no rank ever holds more of a table than its own shards and one chunk for each rank
-that wants it.
+Rows that are kept are numbered in order: *kept coordinates* are a rectangle's rows in that
+numbering, and its columns. Rows travel chunk by chunk, so that no rank ever holds more of a table
+than its own shards and one chunk for each rank that wants it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _SPAN = 4096
 
 
 def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
-    """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on the CPU, the same
-    on every rank. Collective over the tables' groups: one all-gather each, of one bit a row.
+    """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on
+    the CPU, the same on every rank. Collective over the tables' groups: one all-gather each, of one
+    bit a row.
 
     Example::
 
@@ -48,7 +49,10 @@ def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     for ranks, names in packed.groups.items():
         tables, rank = [located[name] for name in names], group_over(ranks).rank
-        held = {data.name: dict(zip(data.tiling[rank], packed.masks(data.name), strict=True)) for data in tables}
+        held = {
+            data.name: dict(zip(data.tiling[rank], packed.masks(data.name), strict=True))
+            for data in tables
+        }
         kept |= gather_rows(tables, partial(_kept, held))
     kept |= {name: (as_matrix(dense.mask(name)) != 0).any(1).cpu() for name in dense.names}
     return {name: kept[name] for name in sparsifier.data_groups}
@@ -63,17 +67,22 @@ def gather_rows(
     flags: Callable[[ShardedData, Rect], Tensor],
     held: Callable[[ShardedData, int], Sequence[Rect]] = ShardedData.owned,
 ) -> dict[str, Tensor]:
-    """Return which rows of each table any shard flags: bool ``(rows,)`` on the CPU, the same on every rank. Collective
-    over the ranks of the tables, which must be the same: one all-gather of one bit a row and shard.
+    """Return which rows of each table any shard flags: bool ``(rows,)`` on the CPU, the same on
+    every rank. Collective over the ranks of the tables, which must be the same: one all-gather of
+    one bit a row and shard.
 
     Args:
         flags: of the rows of a shard of this rank, bool ``(rect.rows,)``.
         held: the shards of a group rank that are asked; of several replicas the first by default.
     """
     group = group_over(tables[0].ranks)
-    of = [[(data, rect) for data in tables for rect in held(data, rank)] for rank in range(group.size)]
+    of = [
+        [(data, rect) for data in tables for rect in held(data, rank)] for rank in range(group.size)
+    ]
     sizes = [sum(-(-rect.rows // 8) for _, rect in each) for each in of]
-    with group.agreeing("counting rows"):  # a rank that runs out of memory here would leave the others waiting
+    with group.agreeing(
+        "counting rows"
+    ):  # a rank that runs out of memory here would leave the others waiting
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         mine = [pack(flags(data, rect)) for data, rect in of[group.rank]]
         padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
@@ -83,7 +92,9 @@ def gather_rows(
         start = 0
         for data, rect in each:
             stop = start + -(-rect.rows // 8)
-            found[data.name][rect.row : rect.row_end] |= unpack(gathered[rank, start:stop], rect.rows)
+            found[data.name][rect.row : rect.row_end] |= unpack(
+                gathered[rank, start:stop], rect.rows
+            )
             start = stop
     return found
 
@@ -98,26 +109,30 @@ def move_rows(
     rowwise: bool = False,
     chunk_bytes: int = 8 << 20,
 ) -> Iterator[tuple[Rect, Tensor]]:
-    """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the ranks of ``source``:
-    one all-to-all a chunk, in each ``next()``, so all ranks must exhaust it. Replicas: the first holder sends.
+    """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the
+    ranks of ``source``: one all-to-all a chunk, in each ``next()``, so all ranks must exhaust it.
+    Replicas: the first holder sends.
 
     Args:
         source: the table as it is stored now.
-        tensors: of this rank, one for each of ``source.shards``, with the same rows: the weights themselves or any
-            optimizer state of their shape; with ``rowwise`` one value per row, ``(rows,)`` or ``(rows, 1)``.
+        tensors: of this rank, one for each of ``source.shards``, with the same rows: the weights
+            themselves or any optimizer state of their shape; with ``rowwise`` one value per row,
+            ``(rows,)`` or ``(rows, 1)``.
         kept: bool ``(source.shape[0],)`` on the CPU, the same on every rank.
         wanted: for each group rank the rectangles that it wants, in kept coordinates.
         dtype: of ``tensors``, on all ranks; None is that of the weights.
-        rowwise: whether the tensors hold one value per row and shard. What is wanted must then have the columns of
-            shards: values of shards of other widths can't be derived from them.
+        rowwise: whether the tensors hold one value per row and shard. What is wanted must then have
+            the columns of shards: values of shards of other widths can't be derived from them.
         chunk_bytes: of a chunk, of the whole width of the table.
 
     Yields:
-        A rectangle in kept coordinates within one that this rank wants, with all its columns, and what is in it:
-        ``(rows, columns)``, with ``rowwise`` ``(rows,)``. It may be a view of a message. Rows ascend.
+        A rectangle in kept coordinates within one that this rank wants, with all its columns, and
+        what is in it: ``(rows, columns)``, with ``rowwise`` ``(rows,)``. It may be a view of a
+        message. Rows ascend.
 
     Raises:
-        ValueError: ``kept`` does not fit the table, or what is wanted is outside of it or has columns of no shard.
+        ValueError: ``kept`` does not fit the table, or what is wanted is outside of it or has
+            columns of no shard.
 
     Example::
 
@@ -138,7 +153,9 @@ def move_rows(
     width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
     for chunk in _chunks(kept, max(1, chunk_bytes // max(1, width * dtype.itemsize))):
         parcels = Parcels(group)
-        with group.agreeing(f"moving rows of {source.name!r}"):  # a rank out of memory ends it on all
+        with group.agreeing(
+            f"moving rows of {source.name!r}"
+        ):  # a rank out of memory ends it on all
             mine = list(_parts(source.owned(group.rank), kept, chunk))
             for rect, rows, there in mine:
                 local = held[rect][rows.start - rect.row : rows.stop - rect.row]
@@ -151,17 +168,22 @@ def move_rows(
             yield inside, rows_here.view(-1) if rowwise else rows_here
 
 
-def _send(parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool) -> None:
+def _send(
+    parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool
+) -> None:
     """Pack for each rank what it wants of ``local``, this rank's kept rows at ``there``."""
     for receiver, rects in enumerate(wanted):
         for part in filter(None, map(there.intersect, rects)):
-            columns = slice(None) if rowwise else slice(part.col - there.col, part.col_end - there.col)
+            columns = (
+                slice(None) if rowwise else slice(part.col - there.col, part.col_end - there.col)
+            )
             piece = local[part.row - there.row : part.row_end - there.row, columns]
             parcels.send(receiver, piece.contiguous())
 
 
 _Arriving = dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]
-"""By rectangle that this rank wants, the pieces of it that arrive: where they are, and how to read them."""
+"""By rectangle that this rank wants, the pieces of it that arrive: where they are, and how to read
+them."""
 
 
 def _expected(
@@ -186,7 +208,8 @@ def _expected(
 
 
 class _Chunk(NamedTuple):
-    """Rows ``[first, last)`` of a table, of which the first that is kept has the number ``start``."""
+    """Rows ``[first, last)`` of a table, of which the first that is kept has the number
+    ``start``."""
 
     first: int
     last: int
@@ -206,8 +229,11 @@ def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
         at, start = after, end
 
 
-def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[tuple[Rect, slice, Rect]]:
-    """Yield what shards have of a chunk: ``(shard, rows of the table, its kept rows in kept coordinates)``."""
+def _parts(
+    rects: Iterable[Rect], kept: Tensor, chunk: _Chunk
+) -> Iterator[tuple[Rect, slice, Rect]]:
+    """Yield what shards have of a chunk:
+    ``(shard, rows of the table, its kept rows in kept coordinates)``."""
     for rect in rects:
         top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
         if top < bottom and (count := int(kept[top:bottom].count_nonzero())):
@@ -230,19 +256,25 @@ def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Re
     return inside, out
 
 
-def _check(source: ShardedData, kept: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool) -> None:
+def _check(
+    source: ShardedData, kept: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool
+) -> None:
     rows, cols = source.shape
     if kept.dtype != torch.bool or tuple(kept.shape) != (rows,):
         raise ValueError(
-            f"Table {source.name!r}: kept is {kept.dtype} of shape {tuple(kept.shape)}; must be bool, ({rows},)."
+            f"Table {source.name!r}: kept is {kept.dtype} of shape {tuple(kept.shape)}; must be"
+            f" bool, ({rows},)."
         )
     whole = Rect(0, 0, int(kept.count_nonzero()), cols)
     spans = {(rect.col, rect.cols) for rect in source.rects}
     for rect in (rect for rects in wanted for rect in rects if rect.numel):
         if rect.intersect(whole) != rect:
-            raise ValueError(f"Table {source.name!r}: {rect} is wanted, which is not within the kept {whole}.")
+            raise ValueError(
+                f"Table {source.name!r}: {rect} is wanted, which is not within the kept {whole}."
+            )
         if rowwise and (rect.col, rect.cols) not in spans:
             raise ValueError(
-                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the table is cut into the "
-                f"columns {sorted(spans)} (first, count): the state of other columns can't be derived from theirs."
+                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
+                f" table is cut into the columns {sorted(spans)} (first, count): the state of other"
+                " columns can't be derived from theirs."
             )

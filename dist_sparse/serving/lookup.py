@@ -1,8 +1,8 @@
 """Lookups of rows that have been found, by FBGEMM's operator.
 
-It takes the rows of all ids of all features as :class:`~dist_sparse.serving.row_index.RowIndexes` returns them, -1 for
-removed rows, which count as zeros. It holds tensors and numbers alone, no module of FBGEMM, which ``torch.export``
-refuses.
+It takes the rows of all ids of all features as :class:`~dist_sparse.serving.row_index.RowIndexes`
+returns them, -1 for removed rows, which count as zeros. It holds tensors and numbers alone, no
+module of FBGEMM, which ``torch.export`` refuses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def fbgemm() -> Any:
 
 
 class FbgemmLookup(nn.Module):
-    """``fbgemm::int_nbit_split_embedding_codegen_lookup_function`` over the kept rows of several tables.
+    """``fbgemm::int_nbit_split_embedding_codegen_lookup_function`` over the kept rows of several
+    tables.
 
     Args:
         tables: by name.
@@ -71,7 +72,9 @@ class FbgemmLookup(nn.Module):
         self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
         self.register_buffer("placements", torch.full((len(dims),), _HOST, dtype=torch.int32))
         self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
-        self.register_buffer("types", torch.full((len(dims),), _TYPES[entries[0].dtype], dtype=torch.uint8))
+        self.register_buffer(
+            "types", torch.full((len(dims),), _TYPES[entries[0].dtype], dtype=torch.uint8)
+        )
         self.register_buffer("columns", F.pad(torch.tensor(dims).cumsum(0), (1, 0)).int())
         self.register_buffer("mean_columns", mean_columns(entries))
         self.total = sum(dims)
@@ -79,9 +82,11 @@ class FbgemmLookup(nn.Module):
         self.pooling = _POOLING[entries[0].pooling]
         self.mixed = len({entry.pooling for entry in entries}) > 1
 
-    def forward(self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or of sequences those of
-        each id, ``(n, columns)``.
+    def forward(
+        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or of
+        sequences those of each id, ``(n, columns)``.
 
         Args:
             rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
@@ -94,7 +99,9 @@ class FbgemmLookup(nn.Module):
         mean = self._pooled(rows, offsets, weights, 1)
         return torch.where(self.mean_columns, mean, self._pooled(rows, offsets, weights, 0))
 
-    def _pooled(self, rows: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int) -> Tensor:
+    def _pooled(
+        self, rows: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int
+    ) -> Tensor:
         found: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             self.weights,
             self.no_weights,
@@ -132,9 +139,12 @@ _POOLING = {"sum": 0, "mean": 1, "none": 2}
 
 def _row_bytes(entry: Table) -> int:
     """Bytes of a row as FBGEMM stores it: weights, or scale and bias followed by codes."""
-    return {"fp32": 4 * entry.dim, "fp16": 2 * entry.dim, "int8": 4 + entry.dim, "int4": 4 + -(-entry.dim // 2)}[
-        entry.dtype
-    ]
+    return {
+        "fp32": 4 * entry.dim,
+        "fp16": 2 * entry.dim,
+        "int8": 4 + entry.dim,
+        "int4": 4 + -(-entry.dim // 2),
+    }[entry.dtype]
 
 
 def _store(weights: Tensor, table: StoredTable) -> None:

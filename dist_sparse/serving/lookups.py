@@ -26,7 +26,8 @@ class Lookups:
         collections: in the order of their paths.
         pooling: by table.
         indexes: of the rows of original tables, by the name of a table that is compact.
-        rotations: by table, what its outputs are multiplied by, float32 ``(columns, columns of the output)``.
+        rotations: by table, what its outputs are multiplied by, float32
+            ``(columns, columns of the output)``.
     """
 
     collections: list[Collection] = field(default_factory=list)
@@ -36,7 +37,8 @@ class Lookups:
 
 
 def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
-    """Return how the modules of a model look up its tables, which were located in it. Does not communicate.
+    """Return how the modules of a model look up its tables, which were located in it. Does not
+    communicate.
 
     Raises:
         ValueError: a module does with its rows what a served table can't; names its path.
@@ -46,7 +48,9 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
     for site in sites_of(model):
         for fqn in site.tables.values():
             if fqn not in named:
-                raise ValueError(f"{fqn} is a table of another module too; only one of them can be served.")
+                raise ValueError(
+                    f"{fqn} is a table of another module too; only one of them can be served."
+                )
         names = {table: named[fqn] for table, fqn in site.tables.items()}
         if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
             _add_embedding(found, site.module, names, site.place)
@@ -58,18 +62,23 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
             raise ValueError(f"Table {data.name!r} has no weights: there is nothing to look up.")
     for name, matrix in found.rotations.items():
         if not bool(matrix.isfinite().all()):
-            raise ValueError(f"The rotation of table {name!r} is not finite: what it turns back can't be served.")
+            raise ValueError(
+                f"The rotation of table {name!r} is not finite: what it turns back can't be served."
+            )
     found.collections.sort(key=lambda each: each.path)
     return found
 
 
 def _bases_of(module: nn.Module) -> dict[str | None, Tensor]:
-    """What outputs are multiplied by, by their key; None is the key of an embedding's only output."""
+    """What outputs are multiplied by, by their key; None is the key of an embedding's only
+    output."""
     bases = bases_of_outputs(module)
     return {key: basis.T.float().cpu().contiguous() for key, basis in bases.items()}
 
 
-def _add_embedding(found: Lookups, module: nn.Embedding | nn.EmbeddingBag, names: Mapping[str, str], path: str) -> None:
+def _add_embedding(
+    found: Lookups, module: nn.Embedding | nn.EmbeddingBag, names: Mapping[str, str], path: str
+) -> None:
     [name] = names.values()
     found.collections.append(_collection_of(module, name, path))
     found.pooling[name] = _pooling_of(module)
@@ -90,13 +99,15 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
     torchrec: Any = torchrec_part()
     weighted, tables = torchrec.lookups(site.replaced)
     if getattr(site.module, "_need_indices", False):
-        raise ValueError(f"Collection {site.place!r} has need_indices=True, which serving does not support.")
+        raise ValueError(
+            f"Collection {site.place!r} has need_indices=True, which serving does not support."
+        )
     features = []
     for table, its_features, pooled in tables:
         if weighted and pooled == "mean":
             raise ValueError(
-                f"Table {names[table]!r} has weighted means, which TorchRec divides differently in different "
-                "shardings: they can't be served; weighted sums can."
+                f"Table {names[table]!r} has weighted means, which TorchRec divides differently in"
+                " different shardings: they can't be served; weighted sums can."
             )
         found.pooling[names[table]] = pooled
         features += [Feature(name=feature, table=names[table]) for feature in its_features]
@@ -120,7 +131,9 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
 def _collection_of(module: nn.Embedding | nn.EmbeddingBag, name: str, path: str) -> Collection:
     """An embedding module of torch's, if it is one that can be served."""
     if module.max_norm is not None:
-        raise ValueError(f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up.")
+        raise ValueError(
+            f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
+        )
     if not isinstance(module, nn.EmbeddingBag):
         return Collection(path=path, kind="embedding", tables=(name,))
     if module.mode == "max":
@@ -128,7 +141,8 @@ def _collection_of(module: nn.Embedding | nn.EmbeddingBag, name: str, path: str)
     padding = getattr(module, "padding_id", module.padding_idx)
     if padding is not None:
         raise ValueError(
-            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those ids out of bags."
+            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those"
+            " ids out of bags."
         )
     last = bool(module.include_last_offset)
     return Collection(path=path, kind="embedding_bag", include_last_offset=last, tables=(name,))

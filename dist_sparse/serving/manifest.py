@@ -1,7 +1,8 @@
 """What an artifact's ``manifest.json`` says: its tables, and the collections that look them up.
 
-Everything in the file of tables follows from the manifest: names, dtypes, shapes and order of the tensors. The text is
-canonical and holds its own CRC32, so that it is read as it was written or refused.
+Everything in the file of tables follows from the manifest: names, dtypes, shapes and order of the
+tensors. The text is canonical and holds its own CRC32, so that it is read as it was written or
+refused.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
 _KINDS: Final = ("bag", "sequence", "embedding_bag", "embedding")
 _POOLINGS: Final = ("sum", "mean", "none")
 _MOST_COLUMNS: Final = 1 << 16
-_MOST_COPIES: Final = 64  # each collection holds its tables: some bytes of a manifest would ask for copies of all
+_MOST_COPIES: Final = (
+    64  # each collection holds its tables: some bytes of a manifest would ask for copies of all
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,8 @@ class Collection:
 
     Args:
         path: of the module in the model; ``""`` is the model itself.
-        kind: ``"bag"`` and ``"sequence"`` are TorchRec's collections, ``"embedding_bag"`` and ``"embedding"`` torch's
-            modules.
+        kind: ``"bag"`` and ``"sequence"`` are TorchRec's collections, ``"embedding_bag"`` and
+            ``"embedding"`` torch's modules.
         weighted: whether ids have weights of their own (``"bag"``).
         include_last_offset: of a ``torch.nn.EmbeddingBag``.
         tables: by name, in the order of the module.
@@ -84,15 +87,16 @@ class Collection:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The key of each feature's output, as TorchRec names it: ``feature``, or ``feature@table`` of one that looks
-        up several tables."""
+        """The key of each feature's output, as TorchRec names it: ``feature``, or ``feature@table``
+        of one that looks up several tables."""
         times = Counter(feature.name for feature in self.features)
         return tuple(f.name if times[f.name] == 1 else f"{f.name}@{f.table}" for f in self.features)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableBytes:
-    """Bytes of a table: dense in the model, in the file altogether, and what of the latter is no weight.
+    """Bytes of a table: dense in the model, in the file altogether, and what of the latter is no
+    weight.
 
     Args:
         before: of the dense table, in the dtype that it was trained in.
@@ -123,7 +127,8 @@ class Table:
         dtype: of the stored rows.
         block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
         default_row: whether removed ids share a row, stored behind the kept ones.
-        turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise None.
+        turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
+            None.
         bytes: what it takes.
         crc32: of each of its tensors, named as in :meth:`layout`.
         check: what was compared with the model before the artifact got its name.
@@ -149,9 +154,10 @@ class Table:
     def layout(self) -> Layout:
         """Return dtype and shape of each of its tensors, by their names without the table's.
 
-        ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows: weights, 8-bit codes, or
-        two 4-bit codes a byte, the lower half first. ``scale_bias`` is what codes are multiplied by and what is added.
-        ``rotation`` is what outputs of rotated tables are multiplied by.
+        ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows:
+        weights, 8-bit codes, or two 4-bit codes a byte, the lower half first. ``scale_bias`` is
+        what codes are multiplied by and what is added. ``rotation`` is what outputs of rotated
+        tables are multiplied by.
         """
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.kept < self.rows:
@@ -184,7 +190,8 @@ class Manifest:
     bytes: int
 
     def to_text(self) -> str:
-        """Return the text of ``manifest.json``, which ends with the CRC32 of the text without it."""
+        """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
+        it."""
         fields = asdict(self)
         files = {TABLES: {"bytes": fields.pop("bytes")}}
         return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
@@ -206,8 +213,13 @@ class Manifest:
 def layout_of(tables: Mapping[str, Table]) -> Layout:
     """Return dtype and shape of every tensor, by ``<table>.<tensor>``, in the order of the file.
 
-    Tensors of wide elements first, so that all are aligned without gaps, which the format has none of."""
-    found = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.layout().items()}
+    Tensors of wide elements first, so that all are aligned without gaps, which the format has none
+    of."""
+    found = {
+        f"{name}.{key}": value
+        for name, table in tables.items()
+        for key, value in table.layout().items()
+    }
     return dict(sorted(found.items(), key=lambda item: -item[1][0].itemsize))
 
 
@@ -225,7 +237,9 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
         raise ValueError("two collections have the same path")
     copies = Counter(name for each in collections for name in each.tables)
     if over := sorted(name for name, count in copies.items() if count > _MOST_COPIES):
-        raise ValueError(f"table {over[0]!r} is in {copies[over[0]]} collections, and may be in {_MOST_COPIES}")
+        raise ValueError(
+            f"table {over[0]!r} is in {copies[over[0]]} collections, and may be in {_MOST_COPIES}"
+        )
     if {table.dtype for table in tables.values()} - {entries["dtype"]}:
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
     return Manifest(
@@ -239,13 +253,17 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
 
 def _table(name: str, entry: Mapping[str, Any]) -> Table:
     if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in _POOLINGS:
-        raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}")
+        raise ValueError(
+            f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}"
+        )
     rows = integer("rows", entry["rows"], least=1, of=name)
     block, turned = entry["block"], entry["turned"]
-    # Until 2026-11-23, tables with masks finer than rows were packed, and said how many bytes their values took.
+    # Until 2026-11-23, tables with masks finer than rows were packed, and said how many bytes their
+    # values took.
     if entry.get("values") is not None:
         raise ValueError(
-            f"table {name!r} is in the old packed format (bitmask and values), which is no longer read: export it again"
+            f"table {name!r} is in the old packed format (bitmask and values), which is no longer"
+            " read: export it again"
         )
     if not isinstance(entry["default_row"], bool):
         raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
@@ -256,9 +274,17 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         dim=dim,
         pooling=entry["pooling"],
         dtype=entry["dtype"],
-        block=None if block is None else (integer("block", block[0], least=1), integer("block", block[1], least=1)),
+        block=(
+            None
+            if block is None
+            else (integer("block", block[0], least=1), integer("block", block[1], least=1))
+        ),
         default_row=entry["default_row"],
-        turned=None if turned is None else integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name),
+        turned=(
+            None
+            if turned is None
+            else integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
+        ),
         # Artifacts of the old format count a mask, which is 0 in tables that are not packed.
         bytes=TableBytes(**{part: size for part, size in entry["bytes"].items() if part != "mask"}),
         crc32=dict(entry["crc32"]),
@@ -276,16 +302,30 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     )
     if made.kind not in _KINDS:
         raise ValueError(f"collection {made.path!r} is of the kind {made.kind!r}")
-    texts = [made.path, *made.tables, *(text for each in made.features for text in (each.name, each.table))]
+    texts = [
+        made.path,
+        *made.tables,
+        *(text for each in made.features for text in (each.name, each.table)),
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"collection {made.path!r} has names that are no text")
     if not all(isinstance(flag, bool) for flag in (made.weighted, made.include_last_offset)):
         raise ValueError(f"collection {made.path!r} has flags that are neither true nor false")
     of_torch = made.kind in ("embedding", "embedding_bag")
-    if not made.tables or (of_torch and (len(made.tables) > 1 or made.features)) or not (of_torch or made.features):
-        raise ValueError(f"collection {made.path!r} of the kind {made.kind!r} has {len(made.tables)} tables")
+    if (
+        not made.tables
+        or (of_torch and (len(made.tables) > 1 or made.features))
+        or not (of_torch or made.features)
+    ):
+        raise ValueError(
+            f"collection {made.path!r} of the kind {made.kind!r} has {len(made.tables)} tables"
+        )
     if strange := sorted(set(made.tables) - set(tables)):
-        raise ValueError(f"collection {made.path!r} looks up {strange}, which are no tables of the artifact")
+        raise ValueError(
+            f"collection {made.path!r} looks up {strange}, which are no tables of the artifact"
+        )
     if strange := sorted({feature.table for feature in made.features} - set(made.tables)):
-        raise ValueError(f"collection {made.path!r} has features of {strange}, which are none of its tables")
+        raise ValueError(
+            f"collection {made.path!r} has features of {strange}, which are none of its tables"
+        )
     return made

@@ -1,6 +1,8 @@
-"""Weights and optimizer state of kept rows, from a sharded collection to the compact one in its place.
+"""Weights and optimizer state of kept rows, from a sharded collection to the compact one in its
+place.
 
-One table at a time, its weights and then each of its states; a rank holds its shards and chunks of a few MB.
+One table at a time, its weights and then each of its states; a rank holds its shards and chunks of
+a few MB.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ class _Kind(NamedTuple):
 
 
 @torch.no_grad()
-def move_collection(old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], steppers: Steppers) -> list[Stepped]:
-    """Fill a sharded collection of kept rows from the sharded collection of all. Collective over its ranks.
+def move_collection(
+    old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], steppers: Steppers
+) -> list[Stepped]:
+    """Fill a sharded collection of kept rows from the sharded collection of all. Collective over
+    its ranks.
 
     Args:
         kept: by table, which rows of ``old`` are kept.
@@ -59,11 +64,22 @@ def move_collection(old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], 
     for told in group.all_gather_json(mine):
         known = {**told, **known}
     set_hyperparameters(
-        new, {name: entry["hyperparameters"] for name, entry in known.items() if "hyperparameters" in entry}
+        new,
+        {
+            name: entry["hyperparameters"]
+            for name, entry in known.items()
+            if "hyperparameters" in entry
+        },
     )
     stepped = []
     for name, (source, target) in tables.items():
-        _move(source, [s.tensor for s in source.shards], kept[name], target, [s.tensor for s in target.shards])
+        _move(
+            source,
+            [s.tensor for s in source.shards],
+            kept[name],
+            target,
+            [s.tensor for s in target.shards],
+        )
         made: dict[str, Tensor] = {}
         for key, kind in known[name]["states"].items():
             dtype, rowwise, dims = _Kind(*kind)
@@ -72,7 +88,9 @@ def move_collection(old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], 
                 wanted = [shard.states[int(key)] for shard in into.get(name, ())]
             else:
                 made[key] = plain_into[name].new_zeros(
-                    (len(plain_into[name]), *([1] if rowwise else plain_into[name].shape[1:]))[:dims],
+                    (len(plain_into[name]), *([1] if rowwise else plain_into[name].shape[1:]))[
+                        :dims
+                    ],
                     dtype=getattr(torch, dtype),
                 )
                 held = _by_shard(steppers.states(plain[name]).get(key), source)
@@ -87,7 +105,9 @@ def _fused_kinds(fused: Mapping[str, Sequence[Fused]]) -> dict[str, Any]:
     """The optimizer state of fused tables, and the optimizers' hyperparameters."""
     kinds: dict[str, Any] = {}
     for name, shards in fused.items():
-        states = {str(i): _Kind(_dtype(s), s.dim() == 1, s.dim()) for i, s in enumerate(shards[0].states)}
+        states = {
+            str(i): _Kind(_dtype(s), s.dim() == 1, s.dim()) for i, s in enumerate(shards[0].states)
+        }
         kinds[name] = {"hyperparameters": shards[0].hyperparameters, "states": states}
     return kinds
 
@@ -98,7 +118,11 @@ def _plain_kinds(plain: Mapping[str, nn.Parameter], steppers: Steppers) -> dict[
     for name, parameter in plain.items():
         if parameter.numel():
             states = steppers.states(parameter).items()
-            kinds[name] = {"states": {key: _Kind(_dtype(s), s.shape != parameter.shape, s.dim()) for key, s in states}}
+            kinds[name] = {
+                "states": {
+                    key: _Kind(_dtype(s), s.shape != parameter.shape, s.dim()) for key, s in states
+                }
+            }
     return kinds
 
 
@@ -124,8 +148,8 @@ def _move(
     dtype: torch.dtype | None = None,
     rowwise: bool = False,
 ) -> None:
-    """Fill the shards ``into`` of ``target`` from the shards ``held`` of ``source``, which may have more columns; rows
-    behind the kept ones are 0."""
+    """Fill the shards ``into`` of ``target`` from the shards ``held`` of ``source``, which may have
+    more columns; rows behind the kept ones are 0."""
     rows = int(kept.count_nonzero())
     for tensor in into:
         tensor.zero_()
@@ -133,10 +157,17 @@ def _move(
         into[0][:rows] = cut(held[0], kept, rows, target.shape[1])
         return
     whole = Rect(0, 0, rows, target.shape[1])
-    wanted = [[common for rect in rects if (common := rect.intersect(whole))] for rects in target.tiling]
-    if rowwise and target.shape[1] < source.shape[1]:  # one value per row of a shard, which may lose columns
+    wanted = [
+        [common for rect in rects if (common := rect.intersect(whole))] for rects in target.tiling
+    ]
+    if (
+        rowwise and target.shape[1] < source.shape[1]
+    ):  # one value per row of a shard, which may lose columns
         columns = {rect.col: rect.cols for rect in source.rects}
-        wanted = [[rect._replace(cols=columns.get(rect.col, rect.cols)) for rect in rects] for rects in wanted]
+        wanted = [
+            [rect._replace(cols=columns.get(rect.col, rect.cols)) for rect in rects]
+            for rects in wanted
+        ]
     for rect, part in move_rows(source, held, kept, wanted, dtype=dtype, rowwise=rowwise):
         for shard, tensor in zip(target.shards, into, strict=True):
             if rect.intersect(shard.rect) == rect._replace(cols=min(rect.cols, shard.rect.cols)):

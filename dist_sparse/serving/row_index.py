@@ -1,11 +1,11 @@
 """Which rows of a table are kept, and where each is stored among the kept ones.
 
-A bitmap of one bit a row, and for each word of 32 rows the number of kept rows before it: 0.25 byte per row of the
-original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit first; bits behind the last row are 0.
-Removed ids have no row, or all of them the same one, behind the kept rows: a default row. Ids out of range never have
-a row: what becomes of them is the caller's to decide.
-A row is found from one word and one count, in int32 arithmetic and pure torch: it runs in eager mode and under
-``torch.export``, on any device.
+A bitmap of one bit a row, and for each word of 32 rows the number of kept rows before it: 0.25 byte
+per row of the original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit
+first; bits behind the last row are 0. Removed ids have no row, or all of them the same one, behind
+the kept rows: a default row. Ids out of range never have a row: what becomes of them is the
+caller's to decide. A row is found from one word and one count, in int32 arithmetic and pure torch:
+it runs in eager mode and under ``torch.export``, on any device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ _MOST_ROWS = 2**31 - 1
 
 
 def _constants() -> Tensor:
-    """Operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in each of its operations,
-    which doubled the time of short lookups."""
-    return torch.tensor([1, 2, 4, 5, 24, 31, 0x55555555, 0x33333333, 0x0F0F0F0F, 0x01010101], dtype=torch.int32)
+    """Operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in each
+    of its operations, which doubled the time of short lookups."""
+    return torch.tensor(
+        [1, 2, 4, 5, 24, 31, 0x55555555, 0x33333333, 0x0F0F0F0F, 0x01010101], dtype=torch.int32
+    )
 
 
-def _rank(words: Tensor, counts: Tensor, row: Tensor, start: Tensor | None, constants: Tensor) -> Tensor:
-    """Return the number of kept rows before the rows ``(n,)`` of a bitmap, -1 where removed: all int32.
+def _rank(
+    words: Tensor, counts: Tensor, row: Tensor, start: Tensor | None, constants: Tensor
+) -> Tensor:
+    """Return the number of kept rows before the rows ``(n,)`` of a bitmap, -1 where removed: all
+    int32.
 
     ``start``: the first word of each row's table, where the bitmap is of several; None for 0."""
     one, two, four, five, top, last, pairs, fours, bytes_, ones = constants.unbind()
@@ -45,7 +50,8 @@ def _rank(words: Tensor, counts: Tensor, row: Tensor, start: Tensor | None, cons
     # Shifted up until the row's own bit is the sign: left are the bits of rows up to this one.
     found = words.index_select(0, word).bitwise_left_shift_(row.bitwise_not().bitwise_and_(last))
     kept = found >> last  # all ones where the sign was
-    # Count the bits: sums of 2, 4, 8, then all four bytes in the highest (Warren, Hacker's Delight, 5-1).
+    # Count the bits: sums of 2, 4, 8, then all four bytes in the highest (Warren, Hacker's Delight,
+    # 5-1).
     found.sub_((found >> one).bitwise_and_(pairs))
     upper = (found >> two).bitwise_and_(fours)
     found.bitwise_and_(fours).add_(upper)
@@ -86,12 +92,15 @@ class RowIndex(nn.Module):
     def __init__(self, words: Tensor, rows: int, default_row: bool = False) -> None:
         super().__init__()
         if not 0 <= rows <= _MOST_ROWS:
-            raise ValueError(f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in int32.")
+            raise ValueError(
+                f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in"
+                " int32."
+            )
         need = max(1, -(-rows // 32))
         if words.dtype != torch.int32 or words.shape != (need,):
             raise ValueError(
-                f"Invalid words, {words.dtype} {tuple(words.shape)}: must be torch.int32 ({need},), a bit for each of "
-                f"{rows} rows."
+                f"Invalid words, {words.dtype} {tuple(words.shape)}: must be torch.int32 ({need},),"
+                f" a bit for each of {rows} rows."
             )
         bits = unpack(words.contiguous().view(torch.uint8), 32 * need)
         if bool(bits[rows:].any()):
@@ -110,13 +119,17 @@ class RowIndex(nn.Module):
     def of(cls, kept: Tensor, default_row: bool = False) -> RowIndex:
         """Return the index of a table from what is kept: bool ``(rows,)``."""
         if kept.dtype != torch.bool or kept.dim() != 1:
-            raise ValueError(f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each row.")
+            raise ValueError(
+                f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each"
+                " row."
+            )
         padded = torch.cat([kept, kept.new_zeros(32 if len(kept) == 0 else -len(kept) % 32)])
         return cls(pack(padded).view(torch.int32), len(kept), default_row)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return where the rows of ids are among the stored ones: int64, in the shape of ``ids``. Of removed rows it is
-        the default row, or :data:`REMOVED`; of ids out of ``[0, rows)`` :data:`UNKNOWN`.
+        """Return where the rows of ids are among the stored ones: int64, in the shape of ``ids``.
+        Of removed rows it is the default row, or :data:`REMOVED`; of ids out of ``[0, rows)``
+        :data:`UNKNOWN`.
 
         ``ids`` (int32 or int64, any shape) is not changed.
         """
@@ -132,15 +145,22 @@ class RowIndex(nn.Module):
         return unpack(self.words.view(torch.uint8), self.rows)
 
     def compose(self, inner: RowIndex) -> RowIndex:
-        """Return the index of a table that was compacted twice: ``inner`` indexes the kept rows of this one.
+        """Return the index of a table that was compacted twice: ``inner`` indexes the kept rows of
+        this one.
 
         Raises:
             ValueError: ``inner`` is not of :attr:`num_kept` rows, or there is a default row.
         """
         if self.default_row or inner.default_row:
-            raise ValueError("A table with a default row can't lose rows: those would have no row, or another one.")
+            raise ValueError(
+                "A table with a default row can't lose rows: those would have no row, or another"
+                " one."
+            )
         if inner.rows != self.num_kept:
-            raise ValueError(f"Invalid inner index of {inner.rows} rows: must be of the {self.num_kept} kept ones.")
+            raise ValueError(
+                f"Invalid inner index of {inner.rows} rows: must be of the {self.num_kept} kept"
+                " ones."
+            )
         kept = self.kept()
         kept[kept.clone()] = inner.kept()
         return RowIndex.of(kept)
@@ -154,7 +174,8 @@ class RowIndexes(nn.Module):
     """Indexes of several tables, for ids of several features in one pass.
 
     Args:
-        tables: an index each, or None for a table that keeps all of its rows; copied into one bitmap.
+        tables: an index each, or None for a table that keeps all of its rows; copied into one
+            bitmap.
         rows: of each original table.
         features: for each feature, the position of its table.
 
@@ -176,11 +197,15 @@ class RowIndexes(nn.Module):
     constants: Tensor
     of_features: Tensor
 
-    def __init__(self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]) -> None:
+    def __init__(
+        self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]
+    ) -> None:
         super().__init__()
         for table, count in zip(tables, rows, strict=True):
             if table is not None and table.rows != count:
-                raise ValueError(f"Invalid index of {table.rows} rows: must be of the table's {count}.")
+                raise ValueError(
+                    f"Invalid index of {table.rows} rows: must be of the table's {count}."
+                )
             if not 0 <= count <= _MOST_ROWS:
                 raise ValueError(f"Invalid rows={count}: must be from 0 to {_MOST_ROWS}.")
         indexes = [table for table in tables if table is not None]
@@ -194,10 +219,14 @@ class RowIndexes(nn.Module):
         for table in tables:
             starts.append(-1 if table is None else start)
             start += 0 if table is None else len(table.words)
-        self.only_last = max(rows[features[0]] - 1, 0) if len(features) == 1 and len(tables) == 1 else -1
-        removed = [table.num_kept if table is not None and table.default_row else -1 for table in tables]
-        # For each feature: the last row of its table, its table's first word, -1 for one that keeps all rows, and the
-        # row of removed ids.
+        self.only_last = (
+            max(rows[features[0]] - 1, 0) if len(features) == 1 and len(tables) == 1 else -1
+        )
+        removed = [
+            table.num_kept if table is not None and table.default_row else -1 for table in tables
+        ]
+        # For each feature: the last row of its table, its table's first word, -1 for one that keeps
+        # all rows, and the row of removed ids.
         self.register_buffer(
             "of_features",
             torch.tensor([[max(rows[at] - 1, 0), starts[at], removed[at]] for at in features])
@@ -207,12 +236,14 @@ class RowIndexes(nn.Module):
         self.nbytes = sum(buffer.nbytes for buffer in (self.words, self.counts, self.of_features))
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return where the rows of ids are among the stored ones of their table: int32 ``(n,)``. Of removed rows it is
-        the table's default row, or :data:`REMOVED`; of ids out of the range of their table :data:`UNKNOWN`.
+        """Return where the rows of ids are among the stored ones of their table: int32 ``(n,)``. Of
+        removed rows it is the table's default row, or :data:`REMOVED`; of ids out of the range of
+        their table :data:`UNKNOWN`.
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature; not changed.
-            lengths: int32 or int64 ``(features,)``, how many ids each feature has; they add up to n.
+            lengths: int32 or int64 ``(features,)``, how many ids each feature has; they add up to
+                n.
         """
         if self.only_last >= 0:  # one feature needs nothing of the others
             inside = ids.clamp(0, self.only_last)
@@ -228,14 +259,19 @@ class RowIndexes(nn.Module):
             if self.any_removed:
                 found = self._ranks(found, feature)
             if self.any_default:
-                found = torch.where(found < 0, self.of_features[2].int().index_select(0, feature), found)
+                found = torch.where(
+                    found < 0, self.of_features[2].int().index_select(0, feature), found
+                )
         return torch.where(inside == ids, found, UNKNOWN)
 
     def _ranks(self, row: Tensor, feature: Tensor) -> Tensor:
-        """Kept rows before each row of the table of a feature, :data:`REMOVED` where it is removed."""
+        """Kept rows before each row of the table of a feature, :data:`REMOVED` where it is
+        removed."""
         start = self.of_features[1].int().index_select(0, feature)
         if not self.any_dense:
             return _rank(self.words, self.counts, row, start, self.constants)
         dense = start < 0  # read anything of the bitmap
-        found = _rank(self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants)
+        found = _rank(
+            self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants
+        )
         return torch.where(dense, row, found)

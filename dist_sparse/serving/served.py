@@ -1,8 +1,8 @@
 """Tables of an artifact as modules that look them up: :func:`load_served`.
 
-Loading needs torch and safetensors. Lookups use FBGEMM's operator where FBGEMM is installed; TorchRec is imported only
-when a KeyedJaggedTensor is passed. A :class:`Served` calls and exports its ``lookup``, a module that takes and returns
-tensors.
+Loading needs torch and safetensors. Lookups use FBGEMM's operator where FBGEMM is installed;
+TorchRec is imported only when a KeyedJaggedTensor is passed. A :class:`Served` calls and exports
+its ``lookup``, a module that takes and returns tensors.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ class _Lookup(nn.Module):
         tables: by name.
         features: for each feature, the name of its table.
         native: whether lookups use FBGEMM's operator.
-        unknown: what becomes of ids out of range, as of :func:`load_served`. An exported graph counts none.
+        unknown: what becomes of ids out of range, as of :func:`load_served`. An exported graph
+            counts none.
     """
 
     first_rows: Tensor
 
-    def __init__(self, tables: dict[str, StoredTable], features: list[str], native: bool, unknown: str) -> None:
+    def __init__(
+        self, tables: dict[str, StoredTable], features: list[str], native: bool, unknown: str
+    ) -> None:
         super().__init__()
         at = {name: position for position, name in enumerate(tables)}
         self.index = RowIndexes(
@@ -50,7 +53,9 @@ class _Lookup(nn.Module):
             [table.entry.rows for table in tables.values()],
             [at[name] for name in features],
         )
-        self.rows: nn.Module = FbgemmLookup(tables, features) if native else TorchLookup(tables, features)
+        self.rows: nn.Module = (
+            FbgemmLookup(tables, features) if native else TorchLookup(tables, features)
+        )
         if any(table.entry.turned is not None for table in tables.values()):
             self.rows = TurnedLookup(self.rows, tables, features)
         self.features = len(features)
@@ -58,15 +63,20 @@ class _Lookup(nn.Module):
         self.unknown = unknown
         each = torch.ones(len(features) if unknown == "id0" else 0, dtype=torch.int64)
         first = self.index(torch.zeros_like(each), each) if unknown == "id0" else each
-        self.register_buffer("first_rows", first, persistent=False)  # of each feature the row of id 0
-        self._counted = [UnknownLookups({name: table.entry.rows for name, table in tables.items()}, features)]
+        self.register_buffer(
+            "first_rows", first, persistent=False
+        )  # of each feature the row of id 0
+        self._counted = [
+            UnknownLookups({name: table.entry.rows for name, table in tables.items()}, features)
+        ]
 
     def unknown_lookups(self) -> dict[str, int]:
         """Return how many ids out of range were looked up, by table."""
         return dict(self._counted[0].counts)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not read."""
+        """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
+        read."""
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
             self._note(ids, rows, counts)  # a graph neither counts nor raises
@@ -91,7 +101,8 @@ class _Lookup(nn.Module):
             raise ValueError("Out of range: " + "; ".join(map(str, found)) + ".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Lookup:
-        """Move to another device, and keep dtypes: rounded scales would not give zeros for zeros."""
+        """Move to another device, and keep dtypes: rounded scales would not give zeros for
+        zeros."""
 
         def moved(tensor: Tensor) -> Tensor:
             probe = fn(tensor[:0])
@@ -105,12 +116,13 @@ class CollectionLookup(_Lookup):
     """Lookups of several features: values and lengths as in a KeyedJaggedTensor."""
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return pooled rows, float32 ``(batch, columns of all features)``, or of sequences the row of each id, ``(n,
-        columns)``.
+        """Return pooled rows, float32 ``(batch, columns of all features)``, or of sequences the row
+        of each id, ``(n, columns)``.
 
         Args:
             values: ids, int32 or int64 ``(n,)``, feature after feature.
-            lengths: int32 or int64 ``(features * batch,)``: how many ids each bag has, feature after feature.
+            lengths: int32 or int64 ``(features * batch,)``: how many ids each bag has, feature
+                after feature.
             weights: float32 ``(n,)``, a factor for each id, of a weighted collection.
         """
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -125,7 +137,12 @@ class EmbeddingBagLookup(_Lookup):
     """Lookups of one table: ids and offsets as in ``torch.nn.EmbeddingBag``."""
 
     def __init__(
-        self, tables: dict[str, StoredTable], features: list[str], native: bool, unknown: str, include_last_offset: bool
+        self,
+        tables: dict[str, StoredTable],
+        features: list[str],
+        native: bool,
+        unknown: str,
+        include_last_offset: bool,
     ) -> None:
         super().__init__(tables, features, native, unknown)
         self.include_last_offset = include_last_offset
@@ -135,14 +152,19 @@ class EmbeddingBagLookup(_Lookup):
 
         Args:
             ids: int32 or int64 ``(n,)``, bag after bag.
-            offsets: int32 or int64 ``(bags,)``, where bags begin, and with ``include_last_offset`` where the last ends.
+            offsets: int32 or int64 ``(bags,)``, where bags begin, and with ``include_last_offset``
+                where the last ends.
             weights: float32 ``(n,)``, a factor for each id.
         """
         ends = offsets.int()
         if not self.include_last_offset:
-            ends = torch.cat([ends, torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)])
+            ends = torch.cat(
+                [ends, torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)]
+            )
         ends = _checked(ends, ids.size(0))
-        found: Tensor = self.rows(self._found(ids, ends), ends, ends, weights)  # of one feature no counts are read
+        found: Tensor = self.rows(
+            self._found(ids, ends), ends, ends, weights
+        )  # of one feature no counts are read
         return found
 
 
@@ -150,7 +172,8 @@ class EmbeddingLookup(_Lookup):
     """Lookups of one table: ids as in ``torch.nn.Embedding``."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the row of each id, float32 ``(*ids.shape, columns)``; ``ids`` are int32 or int64, of any shape."""
+        """Return the row of each id, float32 ``(*ids.shape, columns)``; ``ids`` are int32 or int64,
+        of any shape."""
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
         found: Tensor = self.rows(self._found(flat, count), F.pad(count, (1, 0)), count, None)
@@ -158,7 +181,8 @@ class EmbeddingLookup(_Lookup):
 
 
 def _checked(offsets: Tensor, count: int) -> Tensor:
-    """Offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads where they point."""
+    """Offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads where
+    they point."""
     message = "Lengths must add up to the number of ids, and offsets must end with it."
     if torch.compiler.is_compiling():
         torch._assert_async(offsets[-1] == count, message)  # stays in the graph, unlike a branch
@@ -169,7 +193,11 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
 
 def _index(table: StoredTable) -> RowIndex | None:
     words = table.tensors.get("kept")
-    return None if words is None else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
+    return (
+        None
+        if words is None
+        else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
+    )
 
 
 class Served(nn.Module):
@@ -182,7 +210,8 @@ class Served(nn.Module):
 
     Attributes:
         lookup: the module that is called and exported; tensors in, a tensor out.
-        features: names, in the order of values and lengths. A feature of two tables is listed twice.
+        features: names, in the order of values and lengths. A feature of two tables is listed
+            twice.
         outputs: keys of the results, in the same order.
         dims: columns of the results, likewise.
     """
@@ -195,28 +224,34 @@ class Served(nn.Module):
         self.outputs = list(collection.outputs)
         self.dims = dims
 
-    def forward(self, ids: Any, lengths: Tensor | None = None, weights: Tensor | None = None) -> Any:
-        """Look ids up. Ids are not changed; those out of range are what ``load_served(unknown=...)`` says.
+    def forward(
+        self, ids: Any, lengths: Tensor | None = None, weights: Tensor | None = None
+    ) -> Any:
+        """Look ids up. Ids are not changed; those out of range are what
+        ``load_served(unknown=...)`` says.
 
         Args:
-            ids: a KeyedJaggedTensor (of a collection), or a tensor, int32 or int64: its values in the order of
-                :attr:`features`, or what the torch module took.
-            lengths: of collections, int32 or int64 ``(features * batch,)``; of an ``EmbeddingBag`` its offsets, or None
-                for ids ``(bags, ids of each)``; of an ``Embedding`` None.
+            ids: a KeyedJaggedTensor (of a collection), or a tensor, int32 or int64: its values in
+                the order of :attr:`features`, or what the torch module took.
+            lengths: of collections, int32 or int64 ``(features * batch,)``; of an ``EmbeddingBag``
+                its offsets, or None for ids ``(bags, ids of each)``; of an ``Embedding`` None.
             weights: a factor for each id, in the shape of ``ids``.
 
         Returns:
-            For a KeyedJaggedTensor what the collection returned: a KeyedTensor, or a dict of JaggedTensors. For tensors
-            float32 ``(bags, columns)``, or each id's row.
+            For a KeyedJaggedTensor what the collection returned: a KeyedTensor, or a dict of
+            JaggedTensors. For tensors float32 ``(bags, columns)``, or each id's row.
 
         Raises:
-            ValueError: lengths or offsets do not fit the ids; a KeyedJaggedTensor for a module of torch, a feature or
-                weights are missing, or batches differ in size by feature; with ``unknown="raise"`` an id is out of
-                range (names table, id and rows).
+            ValueError: lengths or offsets do not fit the ids; a KeyedJaggedTensor for a module of
+                torch, a feature or weights are missing, or batches differ in size by feature; with
+                ``unknown="raise"`` an id is out of range (names table, id and rows).
         """
         if not isinstance(ids, Tensor):
             if self.kind in ("embedding", "embedding_bag"):
-                raise ValueError(f"Table {self.path!r} takes tensors, as its torch.nn module did, not {type(ids)}.")
+                raise ValueError(
+                    f"Table {self.path!r} takes tensors, as its torch.nn module did, not"
+                    f" {type(ids)}."
+                )
             from dist_sparse.serving import jagged
 
             values, lengths, weights = jagged.take(ids, self.features, self.weighted)
@@ -229,9 +264,13 @@ class Served(nn.Module):
             lengths = torch.arange(bags + self.lookup.include_last_offset) * each
             ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
         if lengths is None:
-            raise ValueError(f"{self.path!r} takes ids and their {'lengths' if self.features else 'offsets'}.")
+            raise ValueError(
+                f"{self.path!r} takes ids and their {'lengths' if self.features else 'offsets'}."
+            )
         if self.kind == "bag" and self.weighted and weights is None:
-            raise ValueError(f"Collection {self.path!r} is weighted: it takes weights beside values and lengths.")
+            raise ValueError(
+                f"Collection {self.path!r} is weighted: it takes weights beside values and lengths."
+            )
         return self.lookup(ids, lengths, weights)
 
     @property
@@ -242,20 +281,24 @@ class Served(nn.Module):
     def to_pt2(self, file: str | os.PathLike[str]) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
 
-        It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags may be any when it is
-        called, 0 and 1 included. Where it uses FBGEMM's operator, a C++ program must load FBGEMM's library first;
-        ``load_served(path, fbgemm=False)`` gives one that needs libtorch alone.
+        It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags
+        may be any when it is called, 0 and 1 included. Where it uses FBGEMM's operator, a C++
+        program must load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that
+        needs libtorch alone.
 
         Raises:
             ValueError: the artifact was loaded with ``unknown="raise"``.
         """
         if self.lookup.unknown == "raise":
             raise ValueError(
-                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names the id. "
-                "Load the artifact with unknown='zero' or unknown='id0'."
+                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which"
+                " names the id. Load the artifact with unknown='zero' or unknown='id0'."
             )
         many = {0: torch.export.Dim.DYNAMIC}
-        ids, weights = torch.zeros(2 * len(self.dims), dtype=torch.int64), torch.ones(2 * len(self.dims))
+        ids, weights = (
+            torch.zeros(2 * len(self.dims), dtype=torch.int64),
+            torch.ones(2 * len(self.dims)),
+        )
         if self.kind == "embedding":
             args: tuple[Tensor, ...] = (ids,)
         elif self.kind == "embedding_bag":
@@ -264,7 +307,10 @@ class Served(nn.Module):
             args = (ids, torch.ones_like(ids), weights)[: 2 + self.weighted]
         # Sizes of 0 and 1 are not special to a lookup; this is torch's switch for saying so.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            torch.export.save(torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args)), str(file))
+            torch.export.save(
+                torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args)),
+                str(file),
+            )
 
     def extra_repr(self) -> str:
         """Return the arguments shown by ``repr``."""
@@ -272,7 +318,8 @@ class Served(nn.Module):
 
 
 class ServedModel(nn.Module):
-    """The collections of an artifact by their paths in the model: ``served["sparse_arch.user"](kjt)``."""
+    """The collections of an artifact by their paths in the model:
+    ``served["sparse_arch.user"](kjt)``."""
 
     def __init__(self, collections: Mapping[str, Served]) -> None:
         super().__init__()
@@ -310,7 +357,9 @@ class ServedModel(nn.Module):
         Raises:
             TypeError: always.
         """
-        raise TypeError(f"Call one of the collections: {[f'served[{path!r}](...)' for path in self._paths]}.")
+        raise TypeError(
+            f"Call one of the collections: {[f'served[{path!r}](...)' for path in self._paths]}."
+        )
 
 
 def load_served(
@@ -323,21 +372,23 @@ def load_served(
 
     Args:
         path: the folder.
-        fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it they are pure torch.
-        unknown: what becomes of an id that is out of the range of its table, such as one that is newer than the model.
-            "zero": what becomes of a removed id: a zero vector, nothing added to a sum, and a mean counts it (it is
-            never the default row). "raise": a ValueError that names table, id and rows. "id0": it is read as id 0, as
-            FBGEMM does. The ``unknown`` of what is returned counts them by table, whatever becomes of them.
+        fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it
+            they are pure torch.
+        unknown: what becomes of an id that is out of the range of its table, such as one that is
+            newer than the model. "zero": what becomes of a removed id: a zero vector, nothing added
+            to a sum, and a mean counts it (it is never the default row). "raise": a ValueError that
+            names table, id and rows. "id0": it is read as id 0, as FBGEMM does. The ``unknown`` of
+            what is returned counts them by table, whatever becomes of them.
 
     Returns:
-        For a model with one collection, a module that takes the same input as the collection; with several, a mapping
-        from their paths to such modules. Pooled columns are in the order of the collection's configurations; those of a
-        sharded collection are ordered by sharding type, so read both by key. A table that several collections look up
-        is stored in each of them.
+        For a model with one collection, a module that takes the same input as the collection; with
+        several, a mapping from their paths to such modules. Pooled columns are in the order of the
+        collection's configurations; those of a sharded collection are ordered by sharding type, so
+        read both by key. A table that several collections look up is stored in each of them.
 
     Raises:
-        ValueError: the folder is not an artifact, is damaged, or has another version or tables in the old format of
-            bitmask and values (names the file).
+        ValueError: the folder is not an artifact, is damaged, or has another version or tables in
+            the old format of bitmask and values (names the file).
         ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
         OSError: a file can't be read.
 
@@ -362,7 +413,10 @@ def load_served(
     if fbgemm and not native:
         raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
     artifact = open_artifact(path)
-    served = {each.path: _served(artifact, each, native, unknown) for each in artifact.manifest.collections}
+    served = {
+        each.path: _served(artifact, each, native, unknown)
+        for each in artifact.manifest.collections
+    }
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
 
@@ -372,12 +426,18 @@ def _served(artifact: Artifact, collection: Collection, native: bool, unknown: s
         entries = {name: replace(entry, pooling="none") for name, entry in entries.items()}
     tables = {name: StoredTable(entry, artifact.tensors(name)) for name, entry in entries.items()}
     features = [feature.table for feature in collection.features] or list(collection.tables)
-    if native and any(table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()):
+    if native and any(
+        table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()
+    ):
         native = False  # FBGEMM has no such rows
     if collection.kind == "embedding":
         found: _Lookup = EmbeddingLookup(tables, features, native, unknown)
     elif collection.kind == "embedding_bag":
-        found = EmbeddingBagLookup(tables, features, native, unknown, collection.include_last_offset)
+        found = EmbeddingBagLookup(
+            tables, features, native, unknown, collection.include_last_offset
+        )
     else:
         found = CollectionLookup(tables, features, native, unknown)
-    return Served(collection, found, [entries[name].turned or entries[name].dim for name in features])
+    return Served(
+        collection, found, [entries[name].turned or entries[name].dim for name in features]
+    )

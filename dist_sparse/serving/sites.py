@@ -14,13 +14,25 @@ from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.tables.modules import modules_by_path
 
-__all__ = ["Site", "compact_embedding", "cut", "narrow_embedding", "replace_modules", "sites_of", "torchrec_part"]
+__all__ = [
+    "Site",
+    "compact_embedding",
+    "cut",
+    "narrow_embedding",
+    "replace_modules",
+    "sites_of",
+    "torchrec_part",
+]
 
 
 def torchrec_part() -> Any:
-    """Return :mod:`dist_sparse.serving.compact_torchrec` once torchrec is in use, as it must be for a model that holds
-    its modules; otherwise None."""
-    return importlib.import_module("dist_sparse.serving.compact_torchrec") if "torchrec" in sys.modules else None
+    """Return :mod:`dist_sparse.serving.compact_torchrec` once torchrec is in use, as it must be for
+    a model that holds its modules; otherwise None."""
+    return (
+        importlib.import_module("dist_sparse.serving.compact_torchrec")
+        if "torchrec" in sys.modules
+        else None
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +43,8 @@ class Site:
         path: of the module in the model.
         module: an embedding, or a collection of TorchRec's.
         outer: the compact collection whose ``inner`` it is, if there is one.
-        tables: fully qualified names of the weights, by the table's name in the module; of an embedding by ``""``.
+        tables: fully qualified names of the weights, by the table's name in the module; of an
+            embedding by ``""``.
     """
 
     path: str
@@ -67,7 +80,8 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
 
 
 def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put modules in the places of others, wherever ``root`` holds them; return the root, which may be one of them."""
+    """Put modules in the places of others, wherever ``root`` holds them; return the root, which may
+    be one of them."""
     for module in list(root.modules()):
         for name, child in list(module._modules.items()):
             if child is not None and child in replaced:
@@ -75,7 +89,9 @@ def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) ->
     return replaced.get(root, root)
 
 
-def compact_embedding(module: nn.Embedding | nn.EmbeddingBag, kept: Tensor, default_row: bool) -> nn.Module:
+def compact_embedding(
+    module: nn.Embedding | nn.EmbeddingBag, kept: Tensor, default_row: bool
+) -> nn.Module:
     """Return the compact module of an embedding, compact already or not."""
     weight = module.get_parameter("weight")
     index = RowIndex.of(kept.to(weight.device), default_row)
@@ -93,8 +109,18 @@ def compact_embedding(module: nn.Embedding | nn.EmbeddingBag, kept: Tensor, defa
 def narrow_embedding(module: nn.Embedding | nn.EmbeddingBag, columns: int) -> nn.Module:
     """Return an embedding of the first columns of another."""
     weight = module.weight.detach()[:, :columns].clone()
-    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset")
-    options: dict[str, Any] = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    names = (
+        "padding_idx",
+        "max_norm",
+        "norm_type",
+        "scale_grad_by_freq",
+        "sparse",
+        "mode",
+        "include_last_offset",
+    )
+    options: dict[str, Any] = {
+        name: getattr(module, name) for name in names if hasattr(module, name)
+    }
     kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
     made = kind(len(weight), columns, **options, _weight=weight).train(module.training)
     made.weight.requires_grad_(module.weight.requires_grad)
@@ -102,8 +128,8 @@ def narrow_embedding(module: nn.Embedding | nn.EmbeddingBag, columns: int) -> nn
 
 
 def cut(tensor: Tensor, kept: Tensor, rows: int, columns: int | None = None) -> Tensor:
-    """Return the kept rows of a tensor in a new one of so many rows, the ones behind them 0; of a matrix no more than
-    the first ``columns``."""
+    """Return the kept rows of a tensor in a new one of so many rows, the ones behind them 0; of a
+    matrix no more than the first ``columns``."""
     tensor = tensor if columns is None or tensor.dim() < 2 else tensor[:, :columns]
     out = tensor.new_zeros((rows, *tensor.shape[1:]))
     found = tensor.detach()[kept.to(tensor.device)]

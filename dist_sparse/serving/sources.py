@@ -31,9 +31,11 @@ class Source:
         pooling: of the module that looks it up.
         block: of its masks; None without any.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
-        kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a compact table.
+        kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
+            compact table.
         default_row: whether the last of the served rows is that of removed ids.
-        rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``; None as they are.
+        rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``;
+            None as they are.
     """
 
     data: ShardedData
@@ -45,18 +47,23 @@ class Source:
     rotation: Tensor | None
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several times their memory.
-        Collective over the ranks that hold the table: they must exhaust it; on others it ends at once."""
+        """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several
+        times their memory. Collective over the ranks that hold the table: they must exhaust it; on
+        others it ends at once."""
         ranks = self.data.ranks or (0,)
         if rank_in(world_ranks()) not in ranks:
             return
         whole = Rect(0, 0, int(self.stored.count_nonzero()), self.data.shape[1])
         wanted = [[whole] if rank == 0 else [] for rank in ranks]
-        for _, rows in move_rows(self.data, [shard.tensor for shard in self.data.shards], self.stored, wanted):
+        for _, rows in move_rows(
+            self.data, [shard.tensor for shard in self.data.shards], self.stored, wanted
+        ):
             yield from (rows[some] for some in chunks(*rows.shape))
 
 
-def check_registered(model: nn.Module, sparsifier: BaseDataSparsifier, located: list[ShardedData]) -> None:
+def check_registered(
+    model: nn.Module, sparsifier: BaseDataSparsifier, located: list[ShardedData]
+) -> None:
     """Refuse a sparsifier of other tensors than the model's. Local."""
     tables = {data.name: data for data in located}
     others = {data.name for data in model_source(model, dense=True).locate()} - set(tables)
@@ -65,8 +72,8 @@ def check_registered(model: nn.Module, sparsifier: BaseDataSparsifier, located: 
             continue
         if name not in tables:
             raise ValueError(
-                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}: export the model that was "
-                "sparsified, with all of its tables."
+                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}: export"
+                " the model that was sparsified, with all of its tables."
             )
         if name in sparsifier.packed_store:
             held = [shard.tensor for shard in sparsifier.packed_store.find(name).shards]
@@ -74,7 +81,10 @@ def check_registered(model: nn.Module, sparsifier: BaseDataSparsifier, located: 
             held = [sparsifier.dense_store.held(name)]
         mine = [shard.tensor for shard in tables[name].shards]
         if [each.data_ptr() for each in held] != [each.data_ptr() for each in mine]:
-            raise ValueError(f"Table {name!r} of the model is not the one that was sparsified: it is another tensor.")
+            raise ValueError(
+                f"Table {name!r} of the model is not the one that was sparsified: it is another"
+                " tensor."
+            )
 
 
 def sources_of(
@@ -95,8 +105,13 @@ def sources_of(
             block = block or (1, data.shape[1])
             default_row = index.default_row
             if default_row and not bool(stored[: index.stored].all()):
-                raise ValueError(f"Table {data.name!r} has lost rows since it got its default row: it can't be served.")
-            stored = stored & (torch.arange(len(stored)) < index.stored)  # no id has the rows behind
+                raise ValueError(
+                    f"Table {data.name!r} has lost rows since it got its default row: it can't be"
+                    " served."
+                )
+            stored = stored & (
+                torch.arange(len(stored)) < index.stored
+            )  # no id has the rows behind
             kept = index.kept().cpu()
             kept[kept.clone()] = stored[: index.num_kept]
         if block is not None and block[1] >= data.shape[1] and bool(kept.all()):
@@ -120,19 +135,23 @@ def check_range(located: list[ShardedData], dtype: Dtype) -> None:
         for shard in data.shards:
             if (value := out_of_range(shard.tensor, dtype)) is not None:
                 raise ValueError(
-                    f"Table {data.name!r} can't be exported in {dtype}: it has the value {value} in {shard.rect}, and "
-                    f"must have finite ones of at most {LARGEST[dtype]:g}."
+                    f"Table {data.name!r} can't be exported in {dtype}: it has the value {value} in"
+                    f" {shard.rect}, and must have finite ones of at most {LARGEST[dtype]:g}."
                 )
 
 
 def check_zero(sparsifier: BaseDataSparsifier, sources: Mapping[str, Source]) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
-    revived = {name: number for name, number in sparsifier.count_revived().items() if number and name in sources}
+    revived = {
+        name: number
+        for name, number in sparsifier.count_revived().items()
+        if number and name in sources
+    }
     with group_over(world_ranks()).agreeing("export()"):
         if revived:
             first, number = next(iter(revived.items()))
             raise ValueError(
-                f"Table {first!r} has {count(number)} removed weights that are not zero: an optimizer has revived them "
-                "without an enforcer, or masks were never applied. sparsifier.apply_masks() zeroes sharded tables, "
-                "squash_mask() plain data."
+                f"Table {first!r} has {count(number)} removed weights that are not zero: an"
+                " optimizer has revived them without an enforcer, or masks were never applied."
+                " sparsifier.apply_masks() zeroes sharded tables, squash_mask() plain data."
             )

@@ -1,4 +1,5 @@
-"""Tables that plain optimizers step: their optimizer state, and a new parameter in the place of an old one."""
+"""Tables that plain optimizers step: their optimizer state, and a new parameter in the place of an
+old one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ __all__ = ["Stepped", "Steppers"]
 
 
 class Stepped(NamedTuple):
-    """A parameter that plain optimizers step, the one that takes its place, and the state of that."""
+    """A parameter that plain optimizers step, the one that takes its place, and the state of
+    that."""
 
     old: nn.Parameter
     new: nn.Parameter
@@ -44,7 +46,8 @@ class Steppers:
         self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
 
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state with the rows of a parameter: of its shape, ``(rows,)`` or ``(rows, 1)``.
+        """Return the state with the rows of a parameter: of its shape, ``(rows,)`` or
+        ``(rows, 1)``.
 
         Raises:
             ValueError: several optimizers step it.
@@ -61,10 +64,13 @@ class Steppers:
         }
 
     def replace(self, stepped: Stepped) -> None:
-        """Have a parameter stepped in the place of another, with the options and the remaining state of that."""
+        """Have a parameter stepped in the place of another, with the options and the remaining
+        state of that."""
         old, new, states = stepped
         for group in self._groups(old):
-            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+            group["params"] = [
+                new if parameter is old else parameter for parameter in group["params"]
+            ]
         for leaf in self._leaves:
             if old in leaf.state:
                 leaf.state[new] = {**leaf.state.pop(old), **states}

@@ -1,4 +1,5 @@
-"""An artifact's bytes as text: of each table before and after, what its index costs, and where dense 4 bits win."""
+"""An artifact's bytes as text: of each table before and after, what its index costs, and where
+dense 4 bits win."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ def dense_is_smaller(manifest: Manifest) -> list[str]:
         return table.kept < table.rows or (table.block is not None and table.block[1] < table.dim)
 
     tables = manifest.tables.items()
-    return [name for name, table in tables if pruned(table) and table.bytes.dense_int4 < table.bytes.after]
+    return [
+        name
+        for name, table in tables
+        if pruned(table) and table.bytes.dense_int4 < table.bytes.after
+    ]
 
 
 def summary(manifest: Manifest) -> str:
@@ -26,9 +31,14 @@ def summary(manifest: Manifest) -> str:
         taken = table.bytes
         share = percent(taken.after / taken.before if taken.before else None)
         sizes = size(taken.before), size(taken.after), share, size(taken.index), size(taken.scales)
-        rows.append((name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes))
+        rows.append(
+            (name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes)
+        )
     before = sum(table.bytes.before for table in manifest.tables.values())
-    whole = f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of {size(before)} dense"
+    whole = (
+        f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
+        f" {size(before)} dense"
+    )
     lines = [*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole]
     if smaller := dense_is_smaller(manifest):
         lines.append(f"dense rows of 4 bits would be smaller: {', '.join(map(printable, smaller))}")

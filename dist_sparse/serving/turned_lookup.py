@@ -25,7 +25,9 @@ class TurnedLookup(nn.Module):
         features: for each feature, the name of its table.
     """
 
-    def __init__(self, rows: nn.Module, tables: dict[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(
+        self, rows: nn.Module, tables: dict[str, StoredTable], features: Sequence[str]
+    ) -> None:
         super().__init__()
         self.rows = rows
         turns: dict[str, nn.Module] = {
@@ -36,7 +38,9 @@ class TurnedLookup(nn.Module):
         self.dims = [tables[name].entry.dim for name in features]
         self.sequences = tables[features[0]].entry.pooling == "none"
 
-    def forward(self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
         """As :meth:`FbgemmLookup.forward`; columns are those of the original tables."""
         found: Tensor = self.rows(rows, offsets, counts, weights)
         if not self.sequences:

@@ -62,7 +62,9 @@ class UnknownLookups:
         """
         found: dict[str, list[Tensor]] = {}
         sizes = list(lengths)
-        parts = zip(self._features, torch.split(ids, sizes), torch.split(unknown, sizes), strict=True)
+        parts = zip(
+            self._features, torch.split(ids, sizes), torch.split(unknown, sizes), strict=True
+        )
         for table, some, flags in parts:
             if bool(flags.any()):
                 found.setdefault(table, []).append(some[flags])

@@ -1,9 +1,10 @@
 """The public base class of all data sparsifiers.
 
 :class:`BaseDataSparsifier` keeps the names, signatures and results of its ancestor in
-``torch.ao.pruning._experimental`` for plain data, and adds sharded tables and whole models. It drives two stores with
-one interface: :mod:`~dist_sparse.sparsifiers.dense_store` for plain data,
-:mod:`~dist_sparse.sparsifiers.packed_store` for sharded tables, whose packed bits live with their shards.
+``torch.ao.pruning._experimental`` for plain data, and adds sharded tables and whole models. It
+drives two stores with one interface: :mod:`~dist_sparse.sparsifiers.dense_store` for plain data,
+:mod:`~dist_sparse.sparsifiers.packed_store` for sharded tables, whose packed bits live with their
+shards.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
 _UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "schedulers", "step"}
-"""Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound to the original."""
+"""Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound
+to the original."""
 
 _MOST_SHOWN, _FEW_SHOWN = 10, 3
 """Data groups in a repr: up to ten are all listed, as by the ancestor; of more the first three."""
@@ -47,8 +49,10 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
 
     Args:
-        data_list: ``(name, data)`` pairs to register at once, with the defaults as their configuration.
-        **defaults: configuration of every registered name, unless ``add_data`` or ``add_model`` overrides it.
+        data_list: ``(name, data)`` pairs to register at once, with the defaults as their
+            configuration.
+        **defaults: configuration of every registered name, unless ``add_data`` or ``add_model``
+            overrides it.
 
     Attributes:
         defaults: the keyword arguments.
@@ -56,12 +60,16 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
         step_count: calls of ``step()`` so far, also of those that did nothing.
-        dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of the package.
+        dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of
+            the package.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
         rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.
-        schedulers: those that have stepped on this sparsifier and are still alive, with their notes.
-        counts_lookups: whether an enforcer counts lookups of the rows of fused tables; set before ``add_model``.
-        trains_removed: whether scores need the gradients of removed rows, whose ids an enforcer drops otherwise.
+        schedulers: those that have stepped on this sparsifier and are still alive, with their
+            notes.
+        counts_lookups: whether an enforcer counts lookups of the rows of fused tables; set before
+            ``add_model``.
+        trains_removed: whether scores need the gradients of removed rows, whose ids an enforcer
+            drops otherwise.
 
     Example::
 
@@ -108,14 +116,16 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     def add_data(self, name: str, data: Any, reuse_mask: bool = True, **config: Any) -> Tensor:
         """Register ``data`` under ``name``. Never communicates.
 
-        The weight itself is held, never a copy. A known name is replaced, with a UserWarning: its configuration stays
-        except for what is passed, its mask stays if ``reuse_mask``.
+        The weight itself is held, never a copy. A known name is replaced, with a UserWarning: its
+        configuration stays except for what is passed, its mask stays if ``reuse_mask``.
 
         Args:
             name: not empty, without dots.
-            data: exactly a Tensor, Parameter, Embedding or EmbeddingBag, or a ShardedTensor or DTensor.
+            data: exactly a Tensor, Parameter, Embedding or EmbeddingBag, or a ShardedTensor or
+                DTensor.
             reuse_mask: keep the mask of the replaced data, which must have the same shape.
-            **config: overrides of the defaults; ``mask`` starts from a given mask, ``parametrization`` replaces ``mask
+            **config: overrides of the defaults; ``mask`` starts from a given mask,
+                ``parametrization`` replaces ``mask
                 * x``.
 
         Returns:
@@ -124,7 +134,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         Raises:
             TypeError, KeyError: the name can't be used.
             AssertionError: the type is not supported, or the old mask does not fit.
-            ValueError: the configuration or the sharded data can't be used, or an enforcer is attached.
+            ValueError: the configuration or the sharded data can't be used, or an enforcer is
+                attached.
         """
         check_name(name)
         self._check_not_enforced()
@@ -141,12 +152,16 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         mask = group.get("mask")
         mask = torch.ones_like(weight) if mask is None else mask
         if known:
-            warnings.warn("Replacing existing data of the same name. - Did you mean a different name?", stacklevel=2)
+            warnings.warn(
+                "Replacing existing data of the same name. - Did you mean a different name?",
+                stacklevel=2,
+            )
             if reuse_mask:
                 mask = self.get_mask(name)
                 if mask.shape != weight.shape:
                     raise AssertionError(
-                        "to retain the old mask, the shape of the new data must be the same as the previous one"
+                        "to retain the old mask, the shape of the new data must be the same as the"
+                        " previous one"
                     )
         masked = self.dense_store.add(name, weight, mask, group.get("parametrization", Masked))
         self.data_groups.pop(name, None)
@@ -161,24 +176,26 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         config: Mapping[str, Any] | None = None,
         dense: bool | str | list[str] | None = None,
     ) -> list[str]:
-        """Register the embedding tables of a model: DistributedModelParallel, DDP or plain. Collective: every rank of
-        the world must call it.
+        """Register the embedding tables of a model: DistributedModelParallel, DDP or plain.
+        Collective: every rank of the world must call it.
 
         Args:
-            model: its tables are located again whenever they are needed, so resharding and loading are followed.
+            model: its tables are located again whenever they are needed, so resharding and loading
+                are followed.
             include: globs over table names and fully qualified names; None is every table.
             exclude: globs of what to leave out.
-            config: overrides of the defaults: either for all (``{"sparsity_level": 0.5}``) or by glob (``{"user_*":
-                {...}}``).
-            dense: globs of other parameters to register too, True for all. Their names are the fully qualified ones
-                with '/' for '.'.
+            config: overrides of the defaults: either for all (``{"sparsity_level": 0.5}``) or by
+                glob (``{"user_*": {...}}``).
+            dense: globs of other parameters to register too, True for all. Their names are the
+                fully qualified ones with '/' for '.'.
 
         Returns:
             The names registered.
 
         Raises:
-            ValueError: a pattern matches nothing, a module can't be sparsified, a key of ``config`` or a name is known
-                to be wrong, or the ranks disagree; on every rank, and nothing is registered.
+            ValueError: a pattern matches nothing, a module can't be sparsified, a key of ``config``
+                or a name is known to be wrong, or the ranks disagree; on every rank, and nothing is
+                registered.
         """
         with group_over(world_ranks()).agreeing(f"add_model() of {type(self).__name__}") as facts:
             self._check_not_enforced()
@@ -192,7 +209,13 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             for data in located:
                 given = configs[data.name]
                 self.check_config(data, given)
-                facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling, given]
+                facts[f"table {data.name!r}"] = [
+                    data.shape,
+                    str(data.dtype),
+                    data.ranks,
+                    data.tiling,
+                    given,
+                ]
         self._register(source, located, configs)
         return [data.name for data in located]
 
@@ -203,19 +226,23 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             ValueError: the name is not that of plain data.
         """
         if name not in self.dense_store:
-            raise ValueError(f"data with specified name does not exist: {name!r}; known are {self.dense_store.names}")
+            raise ValueError(
+                f"data with specified name does not exist: {name!r}; known are"
+                f" {self.dense_store.names}"
+            )
         self.dense_store.drop(name)
         del self.data_groups[name]
 
     _delete_data = delete_data  # the ancestor's name
 
     def _extract_weight(self, data: Any) -> Any:
-        """Return the weight of an embedding module, and anything else as it is. The ancestor's name."""
+        """Return the weight of an embedding module, and anything else as it is. The ancestor's
+        name."""
         return data.weight if type(data) in EMBEDDING_TYPES else data
 
     def get_data(self, name: str, return_original: bool = True) -> Tensor:
-        """Return the registered tensor, or its effective weight if not ``return_original``. Of a sharded table: this
-        rank's only shard.
+        """Return the registered tensor, or its effective weight if not ``return_original``. Of a
+        sharded table: this rank's only shard.
 
         Raises:
             ValueError: unknown, squashed (the original), or not exactly one shard on this rank.
@@ -225,11 +252,11 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         return store.weight(name) if return_original else store.effective(name)
 
     def step(self) -> None:
-        """Update all masks, if enabled; else read nothing and send nothing. Collective if sharded tables are
-        registered.
+        """Update all masks, if enabled; else read nothing and send nothing. Collective if sharded
+        tables are registered.
 
-        Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables, what is newly removed
-        is zeroed at once.
+        Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables,
+        what is newly removed is zeroed at once.
 
         Raises:
             ValueError: on every rank; no mask and no weight has changed.
@@ -242,23 +269,29 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
         """Edit ``get_mask(name)`` in place (or set its ``.data``). Must not communicate.
 
-        Called once per plain name and once per local shard of a sharded table, with the configuration of that moment.
+        Called once per plain name and once per local shard of a sharded table, with the
+        configuration of that moment.
         """
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
-        """Note what else must be equal on all ranks of the group of ``located`` in a mask update. For subclasses."""
+        """Note what else must be equal on all ranks of the group of ``located`` in a mask update.
+        For subclasses."""
         facts["sparsifier.counts_lookups"] = self.counts_lookups
 
     @property
     def reads_masks(self) -> bool:
-        """Whether a mask update may read or edit the present masks. Those that replace them whole need no copy of the
-        old ones."""
+        """Whether a mask update may read or edit the present masks. Those that replace them whole
+        need no copy of the old ones."""
         return True
 
-    def score_tables(self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on each shard.
+    def score_tables(
+        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
+    ) -> Any:
+        """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on
+        each shard.
 
-        For subclasses that make masks in another way, with :meth:`select_masks`, which gets what is returned.
+        For subclasses that make masks in another way, with :meth:`select_masks`, which gets what is
+        returned.
 
         Args:
             located: the sharded tables as they are stored now, by name.
@@ -266,44 +299,56 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         """
         return masks_by_shard(self.packed_store, self.update_mask, located, configs)
 
-    def select_masks(self, scored: Any, names: list[str], group: Group, rider: Rider | None) -> Mapping[str, MadeMasks]:
-        """Return the new masks of ``names``, which are stored over ``group``: the collective half of a mask update. Its
-        first all-reduce, if any, carries ``rider``. Here it sends nothing."""
+    def select_masks(
+        self, scored: Any, names: list[str], group: Group, rider: Rider | None
+    ) -> Mapping[str, MadeMasks]:
+        """Return the new masks of ``names``, which are stored over ``group``: the collective half
+        of a mask update. Its first all-reduce, if any, carries ``rider``. Here it sends nothing."""
         return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
 
     def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Write zero to every removed weight of the sharded tables: what optimizers have revived since. Local, unless
-        shards have moved since the last step: then collective. Takes about as long as a mask update.
+        """Write zero to every removed weight of the sharded tables: what optimizers have revived
+        since. Local, unless shards have moved since the last step: then collective. Takes about as
+        long as a mask update.
 
         Args:
-            to: write into a copy instead, such as a moving average of the weights: a module with the same fully
-                qualified names and sharding, or a mapping from those names to whole tensors.
+            to: write into a copy instead, such as a moving average of the weights: a module with
+                the same fully qualified names and sharding, or a mapping from those names to whole
+                tensors.
 
         Raises:
-            ValueError: a registered table is not in ``to``, or is sharded otherwise there; nothing was written.
+            ValueError: a registered table is not in ``to``, or is sharded otherwise there; nothing
+                was written.
         """
         located = self.packed_store.current()
         self.packed_store.apply(located if to is None else self.packed_store.found_in(to, located))
 
     def squash_mask(
-        self, *args: Any, leave_parametrized: bool = True, names: list[str] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        leave_parametrized: bool = True,
+        names: list[str] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Make masks permanent and forget them; mask and configuration of plain data remain readable. Already squashed
-        names are skipped.
+        """Make masks permanent and forget them; mask and configuration of plain data remain
+        readable. Already squashed names are skipped.
 
         Args:
-            leave_parametrized: write the masked data into the user's own tensor; False leaves it dense.
+            leave_parametrized: write the masked data into the user's own tensor; False leaves it
+                dense.
             names: which; None is all.
 
         Raises:
-            ValueError: a name is unknown, or a mask that is to be written does not fit its data; nothing is
-                squashed.
+            ValueError: a name is unknown, or a mask that is to be written does not fit its data;
+                nothing is squashed.
         """
         chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
         for name in chosen:
             if self._store(name) is self.dense_store and leave_parametrized:
                 self.dense_store.check_squash(name)
-        located = self.packed_store.current() if any(name in self.packed_store for name in chosen) else {}
+        located = (
+            self.packed_store.current() if any(name in self.packed_store for name in chosen) else {}
+        )
         for name in chosen:
             if name in located:
                 self.packed_store.squash(name, located[name], write=leave_parametrized)
@@ -313,33 +358,41 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         self._renew()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks, configurations and plain data, for torch.save and torch.distributed.checkpoint.
+        """Return masks, configurations and plain data, for torch.save and
+        torch.distributed.checkpoint.
 
-        Plain data is in the ancestor's format. ``sharded`` holds tables: by torch.save this rank's bits, to be loaded
-        where the same shards are; by ``dcp.save({"sparse": sparsifier})`` the whole masks, 1 bit a block, to be loaded
-        on any number of ranks and sharding. Local, unless shards have moved since the last step, or eight blocks of a
-        row that share a byte are in different shards: then collective.
+        Plain data is in the ancestor's format. ``sharded`` holds tables: by torch.save this rank's
+        bits, to be loaded where the same shards are; by ``dcp.save({"sparse": sparsifier})`` the
+        whole masks, 1 bit a block, to be loaded on any number of ranks and sharding. Local, unless
+        shards have moved since the last step, or eight blocks of a row that share a byte are in
+        different shards: then collective.
         """
         self.packed_store.current()
         self._settle()
         return save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore :meth:`state_dict`. A refused state changes nothing. Collective if sharded tables are registered.
+        """Restore :meth:`state_dict`. A refused state changes nothing. Collective if sharded tables
+        are registered.
 
         Args:
-            strict: replace everything; otherwise names that are registered already stay as they are.
+            strict: replace everything; otherwise names that are registered already stay as they
+                are.
 
         Raises:
             RuntimeError: a plain name lacks its configuration or data.
-            ValueError: a registered table has no masks in the state, they do not cover its shards, do not fit together
-                over ranks or were changed since, or no step could follow its configuration; on every rank.
+            ValueError: a registered table has no masks in the state, they do not cover its shards,
+                do not fit together over ranks or were changed since, or no step could follow its
+                configuration; on every rank.
         """
         self.prepare_state_dict(state_dict, strict)()
 
-    def prepare_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check a state as :meth:`load_state_dict` does, and return the function that loads it. Collective if sharded
-        tables are registered; the function itself is local. Nothing changes before it is called."""
+    def prepare_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Callable[[], None]:
+        """Check a state as :meth:`load_state_dict` does, and return the function that loads it.
+        Collective if sharded tables are registered; the function itself is local. Nothing changes
+        before it is called."""
         commit = prepare_load(self, state_dict, strict)
 
         def load() -> None:
@@ -352,19 +405,26 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         """Return all attributes, subclasses' included.
 
         Raises:
-            TypeError: sharded tables are registered: they belong to a model that lives on many ranks.
+            TypeError: sharded tables are registered: they belong to a model that lives on many
+                ranks.
         """
         if self.packed_store:
             raise TypeError(
-                "A sparsifier of sharded tables can't be copied or pickled: save state_dict() and register the model "
-                "in a new sparsifier."
+                "A sparsifier of sharded tables can't be copied or pickled: save state_dict() and"
+                " register the model in a new sparsifier."
             )
         kept = {key: value for key, value in self.__dict__.items() if key not in _UNSAVED}
         plain = self.dense_store.state_dict()
-        return {**kept, **plain, "_container": {name: held.detach() for name, held in plain["_container"].items()}}
+        return {
+            **kept,
+            **plain,
+            "_container": {name: held.detach() for name, held in plain["_container"].items()},
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update({key: value for key, value in state.items() if key not in ("state", "_container")})
+        self.__dict__.update(
+            {key: value for key, value in state.items() if key not in ("state", "_container")}
+        )
         self.dense_store, self.packed_store = DenseStore(), PackedStore()
         self.enforcer = self.rotation = self.recorder = None
         self.schedulers = WeakKeyDictionary()  # a copy is scheduled by none
@@ -382,10 +442,12 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         return "\n".join([*lines, ")"])
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        """Return what one bit of a new sharded table's masks stands for, in elements. For subclasses.
+        """Return what one bit of a new sharded table's masks stands for, in elements. For
+        subclasses.
 
         Raises:
-            ValueError: no mask update could follow the configuration; names the table, the value and the rule.
+            ValueError: no mask update could follow the configuration; names the table, the value
+                and the rule.
         """
         return (1, 1)
 
@@ -406,11 +468,14 @@ class BaseDataSparsifier(Inspection, abc.ABC):
 
     def _add_sharded(self, name: str, data: Any, config: dict[str, Any]) -> Tensor:
         if name in self.data_groups:
-            raise ValueError(f"Name {name!r} is registered already; sharded data can't be replaced.")
+            raise ValueError(
+                f"Name {name!r} is registered already; sharded data can't be replaced."
+            )
         foreign = sorted({"mask", "parametrization"} & set(config))
         if foreign:
             raise ValueError(
-                f"Invalid config of {name!r}: {foreign} are for plain data; masks of shards are packed bits."
+                f"Invalid config of {name!r}: {foreign} are for plain data; masks of shards are"
+                " packed bits."
             )
         source = TensorSource(name, data)
         located = source.locate()
@@ -421,9 +486,13 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         kept: Tensor = data
         return kept
 
-    def _register(self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]) -> None:
+    def _register(
+        self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]
+    ) -> None:
         blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
-        self.packed_store.add(source, located, blocks, counted=self.count_dtype if self.counts_lookups else None)
+        self.packed_store.add(
+            source, located, blocks, counted=self.count_dtype if self.counts_lookups else None
+        )
         for data in located:
             self.data_groups[data.name] = configs[data.name]
 

@@ -21,8 +21,8 @@ def model_overrides(
     """Return what ``config`` overrides for every table, by name.
 
     Args:
-        config: overrides for all tables, or a mapping from globs (over table names and fully qualified names) to
-            overrides; of several globs that match, later ones win.
+        config: overrides for all tables, or a mapping from globs (over table names and fully
+            qualified names) to overrides; of several globs that match, later ones win.
         defaults: whose keys are the known ones.
 
     Raises:
@@ -32,17 +32,22 @@ def model_overrides(
     by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
     if any(by_glob) and not all(by_glob):
         raise ValueError(
-            f"Invalid config={dict(config)!r}: must map either keys to values or globs to such mappings, not both."
+            f"Invalid config={dict(config)!r}: must map either keys to values or globs to such"
+            " mappings, not both."
         )
     rules: Mapping[str, Mapping[str, Any]] = config if any(by_glob) else {"*": config}
     for glob, overrides in rules.items():
         unknown = sorted(set(overrides) - set(defaults))
         if unknown:
             raise ValueError(
-                f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are {sorted(defaults)}."
+                f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
+                f" {sorted(defaults)}."
             )
         if not any(_matches(data, glob) for data in located):
-            raise ValueError(f"Invalid config: {glob!r} matches no table; there are {[data.name for data in located]}.")
+            raise ValueError(
+                f"Invalid config: {glob!r} matches no table; there are"
+                f" {[data.name for data in located]}."
+            )
     return {
         data.name: {
             key: copy.deepcopy(value)
@@ -59,21 +64,22 @@ def _matches(data: ShardedData, glob: str) -> bool:
 
 
 def shape_of(block: Any) -> Any:
-    """Return a block shape given as text, parsed; anything else as it is, to be refused once a table is known."""
+    """Return a block shape given as text, parsed; anything else as it is, to be refused once a
+    table is known."""
     return parse_block(block) if isinstance(block, str) else block
 
 
 def area_of(block: Any) -> int | None:
-    """Return the elements of a block; None where the width of the table decides, or if it is no block (refused when
-    resolved)."""
+    """Return the elements of a block; None where the width of the table decides, or if it is no
+    block (refused when resolved)."""
     if not isinstance(block, Sequence) or not all(isinstance(size, int) for size in block):
         return None
     return math.prod(block)
 
 
 def as_scored_matrix(name: str, data: Tensor) -> Tensor:
-    """Return ``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one real dimension as a
-    row.
+    """Return ``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one
+    real dimension as a row.
 
     Raises:
         ValueError: more than two real dimensions.
@@ -82,5 +88,7 @@ def as_scored_matrix(name: str, data: Tensor) -> Tensor:
         return data
     real = [size for size in data.shape if size != 1]
     if len(real) > 2:
-        raise ValueError(f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment.")
+        raise ValueError(
+            f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
+        )
     return data.reshape(real if len(real) == 2 else (1, data.numel()))

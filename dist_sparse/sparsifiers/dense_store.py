@@ -1,8 +1,9 @@
 """Plain tensors of one process, each with a dense mask.
 
-As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier``, a container module holds the user's own tensor
-as a buffer, parametrized by its mask. The mask is a live object: in-place edits take effect at once. A squashed name
-keeps its mask and configuration, but no longer its parametrization. Nothing here communicates.
+As in the ancestor, ``torch.ao.pruning._experimental.data_sparsifier``, a container module holds the
+user's own tensor as a buffer, parametrized by its mask. The mask is a live object: in-place edits
+take effect at once. A squashed name keeps its mask and configuration, but no longer its
+parametrization. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ __all__ = ["DenseStore", "Masked", "as_matrix", "check_name"]
 
 
 class Masked(nn.Module):
-    """The default parametrization: ``mask * x``, and exactly 0 where the mask is 0 (``mask * NaN`` would be NaN)."""
+    """The default parametrization: ``mask * x``, and exactly 0 where the mask is 0 (``mask * NaN``
+    would be NaN)."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        self.register_buffer("mask", mask, persistent=False)  # saved once, in the sparsifier's own state
+        self.register_buffer(
+            "mask", mask, persistent=False
+        )  # saved once, in the sparsifier's own state
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the effective weight, of the shape and dtype of ``x``."""
@@ -37,7 +41,10 @@ class Masked(nn.Module):
         mask = self.mask
         assert isinstance(mask, Tensor)
         if mask.shape != x.shape:
-            raise ValueError(f"The mask of shape {tuple(mask.shape)} does not fit data of shape {tuple(x.shape)}.")
+            raise ValueError(
+                f"The mask of shape {tuple(mask.shape)} does not fit data of shape"
+                f" {tuple(x.shape)}."
+            )
         return mask
 
 
@@ -49,7 +56,8 @@ class DenseStore:
     """The plain tensors of one sparsifier, in the order in which they were added.
 
     Attributes:
-        state: name -> ``{"mask": the live mask}`` and other entries of the user's, as in the ancestor.
+        state: name -> ``{"mask": the live mask}`` and other entries of the user's, as in the
+            ancestor.
         container: the ancestor's ``_container``.
     """
 
@@ -65,14 +73,22 @@ class DenseStore:
         """Every registered name, squashed ones included."""
         return list(self.state)
 
-    def add(self, name: str, weight: Tensor, mask: Tensor, parametrization: Callable[[Tensor], nn.Module]) -> Tensor:
+    def add(
+        self,
+        name: str,
+        weight: Tensor,
+        mask: Tensor,
+        parametrization: Callable[[Tensor], nn.Module],
+    ) -> Tensor:
         """Register ``weight`` in place of what ``name`` held, if anything. Return the masked data.
 
         If ``parametrization`` refuses it, the old data stays.
         """
         check_memory(name, weight)
         if name in self:
-            _attach(Container(), name, weight, mask, parametrization)  # raises before the old data is released
+            _attach(
+                Container(), name, weight, mask, parametrization
+            )  # raises before the old data is released
             self.drop(name)
         _attach(self.container, name, weight, mask, parametrization)
         self.state[name] = {"mask": mask}
@@ -128,7 +144,8 @@ class DenseStore:
                     self.effective(name)
 
     def squash(self, name: str, *, write: bool) -> None:
-        """Drop the mask of ``name``; if ``write``, write the masked data into the user's own tensor first."""
+        """Drop the mask of ``name``; if ``write``, write the masked data into the user's own tensor
+        first."""
         if self.is_masked(name):
             if write:
                 with torch.no_grad():
@@ -136,13 +153,18 @@ class DenseStore:
             parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the ancestor's format."""
-        return {"state": _converted(self.state, sparse=True), "_container": dict(self.container.state_dict())}
+        """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the
+        ancestor's format."""
+        return {
+            "state": _converted(self.state, sparse=True),
+            "_container": dict(self.container.state_dict()),
+        }
 
     def prepare(
         self, saved: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]], *, strict: bool
     ) -> Callable[[], list[str]]:
-        """Check a :meth:`state_dict` and return the function that loads it. Nothing changes before that is called.
+        """Check a :meth:`state_dict` and return the function that loads it. Nothing changes before
+        that is called.
 
         Args:
             saved: ``state`` and ``_container``.
@@ -190,7 +212,8 @@ def check_name(name: object) -> str:
 
 
 def check_buffer_name(name: str) -> None:
-    """Refuse what plain data can't be called: torch's parametrizations keep its mask in a dict of modules.
+    """Refuse what plain data can't be called: torch's parametrizations keep its mask in a dict of
+    modules.
 
     Raises:
         KeyError: it is an attribute of one.
@@ -200,19 +223,32 @@ def check_buffer_name(name: str) -> None:
 
 
 def as_matrix(mask: Tensor) -> Tensor:
-    """Return a mask as ``(rows, columns)``: one dimension as a row, more than two with the first ones as rows."""
-    return mask if mask.dim() == 2 else mask.reshape(1, -1) if mask.dim() < 2 else mask.reshape(-1, mask.shape[-1])
+    """Return a mask as ``(rows, columns)``: one dimension as a row, more than two with the first
+    ones as rows."""
+    return (
+        mask
+        if mask.dim() == 2
+        else mask.reshape(1, -1)
+        if mask.dim() < 2
+        else mask.reshape(-1, mask.shape[-1])
+    )
 
 
 def _is_attribute(name: str) -> bool:
-    """Of a module, of the dict in which parametrizations are kept ("items"), or of a parametrized module."""
+    """Of a module, of the dict in which parametrizations are kept ("items"), or of a parametrized
+    module."""
     return hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__")
 
 
 def _attach(
-    container: Container, name: str, weight: Tensor, mask: Tensor, parametrization: Callable[[Tensor], nn.Module]
+    container: Container,
+    name: str,
+    weight: Tensor,
+    mask: Tensor,
+    parametrization: Callable[[Tensor], nn.Module],
 ) -> None:
-    """Hold ``weight`` (never a copy) under ``name``, with ``parametrization(mask)`` over it; on failure nothing."""
+    """Hold ``weight`` (never a copy) under ``name``, with ``parametrization(mask)`` over it; on
+    failure nothing."""
     container.register_buffer(name, weight)
     try:
         parametrize.register_parametrization(container, name, parametrization(mask))
@@ -233,11 +269,16 @@ def _original(container: Container, name: str) -> Tensor:
     return weight
 
 
-def _converted(state: Mapping[str, Mapping[str, Any]], *, sparse: bool) -> dict[str, dict[str, Any]]:
-    """A deep copy of the per-name state with masks as sparse COO, the ancestor's format for saving, or dense."""
+def _converted(
+    state: Mapping[str, Mapping[str, Any]], *, sparse: bool
+) -> dict[str, dict[str, Any]]:
+    """A deep copy of the per-name state with masks as sparse COO, the ancestor's format for saving,
+    or dense."""
     converted: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():
-        converted[name] = {key: copy.deepcopy(value) for key, value in entry.items() if key != "mask"}
+        converted[name] = {
+            key: copy.deepcopy(value) for key, value in entry.items() if key != "mask"
+        }
         mask = entry.get("mask")
         if mask is not None:
             mask = mask.detach()
@@ -251,15 +292,18 @@ def _fill(
     configs: Mapping[str, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Fill a container from a saved state; squashed names stay squashed, and a parametrization of the user's gets the
-    buffers that it had.
+    """Fill a container from a saved state; squashed names stay squashed, and a parametrization of
+    the user's gets the buffers that it had.
 
-    Masks of the ancestor's ``DataNormSparsifier`` may have lost or gained dimensions of size 1. Under the default
-    parametrization, which could not use them, they take the shape of their data, in ``state`` too.
+    Masks of the ancestor's ``DataNormSparsifier`` may have lost or gained dimensions of size 1.
+    Under the default parametrization, which could not use them, they take the shape of their data,
+    in ``state`` too.
     """
     for name, entry in state.items():
         if name not in configs:
-            raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no config in data_groups.")
+            raise RuntimeError(
+                f"Error loading {name!r}: the state has a mask for it but no config in data_groups."
+            )
         prefix = f"parametrizations.{name}."
         data = tensors.get(name, tensors.get(f"{prefix}original"))
         if data is None:
@@ -274,7 +318,11 @@ def _fill(
             container.register_buffer(name, data)
         else:
             _attach(container, name, data, entry["mask"], parametrization)
-            kept = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(f"{prefix}0.")}
+            kept = {
+                key.removeprefix(prefix): value
+                for key, value in tensors.items()
+                if key.startswith(f"{prefix}0.")
+            }
             _parametrizations(container, name).load_state_dict(kept, strict=False)
 
 

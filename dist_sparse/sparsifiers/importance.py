@@ -1,7 +1,8 @@
 """Scores that know traffic: how often a row is looked up, and how much its gradients have moved it.
 
-Each is a number for an element, so that it serves every block and sharding: what Adagrad keeps for a row of a shard, or
-what is counted for it, holds for each of its elements. Blocks are compared by the mean over their elements.
+Each is a number for an element, so that it serves every block and sharding: what Adagrad keeps for
+a row of a shard, or what is counted for it, holds for each of its elements. Blocks are compared by
+the mean over their elements.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator
 SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
 
 _TINY = 2.0**-100
-"""Added to a G, so that rows that were never touched are ordered by norm, and after those that are removed already."""
+"""Added to a G, so that rows that were never touched are ordered by norm, and after those that are
+removed already."""
 
 
 class _Known(NamedTuple):
-    """What is known of the rows of a shard: ``total``, ``(rows,)``, ``(rows, 1)`` or ``(rows, columns)``, counts from
-    ``initial`` on and up to ``most``; divided by ``share`` it is that of an element."""
+    """What is known of the rows of a shard: ``total``, ``(rows,)``, ``(rows, 1)`` or
+    ``(rows, columns)``, counts from ``initial`` on and up to ``most``; divided by ``share`` it is
+    that of an element."""
 
     rect: Rect
     total: Tensor
@@ -56,42 +59,50 @@ class _Known(NamedTuple):
 class ImportanceSparsifier(DataNormSparsifier):
     """Removes the blocks that matter least to training: by norm, by lookups, or by Adagrad's sums.
 
-    ========================  ==========================================================================================
+    ========================
+    ==========================================================================================
     ``score``                 of an element ``w``
-    ========================  ==========================================================================================
+    ========================
+    ==========================================================================================
     ``"norm"``                ``w * w`` or ``|w|``, as :class:`~dist_sparse.DataNormSparsifier`
     ``"frequency"``           lookups of its row in training, divided by the table's width
     ``"accumulator"``         ``G``, the squared gradients that Adagrad has summed for it
-    ``"norm_accumulator"``    ``w * w * (G + 2**-100)``: of a row of row-wise Adagrad its norm times the root of ``G``
-    ========================  ==========================================================================================
+    ``"norm_accumulator"``    ``w * w * (G + 2**-100)``: of a row of row-wise Adagrad its norm times
+    the root of ``G``
+    ========================
+    ==========================================================================================
 
-    ``G`` is read from the optimizer: FBGEMM's (row-wise) Adagrad, TorchRec's ``RowWiseAdagrad``, or torch's Adagrad,
-    minus its initial value. Rows that no batch has touched have zero ``G`` and zero lookups, so they are removed first
-    (with ``"norm_accumulator"``, those with the smallest norm), which changes no prediction on ids seen in training. A
-    row-wise optimizer keeps one number for a row of a shard: a table cut by columns has several numbers per row, each
-    for its own columns.
+    ``G`` is read from the optimizer: FBGEMM's (row-wise) Adagrad, TorchRec's ``RowWiseAdagrad``, or
+    torch's Adagrad, minus its initial value. Rows that no batch has touched have zero ``G`` and
+    zero lookups, so they are removed first (with ``"norm_accumulator"``, those with the smallest
+    norm), which changes no prediction on ids seen in training. A row-wise optimizer keeps one
+    number for a row of a shard: a table cut by columns has several numbers per row, each for its
+    own columns.
 
-    All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the optimizers and sees the ids.
-    Lookups are counted in backward passes of fused tables, repeats included, from ``attach()`` on: an int32 per row, up
-    to 2**30, kept with its shard and saved in ``state_dict()``. Scores are float32: rows with more than 2**24 lookups
-    may tie although their counts differ, and then the smaller row index is removed first. Lookups of removed rows are
-    counted, and these rows keep their ``G`` unless the enforcer resets it, so they may come back, at 0, with
-    ``"frequency"`` and ``"accumulator"``.
+    All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the
+    optimizers and sees the ids. Lookups are counted in backward passes of fused tables, repeats
+    included, from ``attach()`` on: an int32 per row, up to 2**30, kept with its shard and saved in
+    ``state_dict()``. Scores are float32: rows with more than 2**24 lookups may tie although their
+    counts differ, and then the smaller row index is removed first. Lookups of removed rows are
+    counted, and these rows keep their ``G`` unless the enforcer resets it, so they may come back,
+    at 0, with ``"frequency"`` and ``"accumulator"``.
 
     Args:
-        data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed here.
+        data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed
+            here.
         score: the score of an element, from the table above.
         norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; the others require ``"L2"``.
-        decay: after each mask update, counts are multiplied by it, so that old traffic counts less: counts are
-            float64 then, 8 bytes per row. At 1, all traffic since ``attach()`` counts equally, and counts are left as
-            they are. Fixed once a table is registered.
+        decay: after each mask update, counts are multiplied by it, so that old traffic counts less:
+            counts are float64 then, 8 bytes per row. At 1, all traffic since ``attach()`` counts
+            equally, and counts are left as they are. Fixed once a table is registered.
 
     Attributes:
-        scored_by: the score; may be replaced between mask updates, on all ranks, except by ``"frequency"``.
+        scored_by: the score; may be replaced between mask updates, on all ranks, except by
+            ``"frequency"``.
 
     Raises:
-        ValueError: an argument is invalid; in ``add_model``, lookups of a table are not seen; in ``step()``, no
-            enforcer is attached, or a table has no Adagrad; on every rank.
+        ValueError: an argument is invalid; in ``add_model``, lookups of a table are not seen; in
+            ``step()``, no enforcer is attached, or a table has no Adagrad; on every rank.
 
     Example::
 
@@ -123,16 +134,21 @@ class ImportanceSparsifier(DataNormSparsifier):
         self.scored_by = checks.choice("score", score, SCORES)
         self.counts_lookups = self.scored_by == "frequency"
         self.decay = checks.level("decay", decay)
-        # Rounded down, a count of 1 would be forgotten at the next update; in float64 its fraction stays.
+        # Rounded down, a count of 1 would be forgotten at the next update; in float64 its fraction
+        # stays.
         self.count_dtype = torch.int32 if self.decay == 1 else torch.float64
         if self.scored_by != "norm" and norm not in ("L2", "l2"):
-            raise ValueError(f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than 'L2'.")
+            raise ValueError(
+                f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than"
+                " 'L2'."
+            )
         self._known: dict[str, list[_Known]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
     def trains_removed(self) -> bool:  # type: ignore[override]  # follows the score
-        """Whether the score grows by gradients of removed rows; with the others they score 0, or by lookups."""
+        """Whether the score grows by gradients of removed rows; with the others they score 0, or by
+        lookups."""
         return self.scored_by == "accumulator"
 
     @property
@@ -144,10 +160,17 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
         of_rows = self._of_rows(name, data, offset)
-        return _by_norm(data, of_rows) if self.scored_by == "norm_accumulator" else of_rows.expand(data.shape)
+        return (
+            _by_norm(data, of_rows)
+            if self.scored_by == "norm_accumulator"
+            else of_rows.expand(data.shape)
+        )
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        if self.scored_by != "norm_accumulator" or type(self).score is not ImportanceSparsifier.score:
+        if (
+            self.scored_by != "norm_accumulator"
+            or type(self).score is not ImportanceSparsifier.score
+        ):
             return super().element_measure(name, config)
         return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
@@ -157,7 +180,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by != "norm_accumulator":
             return None  # counts decay in all rows; what is reset changes in rows that nothing has written
         known = next(known for known in self._known[name] if known.rect == shard.rect)
-        # Backwards write the sums too, in the rows that they write; torch counts all other writes, such as a load.
+        # Backwards write the sums too, in the rows that they write; torch counts all other writes,
+        # such as a load.
         return lambda data, rows: _by_norm(data, known.of_rows(rows)), (
             known.total.data_ptr(),
             known.total._version,
@@ -202,17 +226,21 @@ class ImportanceSparsifier(DataNormSparsifier):
         facts["sparsifier.decay"] = self.decay
         for data in located:  # replicas must score alike
             rank = rank_in(data.ranks)
-            for rect, total, *_ in self._known.get(data.name, ()) if data.replicated and not data.copied else ():
+            for rect, total, *_ in (
+                self._known.get(data.name, ()) if data.replicated and not data.copied else ()
+            ):
                 holders = [r for r, held in enumerate(data.tiling) if rect in held]
                 place = f"optimizer state of {data.name} {rect}"
-                facts.replicas[place] = Replica(hash_tensor(total), holders[0] == rank, len(holders))
+                facts.replicas[place] = Replica(
+                    hash_tensor(total), holders[0] == rank, len(holders)
+                )
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:
             raise ValueError(
-                f"Table {data.name!r}: score='frequency' counts the lookups of tables with a fused optimizer, and this "
-                f"one is {data.kernel or data.sharding}; 'accumulator' knows the traffic of others, if Adagrad steps "
-                "them."
+                f"Table {data.name!r}: score='frequency' counts the lookups of tables with a fused"
+                f" optimizer, and this one is {data.kernel or data.sharding}; 'accumulator' knows"
+                " the traffic of others, if Adagrad steps them."
             )
         return super().check_config(data, config)
 
@@ -226,12 +254,17 @@ class ImportanceSparsifier(DataNormSparsifier):
             self._look_up(self.packed_store.locate())
 
     def unknown_tables(self) -> list[str]:
-        """Return the tables whose score needs Adagrad's sums, and that no Adagrad steps on this rank. Local."""
+        """Return the tables whose score needs Adagrad's sums, and that no Adagrad steps on this
+        rank. Local."""
         if self.scored_by not in ("accumulator", "norm_accumulator"):
             return []
         summed = self.sums()
         located = self.packed_store.locate().items()
-        return [name for name, data in located if any(s.tensor.data_ptr() not in summed for s in data.shards)]
+        return [
+            name
+            for name, data in located
+            if any(s.tensor.data_ptr() not in summed for s in data.shards)
+        ]
 
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
         """What is known of the rows of this rank's shards."""
@@ -240,27 +273,32 @@ class ImportanceSparsifier(DataNormSparsifier):
         for name, data in located.items():
             if self.scored_by == "frequency":
                 counts = zip(data.shards, self.packed_store.counts(name) or (), strict=True)
-                found[name] = [_Known(s.rect, count, share=data.shape[1], most=MOST_COUNTED) for s, count in counts]
+                found[name] = [
+                    _Known(s.rect, count, share=data.shape[1], most=MOST_COUNTED)
+                    for s, count in counts
+                ]
             else:
                 found[name] = [_summed(name, shard, totals) for shard in data.shards]
         return found
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
-        """Return the squared gradients that Adagrad has summed, and their initial value, by the address of the weights:
-        those that the enforcer knows.
+        """Return the squared gradients that Adagrad has summed, and their initial value, by the
+        address of the weights: those that the enforcer knows.
 
         Raises:
             ValueError: no enforcer is attached.
         """
         if self.enforcer is None:
             raise ValueError(
-                f"score={self.scored_by!r} needs an attached MaskEnforcer, which knows the optimizers and sees the "
-                "ids: call MaskEnforcer(sparsifier).attach(optimizer), or use sparsify()."
+                f"score={self.scored_by!r} needs an attached MaskEnforcer, which knows the"
+                " optimizers and sees the ids: call MaskEnforcer(sparsifier).attach(optimizer), or"
+                " use sparsify()."
             )
         return self.enforcer.accumulators()
 
     def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
-        """What is known of an element of the rows of a chunk, float64 ``(rows, 1)`` or ``(rows, columns)``."""
+        """What is known of an element of the rows of a chunk, float64 ``(rows, 1)`` or
+        ``(rows, columns)``."""
         known = self._known_at(name, data, offset)
         first = offset[0] - known.rect.row
         return known.of_rows(slice(first, first + len(data)))
@@ -269,10 +307,13 @@ class ImportanceSparsifier(DataNormSparsifier):
         """What is known of the shard of a chunk that begins at ``offset``."""
         if name not in self.dense_store:
             here = Rect(*offset, 1, 1)
-            return next(known for known in self._known[name] if known.rect.intersect(here) is not None)
+            return next(
+                known for known in self._known[name] if known.rect.intersect(here) is not None
+            )
         if self.scored_by == "frequency":
             raise ValueError(
-                f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from add_model()."
+                f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from"
+                " add_model()."
             )
         whole = self.dense_store.weight(name)
         rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
@@ -292,7 +333,7 @@ def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]])
     """
     if shard.tensor.data_ptr() not in totals:
         raise ValueError(
-            f"Table {name!r}: no Adagrad steps it, so that there are no sums of squared gradients to score it by; "
-            "score='norm' needs none, 'frequency' counts lookups."
+            f"Table {name!r}: no Adagrad steps it, so that there are no sums of squared gradients"
+            " to score it by; score='norm' needs none, 'frequency' counts lookups."
         )
     return _Known(shard.rect, *totals[shard.tensor.data_ptr()])

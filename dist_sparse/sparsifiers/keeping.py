@@ -1,4 +1,5 @@
-"""Which scores a sparsifier keeps between mask updates: those of shards of which an enforcer sees every write."""
+"""Which scores a sparsifier keeps between mask updates: those of shards of which an enforcer sees
+every write."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dist_sparse.tables.shards import Rect, Shard
 __all__ = ["Keeper", "Scored", "check_kept"]
 
 Scored = tuple[RowMeasure, object]
-"""How elements of a shard are scored, and what else decides about their scores, for comparison with the last time."""
+"""How elements of a shard are scored, and what else decides about their scores, for comparison with
+the last time."""
 
 
 class Keeper:
@@ -36,7 +38,8 @@ class Keeper:
 
         Args:
             goals: by the name of the table.
-            written: the rows that were written, by the address of the weights, of shards of which that is known.
+            written: the rows that were written, by the address of the weights, of shards of which
+                that is known.
             measure: how a shard of a table is scored; None if only whole shards can be.
             masks: of the shards of a table, with which the weights have been masked.
             full_every: as in :class:`~dist_sparse.masking.kept_scores.Keeping`.
@@ -50,17 +53,25 @@ class Keeper:
             known: dict[Rect, Scored] = {}
             present: dict[Rect, BlockMask] = {}
             for shard, mask in zip(goal.data.shards, masks(name), strict=True):
-                seen = written.get(shard.tensor.data_ptr()) if KeptScores.fits(shard.rect, goal.block) else None
+                seen = (
+                    written.get(shard.tensor.data_ptr())
+                    if KeptScores.fits(shard.rect, goal.block)
+                    else None
+                )
                 how = None if seen is None else measure(name, shard)
                 if seen is not None and how is not None:
                     scores = before.get((name, shard.rect))
-                    scores = KeptScores(seen) if scores is None or scores.written is not seen else scores
+                    scores = (
+                        KeptScores(seen) if scores is None or scores.written is not seen else scores
+                    )
                     kept[shard.rect] = self._scores[name, shard.rect] = scores
                     known[shard.rect], present[shard.rect] = how, mask
             if kept:
                 measures = {rect: how for rect, (how, _) in known.items()}
                 of = {rect: what for rect, (_, what) in known.items()}
-                found[name] = replace(goal, keeping=Keeping(kept, measures, of, present, full_every))
+                found[name] = replace(
+                    goal, keeping=Keeping(kept, measures, of, present, full_every)
+                )
         return found
 
 
@@ -72,11 +83,15 @@ def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
     """
     keeping = table.goal.keeping if table.cuts is None else None  # of cut blocks no scores are kept
     for rect, kept in () if keeping is None else keeping.scores.items():
-        wrong = (kept.scores.bits.view(-1) != torch.cat([bits for _, bits in fresh.segments[rect].chunks()])).nonzero()
+        wrong = (
+            kept.scores.bits.view(-1)
+            != torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
+        ).nonzero()
         if len(wrong):
             row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
             raise ValueError(
-                f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the weights, the first "
-                f"in row {row}: weights were written in a way that torch does not count. After apply_masks() "
-                "every row is scored again; with full_every=1 no scores are kept."
+                f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the"
+                f" weights, the first in row {row}: weights were written in a way that torch does"
+                " not count. After apply_masks() every row is scored again; with full_every=1 no"
+                " scores are kept."
             )

@@ -1,7 +1,8 @@
 """Lookups of removed rows: how much of the traffic the masks answer with zeros.
 
-Lookups are counted for scores that need them (``counts_lookups``), and sampled by an enforcer for others. No rank sees
-whole rows of a table cut by columns: its removed rows are known only where blocks are as wide as the table.
+Lookups are counted for scores that need them (``counts_lookups``), and sampled by an enforcer for
+others. No rank sees whole rows of a table cut by columns: its removed rows are known only where
+blocks are as wide as the table.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def counted_rows(
     masks: Sequence[BlockMask],
     counts: Sequence[Tensor] | None,
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """Return for each shard that this rank counts which rows are removed, and the lookups of each. Local.
+    """Return for each shard that this rank counts which rows are removed, and the lookups of each.
+    Local.
 
     Args:
         data: the table as it is stored now.
@@ -42,7 +44,8 @@ def counted_rows(
         masks, counts: of this rank's shards; counts None where lookups are not counted.
 
     Returns:
-        ``(bool (rows,), float64 (rows,))`` on the CPU; None where that is not known, on every rank alike.
+        ``(bool (rows,), float64 (rows,))`` on the CPU; None where that is not known, on every rank
+        alike.
     """
     if counts is None or not _has_whole_rows(data, block):
         return None
@@ -69,13 +72,17 @@ def _sum_lookups(rows: Sequence[tuple[Tensor, Tensor]]) -> Lookups:
 
 
 def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
-    """Return the lookups of this rank's part of a table: counted ones where its score needs counts, otherwise what
-    enforcers have sampled since the last mask update. Local.
+    """Return the lookups of this rank's part of a table: counted ones where its score needs counts,
+    otherwise what enforcers have sampled since the last mask update. Local.
 
     Returns:
         None where that is not known, on every rank alike.
     """
-    block, masks, counts = packed.block(data.name), packed.masks(data.name), packed.counts(data.name)
+    block, masks, counts = (
+        packed.block(data.name),
+        packed.masks(data.name),
+        packed.counts(data.name),
+    )
     if counts is not None:
         rows = counted_rows(data, block, masks, counts)
         return None if rows is None else _sum_lookups(rows)
@@ -84,14 +91,17 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     owned = set(data.owned(group_over(data.ranks).rank))
     sums = torch.zeros(2, dtype=torch.int64)
     for mask, sampled in zip(masks, packed.samples(data.name), strict=True):
-        if mask.rect.col == 0 and mask.rect in owned:  # shards of the same rows have the same lookups
+        if (
+            mask.rect.col == 0 and mask.rect in owned
+        ):  # shards of the same rows have the same lookups
             sums += sampled.cpu()
     looked_up, removed = sums.tolist()
     return looked_up, removed
 
 
 def removed_lookups(packed: PackedStore, action: str) -> dict[str, Lookups]:
-    """Return the lookups of each table of which they are known, by name. Collective: one all-reduce for each group.
+    """Return the lookups of each table of which they are known, by name. Collective: one all-reduce
+    for each group.
 
     Args:
         packed: the registered tables.
@@ -104,5 +114,8 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, Lookups]:
         known = {name: sums for name, sums in here.items() if sums is not None}
         if known:
             sums = group_over(ranks).all_reduce(torch.tensor(list(known.values()))).tolist()
-            found |= {name: (counted, removed) for name, (counted, removed) in zip(known, sums, strict=True)}
+            found |= {
+                name: (counted, removed)
+                for name, (counted, removed) in zip(known, sums, strict=True)
+            }
     return {name: found[name] for name in packed.names if name in found}

@@ -1,4 +1,5 @@
-"""Masks and counts of lookups brought from the ranks that have them to those that need them, by one all-to-all.
+"""Masks and counts of lookups brought from the ranks that have them to those that need them, by one
+all-to-all.
 
 Every rank knows who has what and who needs what from the tilings, so nothing but bits is sent.
 """
@@ -35,8 +36,8 @@ class Held(Protocol):
 def brought(
     tables: Mapping[str, Held], tilings: Mapping[str, Tiling], group: Group
 ) -> tuple[dict[str, list[BlockMask]], dict[str, list[tuple[Rect, Tensor]]]]:
-    """Return pieces of masks, and of counts, that cover this rank's rectangles in other ``tilings``. Collective over
-    the group."""
+    """Return pieces of masks, and of counts, that cover this rank's rectangles in other
+    ``tilings``. Collective over the group."""
     parcels = Parcels(group)
     masks: dict[str, list[tuple[Rect, Callable[[], Tensor]]]] = {name: [] for name in tilings}
     counts: dict[str, list[tuple[Rect, Callable[[], Tensor]]]] = {name: [] for name in tilings}
@@ -63,7 +64,8 @@ def brought(
 
 
 def to_write(tables: Mapping[str, Held], group: Group) -> dict[str, list[BlockMask]]:
-    """Return what this rank writes of each mask to a checkpoint: see :func:`~dist_sparse.sparsifiers.pieces.written`.
+    """Return what this rank writes of each mask to a checkpoint: see
+    :func:`~dist_sparse.sparsifiers.pieces.written`.
 
     Local, unless a border of columns cuts bytes of a mask: then collective over the group.
     """
@@ -75,12 +77,16 @@ def to_write(tables: Mapping[str, Held], group: Group) -> dict[str, list[BlockMa
             for held in owners(table.tiling)
         ]
         if any(
-            grid_of(to, table.block).col_end > grid_of(rect, table.block).col_end for held in pairs for rect, to in held
+            grid_of(to, table.block).col_end > grid_of(rect, table.block).col_end
+            for held in pairs
+            for rect, to in held
         ):
             cut[name] = tuple(tuple(to for _, to in held) for held in pairs)
         else:
             masks = {mask.rect: mask for mask in table.masks}
-            found[name] = [masks[rect] if to == rect else masks[rect].cut(to) for rect, to in pairs[group.rank]]
+            found[name] = [
+                masks[rect] if to == rect else masks[rect].cut(to) for rect, to in pairs[group.rank]
+            ]
     if cut:
         parts, _ = brought(tables, cut, group)
         for name, tiling in cut.items():
@@ -89,7 +95,9 @@ def to_write(tables: Mapping[str, Held], group: Group) -> dict[str, list[BlockMa
     return found
 
 
-def assembled(rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device) -> BlockMask:
+def assembled(
+    rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
+) -> BlockMask:
     """Return the mask of ``rect`` from those of the pieces that are inside it."""
     inside = [piece for piece in pieces if piece.rect.intersect(rect) == piece.rect]
     return BlockMask.assemble(rect, block, inside, device)
@@ -103,7 +111,8 @@ def mask_bytes(rect: Rect, block: Block) -> int:
 def _transfers(
     old: Tiling, new: Tiling, *, sender: int | None = None, receiver: int | None = None
 ) -> Iterator[tuple[int, int, Rect, Rect]]:
-    """``(sender, receiver, common rectangle, old rectangle)`` of every message from an old owner to a new holder."""
+    """``(sender, receiver, common rectangle, old rectangle)`` of every message from an old owner to
+    a new holder."""
     owned = owners(old)
     for to in range(len(new)) if receiver is None else (receiver,):
         for target in dict.fromkeys(new[to]):

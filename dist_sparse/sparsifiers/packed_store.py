@@ -1,8 +1,9 @@
 """Masks of sharded tables, as packed bits that live with their shards.
 
-A :class:`PackedStore` holds what was registered (sources that locate the tables at any moment) and, for each shard on
-this rank, its :class:`~dist_sparse.masking.masks.BlockMask`. When shards have moved since the bits were stored, one
-all-to-all brings the bits to their new holders. Registration, groups and tilings are the same on every rank.
+A :class:`PackedStore` holds what was registered (sources that locate the tables at any moment) and,
+for each shard on this rank, its :class:`~dist_sparse.masking.masks.BlockMask`. When shards have
+moved since the bits were stored, one all-to-all brings the bits to their new holders. Registration,
+groups and tilings are the same on every rank.
 """
 
 from __future__ import annotations
@@ -86,18 +87,21 @@ class PackedStore:
 
     @property
     def groups(self) -> dict[Ranks, list[str]]:
-        """The tables' names by the global ranks that hold them, in an order that depends on neither rank nor
-        registration; larger groups come later."""
+        """The tables' names by the global ranks that hold them, in an order that depends on neither
+        rank nor registration; larger groups come later."""
         if self._groups is None:
             groups: dict[Ranks, list[str]] = {}
             for name in sorted(self._tables):
                 groups.setdefault(self._tables[name].ranks, []).append(name)
-            self._groups = dict(sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ())))
+            self._groups = dict(
+                sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ()))
+            )
         return self._groups
 
     @contextmanager
     def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
-        """:func:`dist_sparse.groups.agreeing` over the tables' groups: for each its facts and its tables' names."""
+        """:func:`dist_sparse.groups.agreeing` over the tables' groups: for each its facts and its
+        tables' names."""
         with agreeing(action, [group_over(ranks) for ranks in self.groups]) as noted:
             yield list(zip(noted, self.groups.values(), strict=True))
 
@@ -124,8 +128,12 @@ class PackedStore:
             (span, known), name = entries[i], entries[j][1]
             if j < old or known == name:
                 continue
-            if known not in self or span in _spans(self.find(known)):  # the memory may have a new owner
-                raise ValueError(f"Table {name!r} is registered already, as {known!r}: they share memory.")
+            if known not in self or span in _spans(
+                self.find(known)
+            ):  # the memory may have a new owner
+                raise ValueError(
+                    f"Table {name!r} is registered already, as {known!r}: they share memory."
+                )
 
     def add(
         self,
@@ -135,12 +143,17 @@ class PackedStore:
         *,
         counted: torch.dtype | None = None,
     ) -> None:
-        """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts` of that dtype."""
+        """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts`
+        of that dtype."""
         for data in located:
             block = blocks[data.name]
-            masks = [BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards]
+            masks = [
+                BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards
+            ]
             counts = None if counted is None else new_counts(data, counted)
-            self._tables[data.name] = _Table(source, data.shape, data.ranks, data.tiling, block, masks, counts, counted)
+            self._tables[data.name] = _Table(
+                source, data.shape, data.ranks, data.tiling, block, masks, counts, counted
+            )
             self._spans[data.name] = _spans(data)
         self._groups = None
         self.version += 1
@@ -155,7 +168,8 @@ class PackedStore:
     # Where the tables are.
 
     def locate(self) -> dict[str, ShardedData]:
-        """Return the registered tables as they are stored now, by name. Walks the models; does not communicate.
+        """Return the registered tables as they are stored now, by name. Walks the models; does not
+        communicate.
 
         Raises:
             ValueError: a table is no longer in its model, or has another shape.
@@ -163,10 +177,15 @@ class PackedStore:
         names: dict[int, list[str]] = {}
         for name, table in self._tables.items():
             names.setdefault(id(table.source), []).append(name)
-        located = {data.name: data for source in self.sources for data in source.locate(names[id(source)])}
+        located = {
+            data.name: data for source in self.sources for data in source.locate(names[id(source)])
+        }
         missing = [name for name in self._tables if name not in located]
         if missing:
-            raise ValueError(f"The registered tables {missing} are no longer in the model; it holds {sorted(located)}.")
+            raise ValueError(
+                f"The registered tables {missing} are no longer in the model; it holds"
+                f" {sorted(located)}."
+            )
         for name in self._tables:
             self._check_shape(located[name])
         self._spans = {name: _spans(data) for name, data in located.items()}
@@ -176,7 +195,8 @@ class PackedStore:
         """:meth:`locate`, and bring the masks to their shards: collective if shards have moved.
 
         Args:
-            action: check first that all ranks make this call. Collective over the tables' groups: 32 bytes each.
+            action: check first that all ranks make this call. Collective over the tables' groups:
+                32 bytes each.
         """
         if action is None:
             located = self.locate()
@@ -193,20 +213,24 @@ class PackedStore:
         return data
 
     def moved(self, located: Mapping[str, ShardedData]) -> list[str]:
-        """Return the tables whose rectangles differ from those that the bits were stored for. The same on every
-        rank."""
+        """Return the tables whose rectangles differ from those that the bits were stored for. The
+        same on every rank."""
         return [name for name, data in located.items() if data.tiling != self._tables[name].tiling]
 
     def reshard(self, located: Mapping[str, ShardedData]) -> None:
-        """Bring the bits of moved tables to their new holders. Collective over the groups of moved tables: one
-        all-to-all each. Bits whose shard is on another device now follow it, which is local."""
+        """Bring the bits of moved tables to their new holders. Collective over the groups of moved
+        tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
+        local."""
         moved = set(self.moved(located))
         for ranks, names in self.groups.items():
             if tables := [located[name] for name in names if name in moved]:
                 self._move(tables, group_over(ranks))
         for name, data in located.items():
             table = self._tables[name]
-            if any(m.bits.device != s.tensor.device for m, s in zip(table.masks, data.shards, strict=True)):
+            if any(
+                m.bits.device != s.tensor.device
+                for m, s in zip(table.masks, data.shards, strict=True)
+            ):
                 self.version += 1
                 table.samples = None
                 table.masks = [
@@ -220,20 +244,24 @@ class PackedStore:
     # Masks.
 
     def masks(self, name: str) -> list[BlockMask]:
-        """Return the masks of this rank's shards, in their order. A mask update replaces the list."""
+        """Return the masks of this rank's shards, in their order. A mask update replaces the
+        list."""
         return self._tables[name].masks
 
     def counts(self, name: str) -> list[Tensor] | None:
-        """Return how often training has looked up each row of this rank's shards, live: ``(rect.rows,)``, int32, or
-        float64 where counts decay; None if that is not counted."""
+        """Return how often training has looked up each row of this rank's shards, live:
+        ``(rect.rows,)``, int32, or float64 where counts decay; None if that is not counted."""
         return self._tables[name].counts
 
     def samples(self, name: str) -> list[Tensor]:
-        """Return what an enforcer has sampled of the lookups of this rank's shards since their masks were replaced,
-        live: int64 ``(2,)``, all of them, and those of rows that are removed whole."""
+        """Return what an enforcer has sampled of the lookups of this rank's shards since their
+        masks were replaced, live: int64 ``(2,)``, all of them, and those of rows that are removed
+        whole."""
         table = self._tables[name]
         if table.samples is None:
-            table.samples = [torch.zeros(2, dtype=torch.int64, device=mask.bits.device) for mask in table.masks]
+            table.samples = [
+                torch.zeros(2, dtype=torch.int64, device=mask.bits.device) for mask in table.masks
+            ]
         return table.samples
 
     def all_masks(self) -> dict[str, list[BlockMask]]:
@@ -241,13 +269,20 @@ class PackedStore:
         return {name: table.masks for name, table in self._tables.items()}
 
     def block(self, name: str) -> Block:
-        """Return what one bit of the table's masks stands for; known on ranks without a shard too."""
+        """Return what one bit of the table's masks stands for; known on ranks without a shard
+        too."""
         return self._tables[name].block
 
     def replace(
-        self, data: ShardedData, masks: list[BlockMask], block: Block, removed: int | None, updates: int | None = None
+        self,
+        data: ShardedData,
+        masks: list[BlockMask],
+        block: Block,
+        removed: int | None,
+        updates: int | None = None,
     ) -> None:
-        """Replace the masks of this rank's shards by masks of the rectangles that it holds in ``data``.
+        """Replace the masks of this rank's shards by masks of the rectangles that it holds in
+        ``data``.
 
         Args:
             removed: blocks that they remove over all ranks, if known without asking.
@@ -256,18 +291,21 @@ class PackedStore:
         assert all(mask.block == block for mask in masks)
         assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
         table = self._tables[data.name]
-        if any(new is not old for new, old in zip(masks, table.masks, strict=False)) or len(masks) != len(table.masks):
+        if any(new is not old for new, old in zip(masks, table.masks, strict=False)) or len(
+            masks
+        ) != len(table.masks):
             self.version += 1
             table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
         table.updates = table.updates + 1 if updates is None else updates
 
     def mask(self, name: str) -> Tensor:
-        """Return the mask of this rank's only shard, unpacked: int8 ``(rows, columns)``, 1 = kept. Within
-        :meth:`editing`, the mask given there.
+        """Return the mask of this rank's only shard, unpacked: int8 ``(rows, columns)``, 1 = kept.
+        Within :meth:`editing`, the mask given there.
 
         Raises:
-            ValueError: this rank has several shards or none, or shards have moved since the masks were last used.
+            ValueError: this rank has several shards or none, or shards have moved since the masks
+                were last used.
         """
         if self._edited is not None and self._edited[0] == name:
             return self._edited[1]
@@ -285,8 +323,11 @@ class PackedStore:
             self._edited = None
 
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
-        """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as :meth:`mask`."""
-        return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._masks_in_place(name)]
+        """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as
+        :meth:`mask`."""
+        return [
+            ((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._masks_in_place(name)
+        ]
 
     def weight(self, name: str) -> Tensor:
         """Return the live weights of this rank's only shard; raises as :meth:`mask`."""
@@ -295,9 +336,12 @@ class PackedStore:
         return shards[0].tensor
 
     def effective(self, name: str) -> Tensor:
-        """Return the masked weights of this rank's only shard, a new tensor; raises as :meth:`mask`."""
+        """Return the masked weights of this rank's only shard, a new tensor; raises as
+        :meth:`mask`."""
         weight = self.weight(name)
-        return torch.where(self.mask(name) != 0, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+        return torch.where(
+            self.mask(name) != 0, weight, torch.zeros((), dtype=weight.dtype, device=weight.device)
+        )
 
     @torch.no_grad()
     def apply(self, located: Mapping[str, ShardedData]) -> None:
@@ -309,8 +353,9 @@ class PackedStore:
     def found_in(
         self, other: nn.Module | Mapping[str, Tensor], located: Mapping[str, ShardedData]
     ) -> dict[str, ShardedData]:
-        """Return the counterparts of the located tables in a copy of their model, or in a mapping from fully qualified
-        (or registered) names to whole tensors. Local; raises ValueError if one is missing or sharded otherwise."""
+        """Return the counterparts of the located tables in a copy of their model, or in a mapping
+        from fully qualified (or registered) names to whole tensors. Local; raises ValueError if one
+        is missing or sharded otherwise."""
         copies = {}
         if isinstance(other, nn.Module):
             copies = {data.fqn: data for data in model_source(other, dense=True).locate()}
@@ -319,11 +364,18 @@ class PackedStore:
             copy = copies.get(data.fqn)
             if isinstance(other, Mapping):
                 tensor = other.get(data.fqn or name, other.get(name))
-                if tensor is not None and all(shard.rect.numel == tensor.numel() for shard in data.shards):
-                    shards = tuple(Shard(shard.rect, tensor.data.view(data.shape)) for shard in data.shards)
+                if tensor is not None and all(
+                    shard.rect.numel == tensor.numel() for shard in data.shards
+                ):
+                    shards = tuple(
+                        Shard(shard.rect, tensor.data.view(data.shape)) for shard in data.shards
+                    )
                     copy = replace(data, shards=shards)
             if copy is None or copy.tiling != data.tiling:
-                raise ValueError(f"Table {name!r} ({data.fqn}) is not in the copy, or is sharded otherwise there.")
+                raise ValueError(
+                    f"Table {name!r} ({data.fqn}) is not in the copy, or is sharded otherwise"
+                    " there."
+                )
             found[name] = copy
         return found
 
@@ -337,8 +389,9 @@ class PackedStore:
     # Saving.
 
     def state_dict(self, configs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tables' masks and counts of lookups as tensors in global coordinates, their ``configs`` and what
-        else is known of them as JSON. Local, unless column borders cut bytes of masks: then collective."""
+        """Return the tables' masks and counts of lookups as tensors in global coordinates, their
+        ``configs`` and what else is known of them as JSON. Local, unless column borders cut bytes
+        of masks: then collective."""
         writes: dict[str, list[BlockMask]] = {}
         for ranks, names in self.groups.items():
             writes |= to_write({name: self._tables[name] for name in names}, group_over(ranks))
@@ -353,39 +406,56 @@ class PackedStore:
             if table.counts is not None and table.counted is not None:
                 rank = group_over(table.ranks).rank
                 rects, owned = table.tiling[rank], owners(table.tiling)[rank]
-                counts[name] = saved_counts(table.shape[0], table.counted, rects, owned, table.counts)
+                counts[name] = saved_counts(
+                    table.shape[0], table.counted, rects, owned, table.counts
+                )
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         return {**saved, "counts": counts} if counts else saved
 
-    def prepare(self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]) -> dict[str, list[BlockMask]]:
-        """Return the masks of this rank's shards from saved pieces. Checks everything, changes nothing, local.
+    def prepare(
+        self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
+    ) -> dict[str, list[BlockMask]]:
+        """Return the masks of this rank's shards from saved pieces. Checks everything, changes
+        nothing, local.
 
         Args:
-            saved: the tables of a :meth:`state_dict`, by name: see :func:`~dist_sparse.sparsifiers.pieces.entries_of`.
+            saved: the tables of a :meth:`state_dict`, by name: see
+                :func:`~dist_sparse.sparsifiers.pieces.entries_of`.
             located: the registered tables as they are stored now.
 
         Raises:
-            ValueError: a table is missing or unknown, a field is malformed, or pieces were changed since they were
-                saved, differ where they overlap, or do not cover this rank's shards.
+            ValueError: a table is missing or unknown, a field is malformed, or pieces were changed
+                since they were saved, differ where they overlap, or do not cover this rank's
+                shards.
         """
         if missing := [name for name in self._tables if name not in saved]:
             raise ValueError(
-                f"The state has no masks of the registered tables {missing}; it has those of {sorted(saved)}."
+                f"The state has no masks of the registered tables {missing}; it has those of"
+                f" {sorted(saved)}."
             )
         if unknown := [name for name in saved if name not in self]:
             raise ValueError(
-                f"The state has masks of tables {unknown} that are not registered: call add_model() before loading."
+                f"The state has masks of tables {unknown} that are not registered: call add_model()"
+                " before loading."
             )
         masks = {name: masks_from(located[name], entry) for name, entry in saved.items()}
         for name, dtype in self._counted.items():
             counts_from(located[name], saved[name], dtype)
         return masks
 
-    def load(self, located: Mapping[str, ShardedData], masks: Mapping[str, list[BlockMask]], saved: Any) -> None:
+    def load(
+        self, located: Mapping[str, ShardedData], masks: Mapping[str, list[BlockMask]], saved: Any
+    ) -> None:
         """Put masks from :meth:`prepare` in place."""
         for name, loaded in masks.items():
             entry = saved[name]
-            self.replace(located[name], loaded, block_of(entry), entry.get("removed"), entry.get("updates", 0))
+            self.replace(
+                located[name],
+                loaded,
+                block_of(entry),
+                entry.get("removed"),
+                entry.get("updates", 0),
+            )
             if (dtype := self._counted.get(name)) is not None:
                 self._tables[name].counts = counts_from(located[name], entry, dtype)
 
@@ -405,26 +475,30 @@ class PackedStore:
                     data, block = located[name], block_of(saved[name])
                     entry = [saved[name].get(key) for key in ("updates", "removed")]
                     facts[f"the state of table {name!r}"] = [block, configs[name], *entry]
-                    facts.replicas |= shared_bits(data, block, masks[name], group_over(data.ranks).rank)
+                    facts.replicas |= shared_bits(
+                        data, block, masks[name], group_over(data.ranks).rank
+                    )
 
     @property
     def _counted(self) -> dict[str, torch.dtype]:
-        return {name: table.counted for name, table in self._tables.items() if table.counted is not None}
+        return {
+            name: table.counted for name, table in self._tables.items() if table.counted is not None
+        }
 
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
         if data.shape != shape:
             raise ValueError(
-                f"Table {data.name!r} was registered with the shape {shape} and has {data.shape} now: its mask "
-                "does not fit. Make a new sparsifier and register the model again."
+                f"Table {data.name!r} was registered with the shape {shape} and has {data.shape}"
+                " now: its mask does not fit. Make a new sparsifier and register the model again."
             )
 
     def _masks_in_place(self, name: str) -> list[BlockMask]:
         """:meth:`masks`, for a caller that may be alone and so can't reshard them."""
         if self.moved({name: self.find(name)}):
             raise ValueError(
-                f"The shards of table {name!r} have moved since its masks were last used: call step(), apply_masks() "
-                "or table_stats() on every rank first."
+                f"The shards of table {name!r} have moved since its masks were last used: call"
+                " step(), apply_masks() or table_stats() on every rank first."
             )
         return self.masks(name)
 
@@ -434,7 +508,8 @@ class PackedStore:
         for data in tables:
             table = self._tables[data.name]
             table.masks = [
-                assembled(shard.rect, table.block, parts[data.name], shard.tensor.device) for shard in data.shards
+                assembled(shard.rect, table.block, parts[data.name], shard.tensor.device)
+                for shard in data.shards
             ]
             table.tiling, table.samples = data.tiling, None
             if table.counted is not None:
@@ -445,12 +520,17 @@ class PackedStore:
 
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
     places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
-    raise ValueError(f"The saved masks of the ranks do not fit together; they differ at {places}. Nothing was changed.")
+    raise ValueError(
+        f"The saved masks of the ranks do not fit together; they differ at {places}. Nothing was"
+        " changed."
+    )
 
 
 def _check_single(name: str, shards: int) -> None:
     if shards != 1:
-        raise ValueError(f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r}).")
+        raise ValueError(
+            f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r})."
+        )
 
 
 def _spans(data: ShardedData) -> list[Span]:

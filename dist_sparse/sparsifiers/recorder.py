@@ -1,9 +1,9 @@
 """What mask updates change, summed over all ranks.
 
-A :class:`Recorder` counts on each rank what a mask update changes there. The sums over ranks travel with the first
-all-reduce of the next mask update, so a record is complete one update later, or after :meth:`Recorder.complete`. An
-update without an all-reduce of its own (nothing or everything is pruned; a user's own ``update_mask``) sends them in
-one. Without a recorder nothing is counted.
+A :class:`Recorder` counts on each rank what a mask update changes there. The sums over ranks travel
+with the first all-reduce of the next mask update, so a record is complete one update later, or
+after :meth:`Recorder.complete`. An update without an all-reduce of its own (nothing or everything
+is pruned; a user's own ``update_mask``) sends them in one. Without a recorder nothing is counted.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Waiting:
 
 
 class Recorder:
-    """Records the mask updates of one sparsifier over sharded tables; plain data is not recorded. Every rank must have
-    one, or none: a mask update checks it.
+    """Records the mask updates of one sparsifier over sharded tables; plain data is not recorded.
+    Every rank must have one, or none: a mask update checks it.
 
     Attributes:
         count: mask updates so far.
@@ -77,8 +77,11 @@ class Recorder:
         return done
 
     def complete(self) -> None:
-        """Sum up what waits for the next mask update. Collective over the tables' groups: every rank must call it."""
-        all_ranks: set[Ranks] = {step.facts[name]["ranks"] for step in self._waiting for name in step.mine}
+        """Sum up what waits for the next mask update. Collective over the tables' groups: every
+        rank must call it."""
+        all_ranks: set[Ranks] = {
+            step.facts[name]["ranks"] for step in self._waiting for name in step.mine
+        }
         for ranks in sorted(all_ranks, key=lambda ranks: (len(ranks or ()), ranks or ())):
             rider = self.rider(ranks)
             assert rider is not None
@@ -86,12 +89,13 @@ class Recorder:
         self._sort_out()
 
     def waiting_for(self, ranks: Ranks) -> list[list[str]]:
-        """Return the tables whose counts wait for a message over these ranks, by mask update. Ranks that differ in it,
-        as after an error of one rank alone, can't sum them."""
+        """Return the tables whose counts wait for a message over these ranks, by mask update. Ranks
+        that differ in it, as after an error of one rank alone, can't sum them."""
         return [names for _, names in self._waiting_of(ranks)]
 
     def forget(self, ranks: Ranks) -> None:
-        """Drop what waits for a message over these ranks, which have found that they wait for different counts."""
+        """Drop what waits for a message over these ranks, which have found that they wait for
+        different counts."""
         for step, names in self._waiting_of(ranks):
             for name in names:
                 del step.mine[name], step.facts[name]
@@ -109,17 +113,22 @@ class Recorder:
         self.count += 1
         after, step = traffic(), self._waiting[-1]
         step.seconds = time.perf_counter() - started
-        step.collectives, step.bytes = after.collectives - before.collectives, after.bytes - before.bytes
+        step.collectives, step.bytes = (
+            after.collectives - before.collectives,
+            after.bytes - before.bytes,
+        )
         self._sort_out()
 
     def rider(self, ranks: Ranks) -> Rider | None:
-        """Return the counts that wait for a message over these ranks, ``(mask updates and tables, 6)``, also those of
-        tables that have been squashed since; None if none do."""
+        """Return the counts that wait for a message over these ranks,
+        ``(mask updates and tables, 6)``, also those of tables that have been squashed since; None
+        if none do."""
         counts = [step.mine[name] for step, names in self._waiting_of(ranks) for name in names]
         return Rider(torch.tensor(counts, dtype=torch.int64)) if counts else None
 
     def arrived(self, ranks: Ranks, rider: Rider, group: Group) -> None:
-        """Take the sums of :meth:`rider`. Collective over ``group``: one all-reduce, if nothing has carried it."""
+        """Take the sums of :meth:`rider`. Collective over ``group``: one all-reduce, if nothing has
+        carried it."""
         summed = group.all_reduce(rider.values) if rider.summed is None else rider.summed
         rows = iter(summed.tolist())
         for step, names in self._waiting_of(ranks):
@@ -144,7 +153,8 @@ class Recorder:
             block: what one of their bits stands for; known on ranks without a shard too.
             made: the new masks.
             config: the table's configuration.
-            lookups: of this rank's part of the table, and those of removed rows; None where that is not known.
+            lookups: of this rank's part of the table, and those of removed rows; None where that is
+                not known.
         """
         step = self._waiting[-1]
         group = group_over(data.ranks)
@@ -154,7 +164,9 @@ class Recorder:
         for old, (new, _) in zip(before, made.masks, strict=True):
             if new.rect in owned and new.blocks:
                 owned.discard(new.rect)
-                counts = [a + b for a, b in zip(counts, _changes(old, new, whole_rows), strict=True)]
+                counts = [
+                    a + b for a, b in zip(counts, _changes(old, new, whole_rows), strict=True)
+                ]
         counts += lookups or (0, 0)
         grid = grid_of(Rect(0, 0, *data.shape), made.block)
         step.facts[data.name] = {
@@ -170,14 +182,19 @@ class Recorder:
 
     def _waiting_of(self, ranks: Ranks) -> list[tuple[_Waiting, list[str]]]:
         """The mask updates, and their tables, whose counts wait for a message over these ranks."""
-        found = [(step, [name for name in step.mine if step.facts[name]["ranks"] == ranks]) for step in self._waiting]
+        found = [
+            (step, [name for name in step.mine if step.facts[name]["ranks"] == ranks])
+            for step in self._waiting
+        ]
         return [(step, sorted(names)) for step, names in found if names]
 
     def _sort_out(self) -> None:
         """Make records of the mask updates that have all their sums."""
         while self._waiting and not self._waiting[0].mine:
             step = self._waiting.pop(0)
-            tables = tuple(_change(name, facts, step.known[name]) for name, facts in step.facts.items())
+            tables = tuple(
+                _change(name, facts, step.known[name]) for name, facts in step.facts.items()
+            )
             self._done.append(
                 StepRecord(
                     number=step.number,
@@ -217,7 +234,9 @@ def _scores(threshold: Threshold | None) -> tuple[tuple[float, int], ...]:
 def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
     """The counts of one shard; a block cut by a border counts where it begins."""
     top, left = new.rect.row % new.block[0] > 0, new.rect.col % new.block[1] > 0
-    removed, flipped, regrown = _cut_changes(old, new, top, left) if top or left else _whole_changes(old, new)
+    removed, flipped, regrown = (
+        _cut_changes(old, new, top, left) if top or left else _whole_changes(old, new)
+    )
     if not whole_rows:
         return [removed, flipped, regrown, 0]
     if new.block[0] == 1 and new.grid.cols == 1:
@@ -234,7 +253,8 @@ def _whole_changes(old: BlockMask, new: BlockMask) -> list[int]:
 
 
 def _cut_changes(old: BlockMask, new: BlockMask, top: bool, left: bool) -> list[int]:
-    """The same of a shard whose first row or column of blocks (``top``, ``left``) begins in another shard."""
+    """The same of a shard whose first row or column of blocks (``top``, ``left``) begins in another
+    shard."""
     counts = [0, 0, 0]
     for first, last in new.row_chunks():
         inside = (slice(int(top and first == 0), None), slice(int(left), None))

@@ -1,9 +1,10 @@
 """Saving and loading a sparsifier. A load is checked whole on all ranks, then put in place whole.
 
-Plain data is saved in the ancestor's format: ``state``, ``_container`` and ``data_groups``. What belongs to sharded
-tables is in ``sharded``, their configurations too, as JSON and tensors that torch.distributed.checkpoint reshards.
-Beside it the others are left out where they are empty: on a rank without a shard of some table of the model, DCP 2.13
-looks for an entry of each empty mapping, and finds none.
+Plain data is saved in the ancestor's format: ``state``, ``_container`` and ``data_groups``. What
+belongs to sharded tables is in ``sharded``, their configurations too, as JSON and tensors that
+torch.distributed.checkpoint reshards. Beside it the others are left out where they are empty: on a
+rank without a shard of some table of the model, DCP 2.13 looks for an entry of each empty mapping,
+and finds none.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ class Loadable(Protocol):
 def save(sparsifier: Loadable) -> dict[str, Any]:
     """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
     dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
-    saved = {**dense.state_dict(), "data_groups": {name: copy.deepcopy(configs[name]) for name in dense.names}}
+    saved = {
+        **dense.state_dict(),
+        "data_groups": {name: copy.deepcopy(configs[name]) for name in dense.names},
+    }
     return (
-        {**{key: part for key, part in saved.items() if part}, "sharded": packed.state_dict(configs)}
+        {
+            **{key: part for key, part in saved.items() if part},
+            "sharded": packed.state_dict(configs),
+        }
         if packed
         else saved
     )
@@ -60,7 +67,8 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def prepare_load(
     sparsifier: Loadable, saved: Mapping[str, Any], strict: bool
 ) -> Callable[[], dict[str, dict[str, Any]]]:
-    """Check a state and return the function that loads it into the stores and returns the new ``data_groups``.
+    """Check a state and return the function that loads it into the stores and returns the new
+    ``data_groups``.
 
     Collective over the groups of the sharded tables; the function itself is local. See
     :meth:`dist_sparse.BaseDataSparsifier.load_state_dict`.
@@ -70,11 +78,15 @@ def prepare_load(
         configs, saved = saved_configs(saved), _whole(saved)
         if saved["state"] and sparsifier.enforcer is not None:
             raise ValueError(
-                f"The state holds copies of the plain data {sorted(saved['state'])}, which would take the place of the "
-                "tensors that train: detach() the enforcer, load, add_data() the tensors again, and attach it."
+                f"The state holds copies of the plain data {sorted(saved['state'])}, which would"
+                " take the place of the tensors that train: detach() the enforcer, load,"
+                " add_data() the tensors again, and attach it."
             )
         if both := [name for name in saved["state"] if name in packed]:
-            raise ValueError(f"The state has plain data of the names {both}, which belong to sharded tables here.")
+            raise ValueError(
+                f"The state has plain data of the names {both}, which belong to sharded tables"
+                " here."
+            )
         commit_dense = dense.prepare(saved, configs, strict=strict)
         # If not strict, tables that are registered stay as they are.
         blocks = {name: packed.block(name) for name in packed.names}
@@ -83,7 +95,9 @@ def prepare_load(
         masks = packed.prepare(sharded, located) if strict else {}
         for name in masks:
             if name not in configs:
-                raise RuntimeError(f"Error loading {name!r}: the state has masks of the table but no config.")
+                raise RuntimeError(
+                    f"Error loading {name!r}: the state has masks of the table but no config."
+                )
             _check_complete(name, configs[name], sparsifier.defaults)
             sparsifier.check_config(located[name], configs[name])
         packed.note_loaded(noted, located, masks, sharded, configs)
@@ -116,9 +130,13 @@ def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
     missing = [] if "sharded" in saved else [key for key in parts if key not in saved]
     if missing:
-        raise ValueError(f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}.")
+        raise ValueError(
+            f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."
+        )
     whole = {**{key: {} for key in (*parts, "sharded")}, **saved}
     for part in (*parts, "sharded"):
         if not isinstance(whole[part], Mapping):
-            raise ValueError(f"Invalid state: {part!r} must be a mapping, and is a {type(whole[part]).__name__}.")
+            raise ValueError(
+                f"Invalid state: {part!r} must be a mapping, and is a {type(whole[part]).__name__}."
+            )
     return whole

@@ -1,6 +1,7 @@
 """Counts, hashes and gathered masks over all ranks, for people, reports and tests.
 
-Nothing here changes a mask or a weight. What is collective first checks that all ranks make the same call.
+Nothing here changes a mask or a weight. What is collective first checks that all ranks make the
+same call.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def table_stats(sparsifier: Registered) -> list[TableStats]:
     """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
     packed, dense, configs = sparsifier.packed_store, sparsifier.dense_store, sparsifier.data_groups
     located = packed.current("table_stats()")
-    with packed.agreeing("table_stats()"):  # a rank that runs out of memory here would leave the others waiting
+    with packed.agreeing(
+        "table_stats()"
+    ):  # a rank that runs out of memory here would leave the others waiting
         counts = counts_of(located, packed.all_masks())
     found = stats_of(located, counts, {name: packed.block(name) for name in located}, configs)
     for name in dense.names:
@@ -75,7 +78,8 @@ def table_stats(sparsifier: Registered) -> list[TableStats]:
 
 
 def counts_of(located: Located, masks: Masks) -> dict[str, list[int]]:
-    """Return removed blocks, removed elements and mask bytes of this rank's shards, by table. Local.
+    """Return removed blocks, removed elements and mask bytes of this rank's shards, by table.
+    Local.
 
     Args:
         located: the tables as they are stored now.
@@ -120,7 +124,9 @@ def stats_of(
     return found
 
 
-def plain_stats(name: str, mask: Tensor, dtype: torch.dtype, config: Mapping[str, Any]) -> TableStats:
+def plain_stats(
+    name: str, mask: Tensor, dtype: torch.dtype, config: Mapping[str, Any]
+) -> TableStats:
     """Return the counts of plain data with this dense mask, element by element."""
     mask = as_matrix(mask)
     removed = int((mask == 0).sum())
@@ -150,8 +156,11 @@ def target_of(config: Mapping[str, Any]) -> float | None:
 
 
 def count_removed(located: Located, masks: Masks) -> dict[str, int]:
-    """Return the removed blocks of each table. Collective over the tables' groups: one all-reduce each."""
-    counts = _summed({name: _count(masks[name], data)[:1] for name, data in located.items()}, located, 1)
+    """Return the removed blocks of each table. Collective over the tables' groups: one all-reduce
+    each."""
+    counts = _summed(
+        {name: _count(masks[name], data)[:1] for name, data in located.items()}, located, 1
+    )
     return {name: count for name, [count] in counts.items()}
 
 
@@ -163,7 +172,8 @@ def count_revived(sparsifier: Registered) -> dict[str, int]:
 
 
 def _revived(packed: PackedStore, located: Located) -> dict[str, int]:
-    """Removed weights of each table that are not zero. Collective over the tables' groups: one all-reduce each."""
+    """Removed weights of each table that are not zero. Collective over the tables' groups: one
+    all-reduce each."""
     counts = {}
     for name, data in located.items():
         counts[name] = [0]
@@ -175,7 +185,9 @@ def _revived(packed: PackedStore, located: Located) -> dict[str, int]:
 
 def _revived_plain(dense: DenseStore) -> dict[str, int]:
     masked = filter(dense.is_masked, dense.names)
-    return {name: int(((dense.mask(name) == 0) & (dense.weight(name) != 0)).sum()) for name in masked}
+    return {
+        name: int(((dense.mask(name) == 0) & (dense.weight(name) != 0)).sum()) for name in masked
+    }
 
 
 def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
@@ -185,12 +197,16 @@ def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
     with group.agreeing("full_mask()") as facts:
         facts["name"] = name
         if (need := data.shape[0] * data.shape[1]) > max_bytes:
-            raise ValueError(f"The mask of table {name!r} takes {need} bytes: more than {max_bytes=}.")
+            raise ValueError(
+                f"The mask of table {name!r} takes {need} bytes: more than {max_bytes=}."
+            )
     packed.reshard({name: data})
     block = packed.block(name)
     held = dict(zip(data.tiling[group.rank], packed.masks(name), strict=True))
     mine = [held[rect].bits.cpu() for rect in data.owned(group.rank)]
-    sizes = [sum(mask_bytes(rect, block) for rect in data.owned(rank)) for rank in range(group.size)]
+    sizes = [
+        sum(mask_bytes(rect, block) for rect in data.owned(rank)) for rank in range(group.size)
+    ]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     if mine:
         padded[: sizes[group.rank]] = torch.cat(mine)
@@ -207,7 +223,8 @@ def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
 
 
 def fingerprints(sparsifier: Registered, action: str) -> dict[str, str]:
-    """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call, for messages."""
+    """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call, for
+    messages."""
     packed, dense = sparsifier.packed_store, sparsifier.dense_store
     located = packed.current(action)
     hashes = {}
@@ -215,12 +232,17 @@ def fingerprints(sparsifier: Registered, action: str) -> dict[str, str]:
         owned = set(data.owned(group_over(data.ranks).rank))
         distinct = {mask.rect: mask for mask in packed.masks(name)}
         hashes[name] = [sum(mask_hash(mask) for rect, mask in distinct.items() if rect in owned)]
-    found = {name: (located[name].shape, value) for name, [value] in _summed(hashes, located, 1).items()}
+    found = {
+        name: (located[name].shape, value) for name, [value] in _summed(hashes, located, 1).items()
+    }
     for name in dense.names:
         mask = as_matrix(dense.mask(name))
         shape = (mask.shape[0], mask.shape[1])
         found[name] = shape, mask_hash(BlockMask.of_elements(Rect(0, 0, *shape), mask))
-    prints = {name: f"{(value + shape_hash(shape)) % (1 << 64):016x}" for name, (shape, value) in found.items()}
+    prints = {
+        name: f"{(value + shape_hash(shape)) % (1 << 64):016x}"
+        for name, (shape, value) in found.items()
+    }
     return {name: prints[name] for name in sparsifier.data_groups}
 
 
@@ -229,7 +251,10 @@ def audit(sparsifier: Registered) -> dict[str, str]:
     packed, enforcer = sparsifier.packed_store, sparsifier.enforcer
 
     def refuse(drifted: Mapping[str, list[int]]) -> None:
-        wrong = "; ".join(f"{place}: ranks {ranks} differ from the first holder" for place, ranks in drifted.items())
+        wrong = "; ".join(
+            f"{place}: ranks {ranks} differ from the first holder"
+            for place, ranks in drifted.items()
+        )
         raise ValueError(f"Masks differ between their holders. {wrong}")
 
     located = packed.current("audit()")
@@ -238,14 +263,22 @@ def audit(sparsifier: Registered) -> dict[str, str]:
             facts.on_drift = refuse
             for name in names:
                 rank = group_over(located[name].ranks).rank
-                facts.replicas |= shared_bits(located[name], packed.block(name), packed.masks(name), rank)
+                facts.replicas |= shared_bits(
+                    located[name], packed.block(name), packed.masks(name), rank
+                )
         if enforcer is not None:
             enforcer.settle()  # dirty rows are zeroed before a forward reads them: they are no errors
     revived = _revived(packed, located)
     if enforcer is not None:
-        revived |= _revived_plain(sparsifier.dense_store)  # without one, plain data keeps the weights that it removes
-    with packed.agreeing("audit()"):  # of all groups: ranks that hold none of a table must not go on alone
-        _report_revived({name: count for name, count in revived.items() if count}, enforced=enforcer is not None)
+        revived |= _revived_plain(
+            sparsifier.dense_store
+        )  # without one, plain data keeps the weights that it removes
+    with packed.agreeing(
+        "audit()"
+    ):  # of all groups: ranks that hold none of a table must not go on alone
+        _report_revived(
+            {name: count for name, count in revived.items() if count}, enforced=enforcer is not None
+        )
     return fingerprints(sparsifier, "audit()")
 
 
@@ -253,15 +286,18 @@ def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
     """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
     if not revived:
         return
-    counts = "; ".join(f"table {name!r}: {count} removed weights are not zero" for name, count in revived.items())
+    counts = "; ".join(
+        f"table {name!r}: {count} removed weights are not zero" for name, count in revived.items()
+    )
     if enforced:
         raise ValueError(
-            f"Masks and weights differ, although an enforcer is attached. {counts}. They were written in a way that "
-            "torch does not count, such as through .data; sparsifier.apply_masks() zeroes them."
+            f"Masks and weights differ, although an enforcer is attached. {counts}. They were"
+            " written in a way that torch does not count, such as through .data;"
+            " sparsifier.apply_masks() zeroes them."
         )
     warnings.warn(
-        f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive stays until "
-        "sparsifier.apply_masks().",
+        f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive"
+        " stays until sparsifier.apply_masks().",
         stacklevel=4,
     )
 
@@ -269,17 +305,23 @@ def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
 def dead_rows(sparsifier: Registered) -> dict[str, int]:
     """See :meth:`dist_sparse.BaseDataSparsifier.dead_rows`.
 
-    No rank sees a whole row of a table that is cut by columns: the bits of a row are sent to the rank that counts it,
-    an equal share of a table's rows each.
+    No rank sees a whole row of a table that is cut by columns: the bits of a row are sent to the
+    rank that counts it, an equal share of a table's rows each.
     """
     packed, dense = sparsifier.packed_store, sparsifier.dense_store
     located = packed.current("dead_rows()")
     counts: dict[str, list[int]] = {}
     for ranks, names in packed.groups.items():
         group = group_over(ranks)
-        flags = {name: _owned_flags(located[name], packed.masks(name), group.rank) for name in names}
+        flags = {
+            name: _owned_flags(located[name], packed.masks(name), group.rank) for name in names
+        }
         counts |= {name: [sum(int(part.sum()) for part in flags[name].values())] for name in names}
-        if cut := [name for name in names if any(rect.cols != located[name].shape[1] for rect in located[name].rects)]:
+        if cut := [
+            name
+            for name in names
+            if any(rect.cols != located[name].shape[1] for rect in located[name].rects)
+        ]:
             counts |= _counted_by_share([located[name] for name in cut], flags, group)
     dead = {name: count for name, [count] in _summed(counts, located, 1).items()}
     dead |= {name: int((as_matrix(dense.mask(name)) == 0).all(1).sum()) for name in dense.names}
@@ -287,7 +329,8 @@ def dead_rows(sparsifier: Registered) -> dict[str, int]:
 
 
 def dead_flags(mask: BlockMask) -> Tensor:
-    """Return which rows of a shard have nothing left in it: bool ``(mask.rect.rows,)``, on the CPU."""
+    """Return which rows of a shard have nothing left in it: bool ``(mask.rect.rows,)``, on the
+    CPU."""
     grid, height = mask.grid, mask.block[0]
     if not mask.blocks:
         return torch.ones(mask.rect.rows, dtype=torch.bool)
@@ -299,18 +342,31 @@ def dead_flags(mask: BlockMask) -> Tensor:
         dead = torch.cat([~mask.flags(first, last).any(1) for first, last in mask.row_chunks()])
     if height == 1:
         return dead.cpu()
-    edges = (torch.arange(grid.row, grid.row + grid.rows + 1) * height).clamp(mask.rect.row, mask.rect.row_end)
+    edges = (torch.arange(grid.row, grid.row + grid.rows + 1) * height).clamp(
+        mask.rect.row, mask.rect.row_end
+    )
     return dead.cpu().repeat_interleave(edges.diff())
 
 
-_HEAD = ("name", "shape", "dtype", "sharding", "shards (here)", "block", "zeros/block", "level", "mask bytes (here)")
+_HEAD = (
+    "name",
+    "shape",
+    "dtype",
+    "sharding",
+    "shards (here)",
+    "block",
+    "zeros/block",
+    "level",
+    "mask bytes (here)",
+)
 
 
 def describe(sparsifier: Registered) -> str:
-    """Return a text table of everything registered: name, shape, dtype, sharding, shards, configuration, level, mask
-    bytes. Local.
+    """Return a text table of everything registered: name, shape, dtype, sharding, shards,
+    configuration, level, mask bytes. Local.
 
-    "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts over all ranks.
+    "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts
+    over all ranks.
 
     Example::
 
@@ -319,9 +375,11 @@ def describe(sparsifier: Registered) -> str:
         >>> sparsifier = DataNormSparsifier([("user", torch.ones(100, 16))], sparse_block_shape=(1, 4))
         >>> print(describe(sparsifier))
         DataNormSparsifier: 1 registered, over 1 rank
-        name  shape     dtype    sharding  shards (here)  block  zeros/block  level  mask bytes (here)
-        ----  --------  -------  --------  -------------  -----  -----------  -----  -----------------
-        user  100 x 16  float32  plain     1 (1)          1x4    all          0.5    6,400
+        name  shape     dtype    sharding  shards (here)  block  zeros/block  level  mask bytes
+        (here)
+        ----  --------  -------  --------  -------------  -----  -----------  -----
+        ----------------- user  100 x 16  float32  plain     1 (1)          1x4    all          0.5
+        6,400
     """
     dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
     located = packed.locate()
@@ -337,7 +395,9 @@ def describe(sparsifier: Registered) -> str:
             weight, mask = dense.held(name), dense.mask(name)
             size, dtype, sharding, shards = tuple(weight.shape), weight.dtype, "plain", "1 (1)"
             mask_size = mask.numel() * mask.element_size()
-        block, zeros, level = (config.get(key) for key in ("sparse_block_shape", "zeros_per_block", "sparsity_level"))
+        block, zeros, level = (
+            config.get(key) for key in ("sparse_block_shape", "zeros_per_block", "sparsity_level")
+        )
         rows.append(
             (
                 name,
@@ -358,7 +418,8 @@ def describe(sparsifier: Registered) -> str:
 
 
 def _groups(located: Located) -> dict[tuple[int, ...] | None, list[str]]:
-    """The tables' names by the ranks that hold them, in an order that all ranks share; larger groups come later."""
+    """The tables' names by the ranks that hold them, in an order that all ranks share; larger
+    groups come later."""
     groups: dict[tuple[int, ...] | None, list[str]] = {}
     for name in sorted(located):
         groups.setdefault(located[name].ranks, []).append(name)
@@ -380,8 +441,8 @@ def _signed(value: int) -> int:
 
 
 def _count(masks: Sequence[BlockMask], data: ShardedData) -> list[int]:
-    """Removed blocks, removed elements and mask bytes of this rank's shards. Replicas and cut blocks count for their
-    first holder only."""
+    """Removed blocks, removed elements and mask bytes of this rank's shards. Replicas and cut
+    blocks count for their first holder only."""
     owned = set(data.owned(group_over(data.ranks).rank))
     removed = elements = 0
     for mask in {mask.rect: mask for mask in masks}.values():
@@ -417,7 +478,9 @@ def _counted_by_share(
     ]
     parcels.exchange(torch.device("cpu"))
     shares = {data.name: _share(data, group.rank, group.size) for data in tables}
-    dead = {name: torch.ones(end - start, dtype=torch.bool) for name, (start, end) in shares.items()}
+    dead = {
+        name: torch.ones(end - start, dtype=torch.bool) for name, (start, end) in shares.items()
+    }
     for data, i, j, read in parts:
         start = shares[data.name][0]
         dead[data.name][i - start : j - start] &= unpack(read(), j - i)
@@ -431,7 +494,12 @@ def _share(data: ShardedData, rank: int, size: int) -> tuple[int, int]:
 
 
 def _parts(data: ShardedData, writer: int, reader: int, size: int) -> list[tuple[Rect, int, int]]:
-    """What one rank's shards have of the rows that another counts: ``(shard, first row, last row)``, from metadata."""
+    """What one rank's shards have of the rows that another counts:
+    ``(shard, first row, last row)``, from metadata."""
     start, end = _share(data, reader, size)
-    cuts = [(rect, max(rect.row, start), min(rect.row_end, end)) for rect in data.owned(writer) if rect.numel]
+    cuts = [
+        (rect, max(rect.row, start), min(rect.row_end, end))
+        for rect in data.owned(writer)
+        if rect.numel
+    ]
     return [(rect, i, j) for rect, i, j in cuts if i < j]

@@ -1,7 +1,7 @@
 """One mask update: locate, score, agree, select, apply.
 
-Nothing of a sharded table is written before all ranks have agreed that the update can succeed. The masks of plain data
-are put back if the update fails, whatever the reason.
+Nothing of a sharded table is written before all ranks have agreed that the update can succeed. The
+masks of plain data are put back if the update fails, whatever the reason.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Enforcer(Protocol):
     """The methods of an attached enforcer that a sparsifier calls. None of them communicates."""
 
     def accumulators(self) -> dict[int, tuple[Tensor, float]]:
-        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the address of the
-        weights: live, one for each weight, or one for each row of a shard: ``(rows,)`` or ``(rows, 1)``."""
+        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
+        address of the weights: live, one for each weight, or one for each row of a shard:
+        ``(rows,)`` or ``(rows, 1)``."""
         ...
 
     def written(self) -> Mapping[int, Written]:
-        """Return which rows may have been written, live, by the address of the weights: of shards of which every write
-        is seen."""
+        """Return which rows may have been written, live, by the address of the weights: of shards
+        of which every write is seen."""
         ...
 
     def settle(self) -> None:
@@ -54,7 +55,8 @@ class Enforcer(Protocol):
         ...
 
     def end_step(self) -> None:
-        """Called after a mask update, which has zeroed what it removes in sharded tables, but not in plain data."""
+        """Called after a mask update, which has zeroed what it removes in sharded tables, but not
+        in plain data."""
         ...
 
     def renew(self) -> None:
@@ -67,7 +69,8 @@ class Rotation(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """The tables whose columns hold less and less in a mask update, so that the last ones are removed."""
+        """The tables whose columns hold less and less in a mask update, so that the last ones are
+        removed."""
         ...
 
     @property
@@ -91,7 +94,8 @@ class MaskMaker(Protocol):
     recorder: Recorder | None
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
-        """Note what else must be equal on all ranks of the group of ``located``, once they are scored. Local."""
+        """Note what else must be equal on all ranks of the group of ``located``, once they are
+        scored. Local."""
         ...
 
     @property
@@ -105,9 +109,11 @@ class MaskMaker(Protocol):
         """Score this rank's shards. Local: must neither communicate nor change anything."""
         ...
 
-    def select_masks(self, scored: Any, names: list[str], group: Group, rider: Rider | None) -> Mapping[str, MadeMasks]:
-        """Return the new masks of ``names``. Collective over ``group``; its first all-reduce, if any, carries
-        ``rider``."""
+    def select_masks(
+        self, scored: Any, names: list[str], group: Group, rider: Rider | None
+    ) -> Mapping[str, MadeMasks]:
+        """Return the new masks of ``names``. Collective over ``group``; its first all-reduce, if
+        any, carries ``rider``."""
         ...
 
 
@@ -116,7 +122,8 @@ def update_masks(sparsifier: MaskMaker) -> None:
     """Update every mask. Collective over the groups of the sharded tables: every rank must call it.
 
     Raises:
-        ValueError: on every rank; no mask and no weight has changed, but that tables may be rotated.
+        ValueError: on every rank; no mask and no weight has changed, but that tables may be
+            rotated.
     """
     packed, enforcer = sparsifier.packed_store, sparsifier.enforcer
     if sparsifier.rotation is not None:
@@ -131,7 +138,9 @@ def update_masks(sparsifier: MaskMaker) -> None:
 
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, made = make_masks(sparsifier, sparsifier.data_groups, "step()", update_plain, recorder)
+            located, made = make_masks(
+                sparsifier, sparsifier.data_groups, "step()", update_plain, recorder
+            )
             _apply(packed, located, made, sparsifier.data_groups, recorder)
     except BaseException:
         for mask, before in undo:
@@ -148,7 +157,8 @@ def make_masks(
     first: Callable[[], None],
     recorder: Recorder | None = None,
 ) -> tuple[Located, dict[str, MadeMasks]]:
-    """Return the sharded tables as they are stored now, and their new masks, not put in place yet. Collective.
+    """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
+    Collective.
 
     Args:
         sparsifier: whose masks.
@@ -172,12 +182,16 @@ def make_masks(
             sparsifier.note(facts, [located[name] for name in names])
 
     try:
-        # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all ranks here.
+        # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops
+        # all ranks here.
         with packed.agreeing(action) as noted:
             located = packed.locate()
             _note_facts(noted, located, configs, sparsifier, recorder)
-            # Masks that are read, or by which weights are zeroed, must be with their shards before that.
-            moved = bool(packed.moved(located)) and (sparsifier.reads_masks or sparsifier.enforcer is not None)
+            # Masks that are read, or by which weights are zeroed, must be with their shards before
+            # that.
+            moved = bool(packed.moved(located)) and (
+                sparsifier.reads_masks or sparsifier.enforcer is not None
+            )
             if not moved:
                 score()
         if moved:
@@ -188,7 +202,9 @@ def make_masks(
     except ValueError:
         for ranks, (facts, _) in zip(packed.groups, noted, strict=False):
             if recorder is not None and _WAITING in facts.differing:
-                recorder.forget(ranks)  # on all of these ranks alike, so that the next mask update can agree
+                recorder.forget(
+                    ranks
+                )  # on all of these ranks alike, so that the next mask update can agree
         raise
     # 3. Collective: bring masks to their shards, select.
     packed.reshard(located)
@@ -206,7 +222,8 @@ def make_masks(
 def masks_by_shard(
     packed: PackedStore, update_mask: Callable[..., Any], located: Located, configs: Configs
 ) -> dict[str, list[NewMask]]:
-    """Return the new masks of this rank's shards, as a user's own ``update_mask`` edits them: one bit an element."""
+    """Return the new masks of this rank's shards, as a user's own ``update_mask`` edits them: one
+    bit an element."""
     made: dict[str, list[NewMask]] = {}
     for name, data in located.items():
         made[name] = []
@@ -220,7 +237,8 @@ def masks_by_shard(
 
 
 def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> None:
-    """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may change."""
+    """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may
+    change."""
     dense = sparsifier.dense_store
     for name in [name for name in dense.state if dense.is_masked(name)]:
         mask = dense.mask(name)
@@ -229,7 +247,11 @@ def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> N
 
 
 def _apply(
-    packed: PackedStore, located: Located, made: Mapping[str, MadeMasks], configs: Configs, recorder: Recorder | None
+    packed: PackedStore,
+    located: Located,
+    made: Mapping[str, MadeMasks],
+    configs: Configs,
+    recorder: Recorder | None,
 ) -> None:
     """Zero what is newly removed, and put the new masks in place. Local."""
     if recorder is not None:
@@ -240,7 +262,9 @@ def _apply(
         [
             (mask, shard.tensor, before, dirty)
             for name, new in made.items()
-            for shard, before, (mask, dirty) in zip(located[name].shards, packed.masks(name), new.masks, strict=True)
+            for shard, before, (mask, dirty) in zip(
+                located[name].shards, packed.masks(name), new.masks, strict=True
+            )
         ]
     )
     for name, new in made.items():
@@ -283,15 +307,18 @@ def _note_replicas(noted: list[tuple[Facts, list[str]]], located: Located) -> No
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
     places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
     raise ValueError(
-        f"Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the same "
-        "checkpoint on all ranks, or broadcast weights and optimizer state from the first, and find what updates them "
-        "differently."
+        f"Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the"
+        " same checkpoint on all ranks, or broadcast weights and optimizer state from the first,"
+        " and find what updates them differently."
     )
 
 
-def _of_first_copies(made: Mapping[str, MadeMasks], located: Located, group: Group) -> dict[str, MadeMasks]:
-    """The new masks, with those of copies that are trained apart (2-D parallelism) replaced by the first copy's.
-    Collective over ``group`` if there are such copies: one all-to-all of packed bits."""
+def _of_first_copies(
+    made: Mapping[str, MadeMasks], located: Located, group: Group
+) -> dict[str, MadeMasks]:
+    """The new masks, with those of copies that are trained apart (2-D parallelism) replaced by the
+    first copy's. Collective over ``group`` if there are such copies: one all-to-all of packed
+    bits."""
     copied = [name for name in made if located[name].copied]
     if not copied:
         return dict(made)
@@ -316,7 +343,8 @@ def _of_first_copies(made: Mapping[str, MadeMasks], located: Located, group: Gro
         for i, (mask, _) in enumerate(masks):
             if (name, mask.rect) in received:
                 bits = received[name, mask.rect]().to(mask.bits.device, copy=True)
-                # Which blocks of this copy are zero already says nothing of those that the other removes.
+                # Which blocks of this copy are zero already says nothing of those that the other
+                # removes.
                 masks[i] = NewMask(BlockMask(mask.rect, mask.block, bits), ~bits)
         taken[name] = made[name]._replace(masks=masks)
     return taken

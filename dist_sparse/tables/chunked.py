@@ -1,9 +1,10 @@
-"""A global tensor of which each rank holds rectangles, as torch.distributed.checkpoint saves and loads it.
+"""A global tensor of which each rank holds rectangles, as torch.distributed.checkpoint saves and
+loads it.
 
 DCP asks a tensor for what this rank writes (``__create_write_items__``) and for what it wants
-(``__create_chunk_list__``), both in global coordinates, and brings what was written on any number of ranks to what is
-wanted. So a checkpoint of N ranks loads on M. DCP checks when it saves that the chunks of all ranks cover the tensor
-and do not overlap; it does not check what it loads.
+(``__create_chunk_list__``), both in global coordinates, and brings what was written on any number
+of ranks to what is wanted. So a checkpoint of N ranks loads on M. DCP checks when it saves that the
+chunks of all ranks cover the tensor and do not overlap; it does not check what it loads.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ Offset = tuple[int, ...]
 
 
 class ChunkedTensor(torch.Tensor):
-    """A global tensor with some of its elements here. It has no data of its own and can't be computed with.
+    """A global tensor with some of its elements here. It has no data of its own and can't be
+    computed with.
 
     Args:
         size: global.
         dtype: of all chunks.
-        writes: ``(offset, tensor)`` of the chunks that this rank saves; over all ranks they tile the tensor.
-        wants: ``(offset, size)`` of the chunks that this rank needs when it loads; they may overlap.
-        kept: what this rank's own copy of the state needs if it is not DCP that saves it; plain data and tensors.
+        writes: ``(offset, tensor)`` of the chunks that this rank saves; over all ranks they tile
+            the tensor.
+        wants: ``(offset, size)`` of the chunks that this rank needs when it loads; they may
+            overlap.
+        kept: what this rank's own copy of the state needs if it is not DCP that saves it; plain
+            data and tensors.
 
     Attributes:
-        loaded: the chunks that were wanted, once DCP has asked for them; zero where a checkpoint has a hole. None
-            before.
+        loaded: the chunks that were wanted, once DCP has asked for them; zero where a checkpoint
+            has a hole. None before.
     """
 
     writes: list[tuple[Offset, Tensor]]
@@ -49,13 +54,19 @@ class ChunkedTensor(torch.Tensor):
         wants: Sequence[tuple[Offset, Offset]],
         kept: Sequence[dict[str, Any]] = (),
     ) -> ChunkedTensor:
-        made: ChunkedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype)
+        made: ChunkedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(size), dtype=dtype
+        )
         made.writes, made.wants, made.kept = list(writes), list(wants), list(kept)
         made.loaded = None
         return made
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties(dtype=self.dtype)
@@ -76,10 +87,15 @@ class ChunkedTensor(torch.Tensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         self.loaded = [torch.zeros(size, dtype=self.dtype) for _, size in self.wants]
-        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in self.wants]
+        return [
+            ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+            for offset, size in self.wants
+        ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        if self.loaded is not None:  # the index is that of the chunk list: chunks that overlap may begin together
+        if (
+            self.loaded is not None
+        ):  # the index is that of the chunk list: chunks that overlap may begin together
             at: int = index.index
             return self.loaded[at]
         return next(chunk for offset, chunk in self.writes if torch.Size(offset) == index.offset)
@@ -88,19 +104,30 @@ class ChunkedTensor(torch.Tensor):
         chunks = f"writes {len(self.writes)} chunks, wants {len(self.wants)}"
         return f"{type(self).__name__}({list(self.size())}, {self.dtype}, {chunks})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # that of a tensor can't be loaded by torch.load(map_location=...)
+    def __reduce_ex__(
+        self, protocol: Any
+    ) -> Any:  # that of a tensor can't be loaded by torch.load(map_location=...)
         return type(self), (self.size(), self.dtype, self.writes, self.wants, self.kept)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """What the stagers of ``async_save`` and copies of a state need."""
         aten = torch.ops.aten
         self = args[0]
         if func in (aten.detach.default, aten.alias.default):
             return self._with(self.__dict__)
-        if func in (aten.clone.default, aten._to_copy.default, aten.new_empty.default, aten.zeros_like.default):
+        if func in (
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.new_empty.default,
+            aten.zeros_like.default,
+        ):
             return self._with(copy.deepcopy(self.__dict__))
         if func is aten.copy_.default:
             self.__dict__.update(copy.deepcopy(args[1].__dict__))
@@ -113,4 +140,6 @@ class ChunkedTensor(torch.Tensor):
         return other
 
 
-torch.serialization.add_safe_globals([ChunkedTensor])  # torch.load(weights_only=True) of a saved state
+torch.serialization.add_safe_globals(
+    [ChunkedTensor]
+)  # torch.load(weights_only=True) of a saved state

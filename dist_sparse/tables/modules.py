@@ -1,9 +1,9 @@
 """The tables of a model, on request its dense parameters too, and the paths of its modules.
 
-:func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports torch only: TorchRec's
-modules are handled by :mod:`dist_sparse.tables.torchrec`, which is imported only once torchrec is, as it must be for a
-model that holds its modules. Each ``locate()`` repeats the walk, so that its result is never stale. Nothing here
-communicates.
+:func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports
+torch only: TorchRec's modules are handled by :mod:`dist_sparse.tables.torchrec`, which is imported
+only once torchrec is, as it must be for a model that holds its modules. Each ``locate()`` repeats
+the walk, so that its result is never stale. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -29,18 +29,24 @@ __all__ = ["ModelTables", "model_source", "modules_by_path"]
 
 Patterns = str | Sequence[str] | None
 
-# Where wrappers keep the user's module: DMP, torch.compile, FSDP, activation checkpointing. These attributes are no
-# part of the fully qualified names in a state_dict.
-_WRAPPED: Final = {"_dmp_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Wrappers whose attribute is called "module", as many a user's is. By name, for those of other packages (apex) too.
+# Where wrappers keep the user's module: DMP, torch.compile, FSDP, activation checkpointing. These
+# attributes are no part of the fully qualified names in a state_dict.
+_WRAPPED: Final = {
+    "_dmp_wrapped_module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
+# Wrappers whose attribute is called "module", as many a user's is. By name, for those of other
+# packages (apex) too.
 _WRAPPERS: Final = {"DataParallel", "DistributedDataParallel"}
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     """Return all modules of ``model`` by their path from the user's own module, which is ``""``.
 
-    Wrappers (DMP, DDP, FSDP, torch.compile, activation checkpointing) add nothing to a path, which is that of the
-    module inside them. A module that is reached twice has its first path.
+    Wrappers (DMP, DDP, FSDP, torch.compile, activation checkpointing) add nothing to a path, which
+    is that of the module inside them. A module that is reached twice has its first path.
     """
     found: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
@@ -58,23 +64,33 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
 
 def _child_path(module: nn.Module, path: str, name: str) -> str:
     """The path of the child ``name`` of the module at ``path``."""
-    wraps = name in _WRAPPED or (name == "module" and _WRAPPERS & {kind.__name__ for kind in type(module).__mro__})
+    wraps = name in _WRAPPED or (
+        name == "module" and _WRAPPERS & {kind.__name__ for kind in type(module).__mro__}
+    )
     return path if wraps else _join(path, name)
 
 
 def model_source(
-    model: nn.Module, *, include: Patterns = None, exclude: Patterns = None, dense: bool | Patterns = None
+    model: nn.Module,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    dense: bool | Patterns = None,
 ) -> Source:
-    """Return the tables of a model, and on request its dense parameters, to be registered. Does not communicate.
+    """Return the tables of a model, and on request its dense parameters, to be registered. Does not
+    communicate.
 
     Args:
         model: a ``DistributedModelParallel``, a DDP module, or any module.
         include: globs over table names and fully qualified names; None is every table.
-        exclude: globs of what to leave out, dense parameters too; a module that is refused can be left out by its path.
-        dense: globs of other parameters to register, True for all: 2-D ones as they are, 1-D ones as (1, n).
+        exclude: globs of what to leave out, dense parameters too; a module that is refused can be
+            left out by its path.
+        dense: globs of other parameters to register, True for all: 2-D ones as they are, 1-D ones
+            as (1, n).
 
     Raises:
-        ValueError: nothing is selected, a pattern matches nothing, or something selected can't be sparsified.
+        ValueError: nothing is selected, a pattern matches nothing, or something selected can't be
+            sparsified.
     """
     source = ModelTables(model, include=include, exclude=exclude, dense=dense)
     for data in source.locate():
@@ -94,7 +110,9 @@ class ModelTables:
         dense: bool | Patterns = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module.")
+            raise ValueError(
+                f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module."
+            )
         self.model = model
         self._include = None if include is None else name_list("include", include)
         self._exclude = name_list("exclude", exclude)
@@ -104,8 +122,9 @@ class ModelTables:
         self._found: dict[str, _Found] = {}
 
     def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
-        """Return the selected tensors as they are stored now, in the order of the model. Walks it; does not
-        communicate. The first call selects; later ones return what is left of its selection, under the same names.
+        """Return the selected tensors as they are stored now, in the order of the model. Walks it;
+        does not communicate. The first call selects; later ones return what is left of its
+        selection, under the same names.
 
         Args:
             names: which of them; None is all.
@@ -117,7 +136,10 @@ class ModelTables:
             selected = self._select()
             self._names = {found.fqn: name for name, found in selected}
         else:
-            known, everything = self._names, _Walk(self.model, dense=bool(self._dense)).find(self.model)
+            known, everything = (
+                self._names,
+                _Walk(self.model, dense=bool(self._dense)).find(self.model),
+            )
             selected = [(known[found.fqn], found) for found in everything if found.fqn in known]
         wanted = None if names is None else set(names)
         chosen = [(name, found) for name, found in selected if wanted is None or name in wanted]
@@ -149,16 +171,20 @@ class ModelTables:
             chosen = _matching("include", self._include, tables, "tables", hint)
         if self._dense:
             chosen = chosen + (
-                parameters if self._all_dense else _matching("dense", self._dense, parameters, "parameters")
+                parameters
+                if self._all_dense
+                else _matching("dense", self._dense, parameters, "parameters")
             )
         if self._exclude:
             candidates = everything if self._dense else tables
-            left_out = {name for name, _ in _matching("exclude", self._exclude, candidates, "tables")}
+            left_out = {
+                name for name, _ in _matching("exclude", self._exclude, candidates, "tables")
+            }
             chosen = [(name, found) for name, found in chosen if name not in left_out]
         if not chosen and not tables:
             raise ValueError(
-                f"{type(self.model).__name__} holds no tables: no TorchRec collection, nn.Embedding(Bag)."
-                " Other parameters are selected by dense=."
+                f"{type(self.model).__name__} holds no tables: no TorchRec collection,"
+                " nn.Embedding(Bag). Other parameters are selected by dense=."
             )
         if not chosen:
             raise ValueError(f"include and exclude leave none of the tables {_listed(tables)}.")
@@ -198,7 +224,8 @@ class _Found:
 
 
 class _Replicas(NamedTuple):
-    """The innermost DDP around a module: its ranks, the parameters it leaves alone, the module's own path inside it."""
+    """The innermost DDP around a module: its ranks, the parameters it leaves alone, the module's
+    own path inside it."""
 
     ranks: tuple[int, ...] | None = None
     ignored: frozenset[str] = frozenset()
@@ -221,13 +248,20 @@ class _Walk:
         modules = model.modules() if dense else ()
         embeddings = (m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
         self._table_weights = {id(m._parameters.get("weight")) for m in embeddings}
-        # TorchRec's part is looked up by name: a static import would make torchrec a need of every user.
+        # TorchRec's part is looked up by name: a static import would make torchrec a need of every
+        # user.
         self._torchrec: Any = (
-            importlib.import_module("dist_sparse.tables.torchrec") if "torchrec" in sys.modules else None
+            importlib.import_module("dist_sparse.tables.torchrec")
+            if "torchrec" in sys.modules
+            else None
         )
 
     def find(
-        self, module: nn.Module, path: str = "", ddp: _Replicas | None = None, trail: tuple[str, ...] = ()
+        self,
+        module: nn.Module,
+        path: str = "",
+        ddp: _Replicas | None = None,
+        trail: tuple[str, ...] = (),
     ) -> Iterator[_Found]:
         ddp = ddp or _Replicas()
         if not self._first(module):
@@ -236,7 +270,9 @@ class _Walk:
         if reason is not None:
             refuse = partial(_refuse, type(module).__name__, path, reason)
             kind = type(module).__name__
-            yield _Found(path.replace(".", "/") or kind, "", path or kind, refuse, refuse, module, trail)
+            yield _Found(
+                path.replace(".", "/") or kind, "", path or kind, refuse, refuse, module, trail
+            )
             return
         sharded = self._torchrec.sharded_tables(module, path) if self._torchrec else None
         if sharded is not None:
@@ -250,7 +286,9 @@ class _Walk:
             for name, table in tables.items():
                 below = f"{attribute}.{name}"
                 inside = (*trail, attribute, name)
-                yield from self._table(table, name, path, _join(path, below), ddp.child(below), inside, features[name])
+                yield from self._table(
+                    table, name, path, _join(path, below), ddp.child(below), inside, features[name]
+                )
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp, trail)
@@ -262,7 +300,9 @@ class _Walk:
         if self._dense:
             yield from self._dense_parameters(module, path, ddp, trail)
         for name, child in module.named_children():
-            yield from self.find(child, _child_path(module, path, name), ddp.child(name), (*trail, name))
+            yield from self.find(
+                child, _child_path(module, path, name), ddp.child(name), (*trail, name)
+            )
 
     def _first(self, thing: object) -> bool:
         first = id(thing) not in self._seen
@@ -272,7 +312,8 @@ class _Walk:
     def _refusal(self, module: nn.Module) -> str | None:
         if hasattr(module, "split_embedding_weights"):
             return (
-                "a bare FBGEMM table batch has no table names; use TorchRec's collections, or add_data on its weights"
+                "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"
+                " add_data on its weights"
             )
         reason: str | None = self._torchrec.refusal(module) if self._torchrec else None
         return reason
@@ -287,7 +328,8 @@ class _Walk:
         trail: tuple[str, ...],
         features: tuple[str, ...] = (),
     ) -> Iterator[_Found]:
-        """An embedding module of torch's: one replica per rank of the DDP around it, or all of it here."""
+        """An embedding module of torch's: one replica per rank of the DDP around it, or all of it
+        here."""
         self._seen.add(id(module))
         weight = module._parameters.get("weight")
         if weight is not None and not self._first(weight):
@@ -301,10 +343,16 @@ class _Walk:
     ) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in self._table_weights and self._first(parameter):
+            if (
+                parameter is not None
+                and id(parameter) not in self._table_weights
+                and self._first(parameter)
+            ):
                 fqn = _join(path, name)
                 locate = partial(_replica, module, name, fqn, ddp.of(name))
-                yield _Found(fqn.replace(".", "/"), "", fqn, locate, locate, module, trail, dense=True)
+                yield _Found(
+                    fqn.replace(".", "/"), "", fqn, locate, locate, module, trail, dense=True
+                )
 
 
 def _replica(
@@ -319,15 +367,19 @@ def _replica(
     parameter = module._parameters.get(attribute)
     if parameter is None:
         raise ValueError(
-            f"Table {name!r}: {fqn} is computed (parametrized, or flattened by FSDP); only parameters can be masked."
+            f"Table {name!r}: {fqn} is computed (parametrized, or flattened by FSDP); only"
+            " parameters can be masked."
         )
     if is_lazy(parameter):
         raise ValueError(f"Table {name!r}: {fqn} is not initialized yet; run a forward first.")
     if type(parameter.data) is not Tensor:
-        raise ValueError(f"Table {name!r}: {fqn} is a {type(parameter.data).__name__}; register it by add_data.")
+        raise ValueError(
+            f"Table {name!r}: {fqn} is a {type(parameter.data).__name__}; register it by add_data."
+        )
     if parameter.ndim > 2:
         raise ValueError(
-            f"Table {name!r}: {fqn} has the shape {tuple(parameter.shape)}; only 1-D and 2-D ones can be registered."
+            f"Table {name!r}: {fqn} has the shape {tuple(parameter.shape)}; only 1-D and 2-D ones"
+            " can be registered."
         )
     view = parameter.data if parameter.ndim == 2 else parameter.data.view(1, -1)
     whole = Rect(0, 0, view.shape[0], view.shape[1])
@@ -346,15 +398,25 @@ def _replica(
 
 
 def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
-    where, way_out = (f" at {path!r}", f" It can be left out: exclude=[{path!r}].") if path else ("", "")
+    where, way_out = (
+        (f" at {path!r}", f" It can be left out: exclude=[{path!r}].") if path else ("", "")
+    )
     raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
 
 
 def _named(found: list[_Found]) -> list[tuple[str, _Found]]:
-    """Names that are unique in the model: a table's own name, or module path and name where several things have it."""
+    """Names that are unique in the model: a table's own name, or module path and name where several
+    things have it."""
     times = Counter(each.name for each in found)
     named = [
-        (each.name if times[each.name] == 1 else _join(each.path, each.name, "/").replace(".", "/"), each)
+        (
+            (
+                each.name
+                if times[each.name] == 1
+                else _join(each.path, each.name, "/").replace(".", "/")
+            ),
+            each,
+        )
         for each in found
     ]
     for name, count in Counter(name for name, _ in named).items():
@@ -368,20 +430,29 @@ def _matching(
     option: str, patterns: Sequence[str], named: list[tuple[str, _Found]], kind: str, hint: str = ""
 ) -> list[tuple[str, _Found]]:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for name, found in named):
+        if not any(
+            fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for name, found in named
+        ):
             raise ValueError(
-                f"Invalid {option} pattern {pattern!r}: matches none of the {kind} {_listed(named)}.{hint}"
+                f"Invalid {option} pattern {pattern!r}: matches none of the {kind}"
+                f" {_listed(named)}.{hint}"
             )
     return [
         (name, found)
         for name, found in named
-        if any(fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for pattern in patterns)
+        if any(
+            fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for pattern in patterns
+        )
     ]
 
 
 def _listed(named: list[tuple[str, _Found]]) -> str:
-    shown = ", ".join(name if name == found.fqn else f"{name} ({found.fqn})" for name, found in named[:20])
-    return f"{shown}, and {len(named) - 20} more" if len(named) > 20 else shown or "(there are none)"
+    shown = ", ".join(
+        name if name == found.fqn else f"{name} ({found.fqn})" for name, found in named[:20]
+    )
+    return (
+        f"{shown}, and {len(named) - 20} more" if len(named) > 20 else shown or "(there are none)"
+    )
 
 
 def _ranks(process_group: dist.ProcessGroup) -> tuple[int, ...] | None:

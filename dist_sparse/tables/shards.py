@@ -1,8 +1,9 @@
 """The rectangles of a global tensor that each rank holds, and the grid of its sparse blocks.
 
-A :class:`ShardedData` describes one tensor at one moment: its global shape, the rectangles of all ranks and this rank's
-live views. It is located again each time it is needed and never kept, because resharding, loading and memory stashing
-replace the storage behind it. Nothing here communicates: the rectangles of the other ranks come from metadata.
+A :class:`ShardedData` describes one tensor at one moment: its global shape, the rectangles of all
+ranks and this rank's live views. It is located again each time it is needed and never kept, because
+resharding, loading and memory stashing replace the storage behind it. Nothing here communicates:
+the rectangles of the other ranks come from metadata.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Rect(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A rectangle that this rank holds and the live storage behind it (2-D, shape ``(rect.rows, rect.cols)``)."""
+    """A rectangle that this rank holds and the live storage behind it (2-D, shape
+    ``(rect.rows, rect.cols)``)."""
 
     rect: Rect
     tensor: Tensor
@@ -95,16 +97,18 @@ class ShardedData:
         name: the name under which it was registered.
         shape: the global (rows, columns).
         dtype: of the weights.
-        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``; for messages only.
-        ranks: global ranks of the group that holds the tensor, in group order; ``None`` is a world of one.
-        tiling: for each group rank the rectangles it holds, in the order of its shards. Equal rectangles on several
-            ranks are replicas.
+        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``;
+            for messages only.
+        ranks: global ranks of the group that holds the tensor, in group order; ``None`` is a world
+            of one.
+        tiling: for each group rank the rectangles it holds, in the order of its shards. Equal
+            rectangles on several ranks are replicas.
         shards: this rank's own, in the order of ``tiling[rank]``.
         kernel: TorchRec's compute kernel, where there is one.
         fqn: the fully qualified name in the model, where there is one.
         features: whose ids look the table up, in a collection of TorchRec's.
-        copied: replicas are trained apart and averaged now and then (TorchRec's 2-D parallelism), so that they may
-            differ; masks are those of the first.
+        copied: replicas are trained apart and averaged now and then (TorchRec's 2-D parallelism),
+            so that they may differ; masks are those of the first.
     """
 
     name: str
@@ -126,7 +130,8 @@ class ShardedData:
         return len(set(rects)) < len(rects)
 
     def owned(self, rank: int) -> list[Rect]:
-        """Return the rectangles that group rank ``rank`` owns: of several replicas the lowest rank owns its first."""
+        """Return the rectangles that group rank ``rank`` owns: of several replicas the lowest rank
+        owns its first."""
         return self._owned[rank]
 
     @cached_property
@@ -153,8 +158,8 @@ class Source(Protocol):
     """Something registered: a model's tables, or one sharded tensor."""
 
     def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
-        """Return its tensors as they are stored now. Does not communicate; the same names in the same order on every
-        rank.
+        """Return its tensors as they are stored now. Does not communicate; the same names in the
+        same order on every rank.
 
         Args:
             names: which, of those that the first call has returned; None is all of them.
@@ -162,17 +167,22 @@ class Source(Protocol):
         ...
 
     def find(self, name: str) -> ShardedData:
-        """Return one tensor that was located before, as it is stored now. Does not walk the model."""
+        """Return one tensor that was located before, as it is stored now. Does not walk the
+        model."""
         ...
 
 
 def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
-    """Return a user's ``sparse_block_shape`` as two ints, with ``ROW`` and ``COL`` resolved for a matrix of ``shape``.
+    """Return a user's ``sparse_block_shape`` as two ints, with ``ROW`` and ``COL`` resolved for a
+    matrix of ``shape``.
 
     Raises:
         ValueError: it is not two positive ints, ``(int, ROW)`` or ``(COL, int)``.
     """
-    rule = f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, (int, ROW) or (COL, int)."
+    rule = (
+        f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, (int, ROW)"
+        " or (COL, int)."
+    )
     if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
         raise ValueError(rule)
     height, width = block
@@ -190,17 +200,18 @@ def check_data(data: ShardedData) -> None:
     """Refuse what can't be sparsified.
 
     Raises:
-        ValueError: another dtype than those of :data:`DTYPES`, the meta device, elements that share memory, or shards
-            that do not tile the shape; names the table.
+        ValueError: another dtype than those of :data:`DTYPES`, the meta device, elements that share
+            memory, or shards that do not tile the shape; names the table.
     """
     if data.dtype not in DTYPES:
         raise ValueError(
-            f"Table {data.name!r}: weights of type {data.dtype} are not supported; floating point ones of 16, 32 or 64 "
-            "bits are."
+            f"Table {data.name!r}: weights of type {data.dtype} are not supported; floating point"
+            " ones of 16, 32 or 64 bits are."
         )
     if any(shard.tensor.is_meta for shard in data.shards):
         raise ValueError(
-            f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the model first."
+            f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the"
+            " model first."
         )
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
@@ -211,34 +222,41 @@ def check_writable(data: ShardedData) -> None:
     """Refuse weights whose elements can't be zeroed in place.
 
     Raises:
-        ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the table.
+        ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
+            table.
     """
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
         if shard.tensor.is_neg() or shard.tensor.is_inference():
             kind = "negated view" if shard.tensor.is_neg() else "tensor made in inference mode"
-            raise ValueError(f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place.")
+            raise ValueError(
+                f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place."
+            )
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor with several elements in the same memory, such as a broadcast one: they can't be masked apart.
+    """Refuse a tensor with several elements in the same memory, such as a broadcast one: they can't
+    be masked apart.
 
     Raises:
         ValueError: names the table, shape and strides.
     """
     span = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ():
+    for stride, size in (
+        sorted(zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ()
+    ):
         if size > 1 and stride <= span:
             raise ValueError(
-                f"Table {name!r}: its weights of shape {tuple(tensor.shape)} have the strides {tensor.stride()}, so "
-                "several elements share memory and can't be masked apart; register a clone()."
+                f"Table {name!r}: its weights of shape {tuple(tensor.shape)} have the strides"
+                f" {tensor.stride()}, so several elements share memory and can't be masked apart;"
+                " register a clone()."
             )
         span += stride * (size - 1)
 
 
 class Span(NamedTuple):
-    """The memory of a matrix, in bytes: rows of ``width`` every ``pitch`` from ``start``, the last one ending at
-    ``end``."""
+    """The memory of a matrix, in bytes: rows of ``width`` every ``pitch`` from ``start``, the last
+    one ending at ``end``."""
 
     device: str
     start: int
@@ -250,7 +268,11 @@ class Span(NamedTuple):
     def of(tensor: Tensor) -> Span:
         """Return the memory of a tensor that is not empty and has passed :func:`check_memory`."""
         size, start = tensor.element_size(), tensor.data_ptr()
-        sides = [(s * size, count - 1) for s, count in zip(tensor.stride(), tensor.shape, strict=True) if count > 1]
+        sides = [
+            (s * size, count - 1)
+            for s, count in zip(tensor.stride(), tensor.shape, strict=True)
+            if count > 1
+        ]
         *sides, (pitch, steps) = sorted(sides) or [(size, 0)]
         width = size + sum(stride * count for stride, count in sides)
         return Span(str(tensor.device), start, start + pitch * steps + width, pitch, width)
@@ -261,7 +283,9 @@ class Span(NamedTuple):
             return False
         if self.pitch != other.pitch:
             return True
-        lead = (other.start - self.start) % self.pitch  # columns of one matrix, side by side, have nothing in common
+        lead = (
+            other.start - self.start
+        ) % self.pitch  # columns of one matrix, side by side, have nothing in common
         return lead < self.width or lead + other.width > self.pitch
 
 
@@ -269,7 +293,9 @@ def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
     """Yield the indices of each two of ``spans`` that have memory in common, the smaller first."""
     alive: list[int] = []
     for i in sorted(range(len(spans)), key=spans.__getitem__):
-        alive = [j for j in alive if spans[j].device == spans[i].device and spans[j].end > spans[i].start]
+        alive = [
+            j for j in alive if spans[j].device == spans[i].device and spans[j].end > spans[i].start
+        ]
         yield from ((min(i, j), max(i, j)) for j in alive if spans[j].overlaps(spans[i]))
         alive.append(i)
 
@@ -278,15 +304,16 @@ def check_tiling(data: ShardedData) -> None:
     """Refuse rectangles that do not cover the global shape exactly once (replicas counted once).
 
     Raises:
-        ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table, the rank and the
-            place.
+        ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table,
+            the rank and the place.
     """
     rows, cols = data.shape
     for rank, held in enumerate(data.tiling):
         for rect in held:
             if min(rect) < 0 or rect.row_end > rows or rect.col_end > cols:
                 raise ValueError(
-                    f"Table {data.name!r}: the shard {rect} of rank {rank} is outside the shape {data.shape}."
+                    f"Table {data.name!r}: the shard {rect} of rank {rank} is outside the shape"
+                    f" {data.shape}."
                 )
     rects = data.rects
     row_cuts = sorted({0, rows} | {edge for rect in rects for edge in (rect.row, rect.row_end)})
@@ -299,16 +326,19 @@ def check_tiling(data: ShardedData) -> None:
     wrong = (cover != 1).nonzero()
     if len(wrong):
         i, j = wrong[0].tolist()
-        place = Rect(row_cuts[i], col_cuts[j], row_cuts[i + 1] - row_cuts[i], col_cuts[j + 1] - col_cuts[j])
+        place = Rect(
+            row_cuts[i], col_cuts[j], row_cuts[i + 1] - row_cuts[i], col_cuts[j + 1] - col_cuts[j]
+        )
         fault = "a gap" if cover[i, j] == 0 else "an overlap"
         raise ValueError(
-            f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover {data.shape} exactly once."
+            f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover"
+            f" {data.shape} exactly once."
         )
 
 
 class Grid(NamedTuple):
-    """The sparse blocks that touch a rectangle: block rows ``[row, row + rows)`` by block columns ``[col, col +
-    cols)``."""
+    """The sparse blocks that touch a rectangle: block rows ``[row, row + rows)`` by block columns
+    ``[col, col + cols)``."""
 
     row: int
     col: int
@@ -331,7 +361,8 @@ class Grid(NamedTuple):
 
 
 def grid_of(rect: Rect, block: Block) -> Grid:
-    """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it is empty."""
+    """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it
+    is empty."""
     if rect.numel == 0:
         return Grid(rect.row // block[0], rect.col // block[1], 0, 0)
     row, col = rect.row // block[0], rect.col // block[1]

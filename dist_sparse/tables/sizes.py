@@ -1,4 +1,5 @@
-"""Bytes of what finds the kept parts of a table, and the columns of narrow ones: the formulas of budgets and plans."""
+"""Bytes of what finds the kept parts of a table, and the columns of narrow ones: the formulas of
+budgets and plans."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ __all__ = ["basis_bytes", "index_bytes", "narrow_width"]
 
 
 def index_bytes(rows: int) -> int:
-    """Return the bytes in memory that find the kept rows of a table of so many: a bit each, and a count for each 32.
+    """Return the bytes in memory that find the kept rows of a table of so many: a bit each, and a
+    count for each 32.
 
     Example::
 
@@ -18,10 +20,12 @@ def index_bytes(rows: int) -> int:
 
 
 def narrow_width(kept: int, columns: int) -> int:
-    """Return the columns of a table that has lost all but ``kept``: a multiple of 4, as FBGEMM needs, or all."""
+    """Return the columns of a table that has lost all but ``kept``: a multiple of 4, as FBGEMM
+    needs, or all."""
     return min(columns, max(4, -(-kept // 4) * 4))
 
 
 def basis_bytes(columns: int, width: int) -> int:
-    """Return the bytes of the float32 matrix that turns ``width`` rotated columns back into ``columns``."""
+    """Return the bytes of the float32 matrix that turns ``width`` rotated columns back into
+    ``columns``."""
     return 4 * columns * width

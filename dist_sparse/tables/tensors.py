@@ -1,7 +1,7 @@
 """ShardedTensors and DTensors as registered data.
 
-Both carry the rectangles of all ranks in their metadata, so nothing is communicated. The objects are held; each
-``locate()`` takes their local views again.
+Both carry the rectangles of all ranks in their metadata, so nothing is communicated. The objects
+are held; each ``locate()`` takes their local views again.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ __all__ = ["TensorSource", "is_sharded"]
 
 
 def is_sharded(data: object) -> bool:
-    """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported only by
-    programs that use them."""
+    """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
+    only by programs that use them."""
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
     return bool(
-        kinds & {"torch.distributed._shard.sharded_tensor.api.ShardedTensor", "torch.distributed.tensor.DTensor"}
+        kinds
+        & {
+            "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+            "torch.distributed.tensor.DTensor",
+        }
     )
 
 
 class TensorSource:
-    """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one column per element: ``(1, n)``.
+    """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one column per
+    element: ``(1, n)``.
 
     Raises:
-        ValueError: the tensor has more than two dimensions, this rank is not among those that hold it, or
-            :func:`~dist_sparse.tables.shards.check_data` refuses it.
+        ValueError: the tensor has more than two dimensions, this rank is not among those that hold
+            it, or :func:`~dist_sparse.tables.shards.check_data` refuses it.
     """
 
     def __init__(self, name: str, data: Any) -> None:
@@ -49,9 +54,14 @@ class TensorSource:
         data = self.data
         if data.dim() not in (1, 2):
             raise ValueError(
-                f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or two dimensions."
+                f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or"
+                " two dimensions."
             )
-        return _from_sharded_tensor(self._name, data) if _in_pieces(data) else _from_dtensor(self._name, data)
+        return (
+            _from_sharded_tensor(self._name, data)
+            if _in_pieces(data)
+            else _from_dtensor(self._name, data)
+        )
 
 
 def _in_pieces(data: Any) -> bool:
@@ -65,7 +75,10 @@ def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
     for shard in data.metadata().shards_metadata:
         rect = _rect(shard.shard_offsets, shard.shard_sizes)
         tiling[ranks.index(shard.placement.rank())] += [rect] if rect.numel else []
-    local = [Shard(_rect(s.metadata.shard_offsets, s.metadata.shard_sizes), s.tensor) for s in data.local_shards()]
+    local = [
+        Shard(_rect(s.metadata.shard_offsets, s.metadata.shard_sizes), s.tensor)
+        for s in data.local_shards()
+    ]
     shards = [shard for shard in local if shard.rect.numel]
     mine = tiling[_here(name, ranks)]
     shards.sort(key=lambda shard: mine.index(shard.rect))
@@ -75,15 +88,22 @@ def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
 def _from_dtensor(name: str, data: Any) -> ShardedData:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as ShardPlacement
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as local_shape_and_offset
+    from torch.distributed.tensor._utils import (
+        _compute_local_shape_and_global_offset as local_shape_and_offset,
+    )
 
     mesh = data.device_mesh
     if any(not isinstance(p, (ShardPlacement, Replicate)) for p in data.placements):
-        raise ValueError(f"Data {name!r} has placements {data.placements}: only Shard and Replicate are supported.")
+        raise ValueError(
+            f"Data {name!r} has placements {data.placements}: only Shard and Replicate are"
+            " supported."
+        )
     held: dict[int, list[Rect]] = {}
     positions = itertools.product(*(range(size) for size in mesh.mesh.shape))
     for rank, position in zip(mesh.mesh.flatten().tolist(), positions, strict=True):
-        sizes, offsets = local_shape_and_offset(data.shape, mesh.mesh.shape, list(position), data.placements)
+        sizes, offsets = local_shape_and_offset(
+            data.shape, mesh.mesh.shape, list(position), data.placements
+        )
         rect = _rect(offsets, sizes)
         held[rank] = [rect] if rect.numel else []
     ranks = tuple(sorted(held))  # as process groups have them, whatever the order of the mesh
@@ -95,12 +115,19 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
 
 def _here(name: str, ranks: tuple[int, ...]) -> int:
     if dist.get_rank() not in ranks:
-        raise ValueError(f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}.")
+        raise ValueError(
+            f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}."
+        )
     return ranks.index(dist.get_rank())
 
 
 def _located(
-    name: str, data: Any, kind: str, ranks: tuple[int, ...], tiling: list[list[Rect]], shards: list[Shard]
+    name: str,
+    data: Any,
+    kind: str,
+    ranks: tuple[int, ...],
+    tiling: list[list[Rect]],
+    shards: list[Shard],
 ) -> ShardedData:
     shape = (data.shape[0], data.shape[1]) if data.dim() == 2 else (1, data.shape[0])
     views = tuple(Shard(rect, _matrix(tensor, rect)) for rect, tensor in shards)

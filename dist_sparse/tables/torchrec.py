@@ -1,9 +1,9 @@
 """The tables of TorchRec modules, sharded or not.
 
-The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it shards a module, so
-nothing communicates; the views come from the kernels. Both are read at each call, because
-``DistributedModelParallel.reshard`` replaces them. :mod:`dist_sparse.tables.modules` and
-:mod:`dist_sparse.enforcer.fused` import this module once torchrec is in use.
+The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it
+shards a module, so nothing communicates; the views come from the kernels. Both are read at each
+call, because ``DistributedModelParallel.reshard`` replaces them. :mod:`dist_sparse.tables.modules`
+and :mod:`dist_sparse.enforcer.fused` import this module once torchrec is in use.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ _KERNELS: Final = ("dense", "fused", "fused_uvm")
 _FUSED: Final = ("fused", "fused_uvm")
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 
-# Modules that change which row an id means (or the row itself) behind the mask's back. By the Python module of their
-# classes, sharded and not, so that a release without one of them imports all the same.
+# Modules that change which row an id means (or the row itself) behind the mask's back. By the
+# Python module of their classes, sharded and not, so that a release without one of them imports all
+# the same.
 _REFUSED: Final = {
     "torchrec.modules.mc_embedding_modules": "managed collisions move ids between rows",
     "torchrec.distributed.mc_embedding_modules": "managed collisions move ids between rows",
@@ -69,16 +70,27 @@ _REFUSED: Final = {
     "torchrec.distributed.itep_embeddingbag": "in-training pruning (ITEP) moves ids between rows",
     "torchrec.modules.pec_embedding_modules": "PEC collections handle colliding ids on their own",
     "torchrec.distributed.pec_embedding": "PEC collections handle colliding ids on their own",
-    "torchrec.distributed.embedding_tower_sharding": "an embedding tower lives on the ranks of one host only",
-    "torchrec.modules.fused_embedding_modules": "it is a table batch of its own; use EmbeddingBagCollection",
-    "torchrec.quant.embedding_modules": "it is quantized; sparsify the float model before quantizing",
-    "torchrec.distributed.quant_embedding": "it is quantized; sparsify the float model before quantizing",
-    "torchrec.distributed.quant_embeddingbag": "it is quantized; sparsify the float model before quantizing",
+    "torchrec.distributed.embedding_tower_sharding": (
+        "an embedding tower lives on the ranks of one host only"
+    ),
+    "torchrec.modules.fused_embedding_modules": (
+        "it is a table batch of its own; use EmbeddingBagCollection"
+    ),
+    "torchrec.quant.embedding_modules": (
+        "it is quantized; sparsify the float model before quantizing"
+    ),
+    "torchrec.distributed.quant_embedding": (
+        "it is quantized; sparsify the float model before quantizing"
+    ),
+    "torchrec.distributed.quant_embeddingbag": (
+        "it is quantized; sparsify the float model before quantizing"
+    ),
 }
 
 
 class Table(NamedTuple):
-    """A table: its name inside its module, its fully qualified name, and how to look it up under a registered name."""
+    """A table: its name inside its module, its fully qualified name, and how to look it up under a
+    registered name."""
 
     name: str
     fqn: str
@@ -86,34 +98,53 @@ class Table(NamedTuple):
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why the tables below a module of TorchRec's can't be sparsified (and what would work), or None."""
+    """Why the tables below a module of TorchRec's can't be sparsified (and what would work), or
+    None."""
     strategy = getattr(getattr(module, "_env", None), "sharding_strategy", None)
     if strategy is not None and strategy.name == "FULLY_SHARDED":
-        return "fully sharded 2-D parallelism frees weights between forward and backward; the default strategy works"
+        return (
+            "fully sharded 2-D parallelism frees weights between forward and backward; the default"
+            " strategy works"
+        )
     for base in type(module).__mro__:
-        if base.__module__ in _REFUSED and (base.__name__.startswith("Sharded") or "Collection" in base.__name__):
+        if base.__module__ in _REFUSED and (
+            base.__name__.startswith("Sharded") or "Collection" in base.__name__
+        ):
             return _REFUSED[base.__module__]
-    known = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFeatureProcessedEmbeddingBagCollection
+    known = (
+        ShardedEmbeddingBagCollection,
+        ShardedEmbeddingCollection,
+        ShardedFeatureProcessedEmbeddingBagCollection,
+    )
     unknown = isinstance(module, ShardedEmbeddingModule) and not isinstance(module, known)
     collections = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
     unknown |= isinstance(module, collections) and not isinstance(
         module, (EmbeddingBagCollection, EmbeddingCollection, *known)
     )
     if unknown:
-        return "it is not a module that dist_sparse knows; EmbeddingBagCollection and EmbeddingCollection work"
+        return (
+            "it is not a module that dist_sparse knows; EmbeddingBagCollection and"
+            " EmbeddingCollection work"
+        )
     return None
 
 
-def collection_tables(module: nn.Module) -> tuple[str, nn.ModuleDict, dict[str, tuple[str, ...]]] | None:
-    """The attribute, the modules and the features of an unsharded collection by table name, or None for another
-    module."""
+def collection_tables(
+    module: nn.Module,
+) -> tuple[str, nn.ModuleDict, dict[str, tuple[str, ...]]] | None:
+    """The attribute, the modules and the features of an unsharded collection by table name, or None
+    for another module."""
     if isinstance(module, EmbeddingBagCollection):
         attribute, configs = "embedding_bags", module.embedding_bag_configs()
     elif isinstance(module, EmbeddingCollection):
         attribute, configs = "embeddings", module.embedding_configs()
     else:
         return None
-    return attribute, getattr(module, attribute), {config.name: tuple(config.feature_names) for config in configs}
+    return (
+        attribute,
+        getattr(module, attribute),
+        {config.name: tuple(config.feature_names) for config in configs},
+    )
 
 
 def shards_tables(module: nn.Module) -> bool:
@@ -127,22 +158,28 @@ def averages(module: nn.Module) -> bool:
 
 
 def fused_kernels(module: Any) -> Iterator[Any]:
-    """The kernels of a sharded collection on this rank that hold batches of tables with a fused optimizer."""
+    """The kernels of a sharded collection on this rank that hold batches of tables with a fused
+    optimizer."""
     for lookup in module._lookups:
         for kernel in _kernels_of(lookup):
-            if any(config.compute_kernel.value in _FUSED for config in kernel._config.embedding_tables):
+            if any(
+                config.compute_kernel.value in _FUSED for config in kernel._config.embedding_tables
+            ):
                 yield kernel
 
 
 def fused_params(module: Any) -> dict[str, dict[str, Any]]:
-    """Return the arguments of FBGEMM's kernels for each table of a sharded collection with a fused optimizer, the same
-    on every rank."""
+    """Return the arguments of FBGEMM's kernels for each table of a sharded collection with a fused
+    optimizer, the same on every rank."""
     if isinstance(module, ShardedEmbeddingBagCollection):
         shardings = module._embedding_shardings
     else:
         shardings = module._sharding_type_to_sharding.values()
     groups = [
-        group for sharding in shardings for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank
+        group
+        for sharding in shardings
+        for of_rank in sharding._grouped_embedding_configs_per_rank
+        for group in of_rank
     ]
     return {
         config.name: dict(config.fused_params or {})
@@ -153,12 +190,14 @@ def fused_params(module: Any) -> dict[str, dict[str, Any]]:
 
 
 def bounds_checks(module: nn.Module) -> dict[str, str]:
-    """Return FBGEMM's ``bounds_check_mode`` by table of a collection: ``"FATAL"``, ``"WARNING"``, ``"IGNORE"`` or
-    ``"NONE"``. A table that no fused kernel holds has no mode, and is left out: its lookups raise."""
+    """Return FBGEMM's ``bounds_check_mode`` by table of a collection: ``"FATAL"``, ``"WARNING"``,
+    ``"IGNORE"`` or ``"NONE"``. A table that no fused kernel holds has no mode, and is left out: its
+    lookups raise."""
     if not shards_tables(module):
         return {}
     modes = {
-        name: params.get("bounds_check_mode", BoundsCheckMode.WARNING) for name, params in fused_params(module).items()
+        name: params.get("bounds_check_mode", BoundsCheckMode.WARNING)
+        for name, params in fused_params(module).items()
     }
     # FBGEMM lets this variable overrule the argument.
     if overruling := os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE"):
@@ -167,7 +206,8 @@ def bounds_checks(module: nn.Module) -> dict[str, str]:
 
 
 def outputs_of(module: Any) -> dict[str, str] | None:
-    """The table of each output of a collection, sharded or not, in no order; None for another module."""
+    """The table of each output of a collection, sharded or not, in no order; None for another
+    module."""
     if isinstance(module, EmbeddingBagCollection):
         configs: Any = module.embedding_bag_configs()
     elif isinstance(module, EmbeddingCollection):
@@ -185,26 +225,38 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """What a collection returns, with each output changed once it has arrived.
 
     Args:
-        change: takes an output's name and its values, ``(..., columns)``, and returns values of as many rows.
+        change: takes an output's name and its values, ``(..., columns)``, and returns values of as
+            many rows.
     """
     if isinstance(output, LazyAwaitable):
         output.callbacks.append(lambda arrived: with_outputs(arrived, change))
         return output
     if isinstance(output, KeyedTensor):
         if output.values().dim() != 2:
-            raise ValueError(f"Outputs of shape {tuple(output.values().shape)} can't be turned back: must be 2-D.")
+            raise ValueError(
+                f"Outputs of shape {tuple(output.values().shape)} can't be turned back: must be"
+                " 2-D."
+            )
         keys, widths = output.keys(), output.length_per_key()
-        parts = [change(key, part) for key, part in zip(keys, output.values().split(widths, dim=1), strict=True)]
+        parts = [
+            change(key, part)
+            for key, part in zip(keys, output.values().split(widths, dim=1), strict=True)
+        ]
         return KeyedTensor(keys, [part.shape[1] for part in parts], torch.cat(parts, dim=1))
     return {
         key: JaggedTensor(
-            change(key, found.values()), found.weights_or_none(), found.lengths_or_none(), found.offsets_or_none()
+            change(key, found.values()),
+            found.weights_or_none(),
+            found.lengths_or_none(),
+            found.offsets_or_none(),
         )
         for key, found in output.items()
     }
 
 
-def with_ids(features: KeyedJaggedTensor, values: Tensor, lengths: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
+def with_ids(
+    features: KeyedJaggedTensor, values: Tensor, lengths: Tensor, weights: Tensor | None
+) -> KeyedJaggedTensor:
     """The same features of the same samples with other ids."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
@@ -219,16 +271,22 @@ def with_ids(features: KeyedJaggedTensor, values: Tensor, lengths: Tensor, weigh
 
 
 def find_table(module: nn.Module, path: str, table: str, name: str) -> ShardedData:
-    """One table of a sharded collection at ``path``, as it is stored now, under a registered name."""
-    attribute = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    """One table of a sharded collection at ``path``, as it is stored now, under a registered
+    name."""
+    attribute = (
+        "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    )
     return _Collection(module).locate(table, f"{path}.{attribute}.{table}.weight".lstrip("."), name)
 
 
 def sharded_tables(module: nn.Module, path: str) -> list[Table] | None:
-    """The tables of a sharded collection at ``path``, in the order of its configs; None for another module."""
+    """The tables of a sharded collection at ``path``, in the order of its configs; None for another
+    module."""
     if not shards_tables(module):
         return None
-    attribute = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    attribute = (
+        "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    )
     collection = _Collection(module)
     prefix = f"{path}.{attribute}" if path else attribute
     return [
@@ -239,7 +297,8 @@ def sharded_tables(module: nn.Module, path: str) -> list[Table] | None:
 
 @dataclass
 class _Pieces:
-    """One table: its config (any shard's), the rectangles of every rank and this rank's views, both in kernel order."""
+    """One table: its config (any shard's), the rectangles of every rank and this rank's views, both
+    in kernel order."""
 
     config: Any
     held: list[list[Rect]]
@@ -247,7 +306,8 @@ class _Pieces:
 
 
 class _Collection:
-    """A sharded collection at this moment, read when its first table is located. Lives no longer than one walk."""
+    """A sharded collection at this moment, read when its first table is located. Lives no longer
+    than one walk."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module  # TorchRec's internals are untyped for us
@@ -256,18 +316,23 @@ class _Collection:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """For each global rank that holds the tables, in order: its number among those that share one copy."""
+        """For each global rank that holds the tables, in order: its number among those that share
+        one copy."""
         env = self._module._env
         if isinstance(env, ShardingEnv2D):
             copies = env.device_mesh.mesh.tolist()  # a row of ranks for each copy
             return dict(sorted((rank, place) for copy in copies for place, rank in enumerate(copy)))
         if env.process_group is None and env.world_size > 1:
             raise ValueError(
-                "A module sharded by ShardingEnv.from_local is for inference; shard it over a process group."
+                "A module sharded by ShardingEnv.from_local is for inference; shard it over a"
+                " process group."
             )
         if env.world_size == 1:
             return {0: 0}
-        return {rank: place for place, rank in enumerate(dist.get_process_group_ranks(env.process_group))}
+        return {
+            rank: place
+            for place, rank in enumerate(dist.get_process_group_ranks(env.process_group))
+        }
 
     @cached_property
     def _pieces(self) -> dict[str, _Pieces]:
@@ -276,7 +341,9 @@ class _Collection:
         for sharding, lookup in zip(self._shardings(), self._module._lookups, strict=True):
             for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
                 for config in (config for group in groups for config in group.embedding_tables):
-                    known = pieces.setdefault(config.name, _Pieces(config, [[] for _ in range(world)]))
+                    known = pieces.setdefault(
+                        config.name, _Pieces(config, [[] for _ in range(world)])
+                    )
                     known.held[rank].append(_rect(config))
             for config, view in _views(lookup):
                 pieces[config.name].views.append(view)
@@ -294,25 +361,29 @@ class _Collection:
         kernel = config.compute_kernel.value
         if kernel not in _KERNELS:
             raise ValueError(
-                f"Table {name!r}: the compute kernel {kernel!r} is not supported; {', '.join(_KERNELS)} are."
+                f"Table {name!r}: the compute kernel {kernel!r} is not supported;"
+                f" {', '.join(_KERNELS)} are."
             )
         if config.data_type not in _TYPES:
             types = ", ".join(each.value for each in _TYPES)
             raise ValueError(
-                f"Table {name!r}: weights of type {config.data_type.value} are not supported; {types} are."
+                f"Table {name!r}: weights of type {config.data_type.value} are not supported;"
+                f" {types} are."
             )
         copied = isinstance(self._module._env, ShardingEnv2D) and config.local_metadata is not None
         if copied and kernel not in _FUSED:
             raise ValueError(
-                f"Table {name!r}: TorchRec's 2-D parallelism never averages tables with the compute kernel {kernel!r}, "
-                "so that its copies drift apart. Give it a fused optimizer, or make it data-parallel."
+                f"Table {name!r}: TorchRec's 2-D parallelism never averages tables with the compute"
+                f" kernel {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or"
+                " make it data-parallel."
             )
         held = pieces.held[self._module._env.rank]
         sizes = [(rect.rows, rect.cols) for rect in held]
         if [tuple(view.shape) for view in pieces.views] != sizes:
             found = [tuple(view.shape) for view in pieces.views]
             raise ValueError(
-                f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels hold {found}."
+                f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels"
+                f" hold {found}."
             )
         whole = (
             config.global_metadata.size
@@ -325,9 +396,16 @@ class _Collection:
             dtype=data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
             ranks=tuple(places) if len(places) > 1 else None,
-            # A row-wise table smaller than the world leaves the last ranks pieces of zero rows: nothing to hold.
-            tiling=tuple(tuple(r for r in pieces.held[place] if r.numel) for place in places.values()),
-            shards=tuple(Shard(rect, view.data) for rect, view in zip(held, pieces.views, strict=True) if rect.numel),
+            # A row-wise table smaller than the world leaves the last ranks pieces of zero rows:
+            # nothing to hold.
+            tiling=tuple(
+                tuple(r for r in pieces.held[place] if r.numel) for place in places.values()
+            ),
+            shards=tuple(
+                Shard(rect, view.data)
+                for rect, view in zip(held, pieces.views, strict=True)
+                if rect.numel
+            ),
             kernel=kernel,
             fqn=fqn,
             features=tuple(config.feature_names),
@@ -336,10 +414,14 @@ class _Collection:
 
 
 def _rect(config: Any) -> Rect:
-    """The rectangle of a shard. Data-parallel tables have no metadata: every rank holds the whole."""
+    """The rectangle of a shard. Data-parallel tables have no metadata: every rank holds the
+    whole."""
     if config.local_metadata is None:
         return Rect(0, 0, config.local_rows, config.local_cols)
-    (row, col), (rows, cols) = config.local_metadata.shard_offsets, config.local_metadata.shard_sizes
+    (row, col), (rows, cols) = (
+        config.local_metadata.shard_offsets,
+        config.local_metadata.shard_sizes,
+    )
     return Rect(row, col, rows, cols)
 
 
@@ -353,11 +435,17 @@ def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
     """The live weights behind one lookup, shard by shard, as (config, view)."""
     for kernel in _kernels_of(lookup):
         configs = kernel._config.embedding_tables
-        # Key-value and virtual tables materialise their weights when read: locate() refuses them, nothing reads them.
-        if all(config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value for config in configs):
+        # Key-value and virtual tables materialise their weights when read: locate() refuses them,
+        # nothing reads them.
+        if all(
+            config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value
+            for config in configs
+        ):
             yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)
 
 
 check_versions(
-    str(torch.__version__), str(getattr(torchrec, "__version__", "?")), str(getattr(fbgemm_gpu, "__version__", "?"))
+    str(torch.__version__),
+    str(getattr(torchrec, "__version__", "?")),
+    str(getattr(fbgemm_gpu, "__version__", "?")),
 )

@@ -1,7 +1,7 @@
 """The releases of torch, TorchRec and FBGEMM that fit together.
 
-TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others. Imports none of them, so that it
-can report a mix that does not load.
+TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others. Imports none of
+them, so that it can report a mix that does not load.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ _TESTED: Final = ((1, 7), (1, 8))
 
 
 def fitting(torch_version: str) -> str | None:
-    """Return the release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where none is known."""
+    """Return the release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where
+    none is known."""
     base = _minor(torch_version)
     return next((f"{rec[0]}.{rec[1]}" for rec in _TESTED if base == _torch_of(rec)), None)
 
 
 def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
-    """Return the releases of torch, and of TorchRec and FBGEMM, to install instead, such as ``("2.13", "1.8")``.
+    """Return the releases of torch, and of TorchRec and FBGEMM, to install instead, such as
+    ``("2.13", "1.8")``.
 
     Those that fit the torch; if none is known, those that fit the TorchRec; else the latest.
     """
@@ -38,10 +40,12 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
     """Refuse a mix of releases that were not built for each other.
 
     Raises:
-        ImportError: two of them don't fit, or TorchRec is older than 1.0; says which part is wrong. Unknown (nightly,
-            internal) versions and untested releases only warn.
+        ImportError: two of them don't fit, or TorchRec is older than 1.0; says which part is wrong.
+            Unknown (nightly, internal) versions and untested releases only warn.
     """
-    rec, gemm, base = (_minor(version) for version in (torchrec_version, fbgemm_version, torch_version))
+    rec, gemm, base = (
+        _minor(version) for version in (torchrec_version, fbgemm_version, torch_version)
+    )
     have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
     if rec is None or gemm is None or base is None:
         warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
@@ -51,16 +55,20 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
     wanted = _torch_of(rec)
     if rec != gemm:
         raise ImportError(
-            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*; installed: {have}."
+            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*;"
+            f" installed: {have}."
         )
     if rec[0] == 1 and base != wanted:
         raise ImportError(
-            f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*; installed: {have}."
+            f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*;"
+            f" installed: {have}."
         )
     if rec not in _TESTED:
         tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED)
         warnings.warn(
-            f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed: {have}.", stacklevel=2
+            f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed:"
+            f" {have}.",
+            stacklevel=2,
         )
 
 
@@ -69,7 +77,8 @@ def _torch_of(torchrec: tuple[int, int]) -> tuple[int, int]:
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """(major, minor) of a release; None for nightly and internal builds, whose numbers promise nothing."""
+    """(major, minor) of a release; None for nightly and internal builds, whose numbers promise
+    nothing."""
     try:
         found = Version(version)
     except InvalidVersion:

@@ -1,7 +1,9 @@
-"""Bytes to levels: how much of each table is removed so that all tables together take no more than a budget.
+"""Bytes to levels: how much of each table is removed so that all tables together take no more than
+a budget.
 
-A budget counts what is served in the dtype of training, as :class:`~dist_sparse.planning.candidates.Candidate` does:
-the kept weights, what finds them, what turns rotated tables back, and the tables that stay dense.
+A budget counts what is served in the dtype of training, as
+:class:`~dist_sparse.planning.candidates.Candidate` does: the kept weights, what finds them, what
+turns rotated tables back, and the tables that stay dense.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def parse_budget(budget: object) -> Budget:
     except ValueError:
         share = math.nan
     if not 0 <= share <= 1:
-        raise ValueError(f"Invalid {budget=}: must be bytes (an int >= 0), or text such as '20%', from 0% to 100%.")
+        raise ValueError(
+            f"Invalid {budget=}: must be bytes (an int >= 0), or text such as '20%', from 0% to"
+            " 100%."
+        )
     return share
 
 
@@ -53,20 +58,23 @@ def budget_levels(
     together: bool,
     rotate: Rotate | None = None,
 ) -> dict[str, float]:
-    """Return the lowest common level of the tables that are pruned, by name, each a whole number of blocks.
+    """Return the lowest common level of the tables that are pruned, by name, each a whole number of
+    blocks.
 
     Args:
         located: all tables that the budget is for.
         left_dense: those of them that are not pruned.
         block: as in a configuration.
         floors: by name the least fraction that a table keeps.
-        together: blocks are removed wherever scores are smallest, so that a table's level need not keep its floor.
+        together: blocks are removed wherever scores are smallest, so that a table's level need not
+            keep its floor.
         rotate: as in :func:`~dist_sparse.rotate`: columns of rotated tables are removed for good.
 
     Raises:
-        ValueError: the budget is less than can be reached, or holds all tables as they are; blocks do not divide a
-            table, or are finer than rows of a table that is not rotated, which saves no bytes; or tables of one group
-            of ``rotate``, which are as wide as the widest, have different floors.
+        ValueError: the budget is less than can be reached, or holds all tables as they are; blocks
+            do not divide a table, or are finer than rows of a table that is not rotated, which
+            saves no bytes; or tables of one group of ``rotate``, which are as wide as the widest,
+            have different floors.
     """
     pruned = {data.name: data for data in located if data.name not in left_dense}
     shapes = {name: resolve_block(name, block, data.shape) for name, data in pruned.items()}
@@ -76,28 +84,41 @@ def budget_levels(
         of_group = {name: floors.get(name, 0.0) for name in group if name in pruned}
         if len(set(of_group.values())) > 1:
             raise ValueError(
-                f"Invalid floor for a budget: tables rotated together keep as many columns, not {of_group}."
+                "Invalid floor for a budget: tables rotated together keep as many columns, not"
+                f" {of_group}."
             )
-    blocks = {name: grid_of(Rect(0, 0, *data.shape), shapes[name]).blocks for name, data in pruned.items()}
-    most = {name: n - max(math.ceil(floors.get(name, 0.0) * n - 1e-9), min(n, 1)) for name, n in blocks.items()}
+    blocks = {
+        name: grid_of(Rect(0, 0, *data.shape), shapes[name]).blocks for name, data in pruned.items()
+    }
+    most = {
+        name: n - max(math.ceil(floors.get(name, 0.0) * n - 1e-9), min(n, 1))
+        for name, n in blocks.items()
+    }
     dense = sum(_bytes(data) for data in located if data.name in left_dense)
     total = sum(map(_bytes, located))
     room = round(budget * total) if isinstance(budget, float) else budget
     if room >= total:
-        raise ValueError(f"Invalid budget of {room} bytes: all tables take {total}, so that nothing would be removed.")
+        raise ValueError(
+            f"Invalid budget of {room} bytes: all tables take {total}, so that nothing would be"
+            " removed."
+        )
 
     def served(removed: Mapping[str, int]) -> int:
-        kept = ((pruned[name], shapes[name], blocks[name] - count) for name, count in removed.items())
+        kept = (
+            (pruned[name], shapes[name], blocks[name] - count) for name, count in removed.items()
+        )
         return dense + sum(_served(*each, rotate) for each in kept)
 
     def removed(step: int) -> dict[str, int]:
         counts = {name: math.ceil(step / _STEPS * n) for name, n in blocks.items()}
-        return counts if together else {name: min(count, most[name]) for name, count in counts.items()}
+        return (
+            counts if together else {name: min(count, most[name]) for name, count in counts.items()}
+        )
 
     if room < (least := served(most)):
         raise ValueError(
-            f"Invalid budget of {room} bytes: {least} are the least. Tables that are left dense take {dense} of them, "
-            "and of each other table its floor or one block stays."
+            f"Invalid budget of {room} bytes: {least} are the least. Tables that are left dense"
+            f" take {dense} of them, and of each other table its floor or one block stays."
         )
     lowest = bisect_left(range(_STEPS), True, key=lambda step: served(removed(step)) <= room)
     return {name: count / max(blocks[name], 1) for name, count in removed(lowest).items()}
@@ -109,12 +130,14 @@ _STEPS = 2**53
 
 def _refuse_unusable_blocks(data: ShardedData, block: Block, rotate: Rotate | None) -> None:
     if any(size % side for size, side in zip(data.shape, block, strict=True)):
-        raise ValueError(f"Table {data.name!r}: a budget needs blocks that divide {data.shape}; {block} do not.")
+        raise ValueError(
+            f"Table {data.name!r}: a budget needs blocks that divide {data.shape}; {block} do not."
+        )
     # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
     if block[1] < data.shape[1] and not _is_rotated(data.name, rotate):
         raise ValueError(
-            f"Table {data.name!r}: a budget needs whole rows, or columns that are rotated; blocks of {block} are "
-            "served as zeros, and save no bytes. Give a level instead."
+            f"Table {data.name!r}: a budget needs whole rows, or columns that are rotated; blocks"
+            f" of {block} are served as zeros, and save no bytes. Give a level instead."
         )
 
 

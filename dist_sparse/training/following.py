@@ -1,6 +1,8 @@
-"""The optimizers' steps, and the forwards of collections, between two calls of ``SparseTraining.step()``.
+"""The optimizers' steps, and the forwards of collections, between two calls of
+``SparseTraining.step()``.
 
-What is followed tells a training loop that has forgotten ``step()``, or that trains other tables than were sparsified.
+What is followed tells a training loop that has forgotten ``step()``, or that trains other tables
+than were sparsified.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _FORGOTTEN = 100  # optimizer steps without a step() before it is called forgott
 
 
 class Following:
-    """Follows the steps of the last optimizer, and the forwards of unsharded collections, until :meth:`stop`.
+    """Follows the steps of the last optimizer, and the forwards of unsharded collections, until
+    :meth:`stop`.
 
     Args:
         model: whose tables are registered.
@@ -50,9 +53,12 @@ class Following:
         self._handles: list[RemovableHandle] = []
         last = [each for optimizer in optimizers for each in steppers(optimizer)][-1:]
         if auto_step and not last:
-            raise ValueError("Invalid auto_step=True: there is no optimizer whose steps could be followed.")
+            raise ValueError(
+                "Invalid auto_step=True: there is no optimizer whose steps could be followed."
+            )
         for optimizer in last:
-            # Holds the training, so that it lives as long as the optimizer even if the caller drops it.
+            # Holds the training, so that it lives as long as the optimizer even if the caller drops
+            # it.
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_optimizer)))
         self._unseen = dict(_unsharded_collections(model, names))
         for module in self._unseen.values():
@@ -66,8 +72,9 @@ class Following:
         """
         if self._unseen:
             raise RuntimeError(
-                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the model was wrapped "
-                "or copied afterwards, so that other tables train. Call sparsify() on the DistributedModelParallel."
+                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the"
+                " model was wrapped or copied afterwards, so that other tables train. Call"
+                " sparsify() on the DistributedModelParallel."
             )
         self._optimizer_steps = None
 
@@ -84,8 +91,9 @@ class Following:
             self._optimizer_steps += 1
             if self._optimizer_steps == _FORGOTTEN and rank_in(world_ranks()) == 0:
                 warnings.warn(
-                    f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was never called: masks "
-                    "are not updated. Call it after each optimizer step, or pass auto_step=True to sparsify().",
+                    f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was"
+                    " never called: masks are not updated. Call it after each optimizer step, or"
+                    " pass auto_step=True to sparsify().",
                     UserWarning,
                     stacklevel=4,  # behind the hook and torch's wrapper of step()
                 )
@@ -95,9 +103,12 @@ class Following:
 
 
 def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the innermost optimizers, then one that is made of fused ones or of several: torch's hooks run on both."""
+    """Yield the innermost optimizers, then one that is made of fused ones or of several: torch's
+    hooks run on both."""
     yield from leaves(optimizer)
-    while not combines(optimizer) and hasattr(optimizer, "_optimizer"):  # as LightningOptimizer does
+    while not combines(optimizer) and hasattr(
+        optimizer, "_optimizer"
+    ):  # as LightningOptimizer does
         optimizer = optimizer._optimizer
     if combines(optimizer):
         yield optimizer
@@ -105,11 +116,16 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 def combines(optimizer: Any) -> bool:
     """Return whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
-    return any(kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__)
+    return any(
+        kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__
+    )
 
 
-def _unsharded_collections(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    """TorchRec's unsharded collections of registered tables, by path, which DistributedModelParallel would replace."""
+def _unsharded_collections(
+    model: nn.Module, names: Iterable[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """TorchRec's unsharded collections of registered tables, by path, which
+    DistributedModelParallel would replace."""
     if "torchrec" in sys.modules:
         torchrec = importlib.import_module("dist_sparse.tables.torchrec")
         for path, module in model.named_modules():

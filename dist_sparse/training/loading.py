@@ -1,7 +1,8 @@
-"""Loading the state of a ``SparseTraining``: every part is checked and agreed on all ranks before one is replaced.
+"""Loading the state of a ``SparseTraining``: every part is checked and agreed on all ranks before
+one is replaced.
 
-The state has the masks with their configurations, and as JSON the schedule and the settings that choose masks. Masks
-are checked against the settings of the same state, not against those in force.
+The state has the masks with their configurations, and as JSON the schedule and the settings that
+choose masks. Masks are checked against the settings of the same state, not against those in force.
 """
 
 from __future__ import annotations
@@ -51,23 +52,31 @@ class _Saved:
 def save(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> dict[str, Any]:
     """Return the state of both: see :meth:`dist_sparse.SparseTraining.state_dict`."""
     # Floors of tables that were squashed since have no meaning any more.
-    floors = {name: floor for name, floor in sparsifier.floors.items() if name in sparsifier.data_groups}
+    floors = {
+        name: floor for name, floor in sparsifier.floors.items() if name in sparsifier.data_groups
+    }
     chosen = {"score": sparsifier.scored_by, "scope": sparsifier.scope}
     parts = {"scheduler": scheduler.state_dict(), **chosen, "floors": floors}
     return {"sparsifier": sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
 
 
-def prepare_load(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, state: object) -> Callable[[], None]:
-    """Check a state of :func:`save` on all ranks, and return the local function that puts it in place. Collective.
+def prepare_load(
+    sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, state: object
+) -> Callable[[], None]:
+    """Check a state of :func:`save` on all ranks, and return the local function that puts it in
+    place. Collective.
 
     Raises:
-        ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs between ranks, masks
-            and schedule are of different steps, or no mask update could follow. On every rank; nothing has changed.
+        ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs
+            between ranks, masks and schedule are of different steps, or no mask update could
+            follow. On every rank; nothing has changed.
     """
     together = group_over(world_ranks())
     with together.agreeing(_ACTION) as facts:
         saved = _parsed(state, sparsifier, scheduler)
-        facts.update({f"{name} of the state": value for name, value in vars(saved.settings).items()})
+        facts.update(
+            {f"{name} of the state": value for name, value in vars(saved.settings).items()}
+        )
         facts["base_param of the state"] = saved.schedule["base_param"]
     levels, commit_schedule = scheduler.prepare_load(saved.schedule)
     with _as_in(saved, sparsifier):
@@ -84,18 +93,28 @@ def prepare_load(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler
     return commit
 
 
-def _parsed(state: object, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> _Saved:
+def _parsed(
+    state: object, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler
+) -> _Saved:
     if not isinstance(state, Mapping):
-        raise ValueError(f"Invalid state of type {type(state).__name__}: must be what state_dict() returned.")
-    _check_keys("The state", state, {"sparsifier", "schedule"}, only=False)  # Lightning's callback adds its own
+        raise ValueError(
+            f"Invalid state of type {type(state).__name__}: must be what state_dict() returned."
+        )
+    _check_keys(
+        "The state", state, {"sparsifier", "schedule"}, only=False
+    )  # Lightning's callback adds its own
     parts = from_json("the schedule", state["schedule"])
     _check_keys("The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors"})
     schedule = parts["scheduler"]
     if not isinstance(schedule, dict):
         raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
-    _check_keys(f"The state of the {type(scheduler).__name__}", schedule, set(scheduler.state_dict()))
+    _check_keys(
+        f"The state of the {type(scheduler).__name__}", schedule, set(scheduler.state_dict())
+    )
     if (param := schedule["schedule_param"]) != scheduler.schedule_param:
-        raise ValueError(f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.")
+        raise ValueError(
+            f"Invalid state: its schedule is one of {param!r}, not of the sparsity level."
+        )
     score = checks.choice("score", parts["score"], SCORES)
     if (score == "frequency") != sparsifier.counts_lookups:
         raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
@@ -109,7 +128,12 @@ def _parsed(state: object, sparsifier: ImportanceSparsifier, scheduler: ReadyDat
 
 
 def _check_keys(
-    what: str, found: Mapping[Any, Any], needed: set[str], optional: set[str] | None = None, *, only: bool = True
+    what: str,
+    found: Mapping[Any, Any],
+    needed: set[str],
+    optional: set[str] | None = None,
+    *,
+    only: bool = True,
 ) -> None:
     if missing := sorted(needed - set(found)):
         raise ValueError(f"{what} lacks {missing}; it has {sorted(map(str, found))}.")
@@ -119,7 +143,9 @@ def _check_keys(
 
 def _floors(given: object, names: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(given, dict):
-        raise ValueError(f"Invalid floors={given!r} in the state: must be numbers in [0, 1] by table.")
+        raise ValueError(
+            f"Invalid floors={given!r} in the state: must be numbers in [0, 1] by table."
+        )
     if unknown := sorted(set(given) - set(names)):
         raise ValueError(f"Invalid floors in the state: the tables {unknown} are not registered.")
     return {name: checks.level(f"floors[{name!r}]", floor) for name, floor in given.items()}
@@ -127,7 +153,8 @@ def _floors(given: object, names: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _as_in(saved: _Saved, sparsifier: ImportanceSparsifier) -> Iterator[None]:
-    """Give the sparsifier the settings of a state for a while, to check what it could do with them."""
+    """Give the sparsifier the settings of a state for a while, to check what it could do with
+    them."""
     before = _Settings(
         scored_by=sparsifier.scored_by,
         scope=sparsifier.scope,
@@ -143,7 +170,9 @@ def _as_in(saved: _Saved, sparsifier: ImportanceSparsifier) -> Iterator[None]:
         sparsifier.data_groups = groups
 
 
-def _prepared_masks(sparsifier: ImportanceSparsifier, masks: Mapping[str, Any], together: Group) -> Callable[[], None]:
+def _prepared_masks(
+    sparsifier: ImportanceSparsifier, masks: Mapping[str, Any], together: Group
+) -> Callable[[], None]:
     if together.size == 1 or world_ranks() in sparsifier.packed_store.groups:
         return sparsifier.prepare_state_dict(masks)
     # No table is held by all ranks, so an error of one rank would not reach the others.
@@ -153,22 +182,32 @@ def _prepared_masks(sparsifier: ImportanceSparsifier, masks: Mapping[str, Any], 
 
 
 def _check_steps(levels: Mapping[str, float], saved: _Saved, scheduler: ReadyDataScheduler) -> None:
-    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration of the masks."""
+    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration
+    of the masks."""
     if isinstance(scheduler, LambdaDataScheduler):
         return  # its functions are not part of the state: they may be others now
     for name, level in levels.items():
         found = saved.configs.get(name, {}).get("sparsity_level", level)
-        if not isinstance(found, (int, float)) or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
+        if not isinstance(found, (int, float)) or not math.isclose(
+            found, level, rel_tol=1e-9, abs_tol=1e-9
+        ):
             raise ValueError(
-                f"Masks and schedule of the state are of different steps: the level of {name!r} is {found} with the "
-                f"masks and {level} at step {saved.schedule['last_epoch']} of the schedule."
+                f"Masks and schedule of the state are of different steps: the level of {name!r} is"
+                f" {found} with the masks and {level} at step {saved.schedule['last_epoch']} of the"
+                " schedule."
             )
 
 
-def _check_next_updates(sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any) -> None:
+def _check_next_updates(
+    sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any
+) -> None:
     """Refuse settings that no later mask update could follow."""
     tables = [name for name in sparsifier.data_groups if name in sparsifier.packed_store]
-    finals = {} if final is None else by_name(dict(final) if isinstance(final, (list, tuple)) else final, tables)
+    finals = (
+        {}
+        if final is None
+        else by_name(dict(final) if isinstance(final, (list, tuple)) else final, tables)
+    )
     for reached in (levels, finals):
         now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
         sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})

@@ -46,12 +46,14 @@ __all__ = ["SparseTraining", "sparsify"]
 
 
 class SparseTraining:
-    """A sparsifier, its schedule and its enforcer, attached to a model and its optimizers; made by :func:`sparsify`.
+    """A sparsifier, its schedule and its enforcer, attached to a model and its optimizers; made by
+    :func:`sparsify`.
 
     As a context manager it detaches at the end of the block.
 
     Attributes:
-        sparsifier: the :class:`~dist_sparse.ImportanceSparsifier`; its ``scored_by`` is the score in use.
+        sparsifier: the :class:`~dist_sparse.ImportanceSparsifier`; its ``scored_by`` is the score
+            in use.
         scheduler: of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
@@ -77,7 +79,8 @@ class SparseTraining:
         table   shape    sharding    block  level  sparsity  removed blocks
         ------  -------  ----------  -----  -----  --------  --------------
         weight  100 x 8  replicated  row     0.75    0.7500              75
-        lookups of removed rows: not known (they are counted in training, in tables with a fused optimizer)
+        lookups of removed rows: not known (they are counted in training, in tables with a fused
+        optimizer)
     """
 
     def __init__(
@@ -98,16 +101,18 @@ class SparseTraining:
         self._warns = rank_in(world_ranks()) == 0
 
     def step(self) -> None:
-        """Call after each optimizer step: update the masks when the schedule has an update. Collective then, otherwise
-        local.
+        """Call after each optimizer step: update the masks when the schedule has an update.
+        Collective then, otherwise local.
 
         Raises:
-            RuntimeError: ``auto_step=True`` calls it already, or no forward has used the tables (the model was wrapped
-                or copied after :func:`sparsify`).
+            RuntimeError: ``auto_step=True`` calls it already, or no forward has used the tables
+                (the model was wrapped or copied after :func:`sparsify`).
             ValueError: see :meth:`~dist_sparse.BaseDataSparsifier.step`; on every rank.
         """
         if self._auto_step:
-            raise RuntimeError("auto_step=True calls step() after each optimizer step: do not call it as well.")
+            raise RuntimeError(
+                "auto_step=True calls step() after each optimizer step: do not call it as well."
+            )
         self._step()
 
     @property
@@ -117,20 +122,30 @@ class SparseTraining:
 
     @property
     def sparsity(self) -> float:
-        """The achieved fraction of removed blocks, over all tables and ranks. Collective if tables are sharded."""
+        """The achieved fraction of removed blocks, over all tables and ranks. Collective if tables
+        are sharded."""
         stats = self.sparsifier.table_stats()
-        return sum(table.removed_blocks for table in stats) / max(sum(table.blocks for table in stats), 1)
+        return sum(table.removed_blocks for table in stats) / max(
+            sum(table.blocks for table in stats), 1
+        )
 
     @property
     def partial_tables(self) -> list[str]:
         """The tables of which this rank does not hold all rows and columns. Local."""
-        located = [data for data in self._source.locate() if data.name in self.sparsifier.data_groups]
-        return [data.name for data in located if {shard.rect for shard in data.shards} != set(data.rects)]
+        located = [
+            data for data in self._source.locate() if data.name in self.sparsifier.data_groups
+        ]
+        return [
+            data.name
+            for data in located
+            if {shard.rect for shard in data.shards} != set(data.rects)
+        ]
 
     def summary(self) -> str:
-        """Return a text table of what is pruned and what is left dense, and the share of the lookups that hit removed
-        rows: of all with ``score="frequency"``, otherwise of a sample since the last mask update (one training forward
-        in 16). Collective if tables are sharded."""
+        """Return a text table of what is pruned and what is left dense, and the share of the
+        lookups that hit removed rows: of all with ``score="frequency"``, otherwise of a sample
+        since the last mask update (one training forward in 16). Collective if tables are
+        sharded."""
         head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
         rows = [
             (
@@ -153,44 +168,50 @@ class SparseTraining:
         known = {name: lookups for name, lookups in known.items() if lookups[0]}
         if not known:
             return "not known (they are counted in training, in tables with a fused optimizer)"
-        shares = [f"{name} {percent(removed / counted)}" for name, (counted, removed) in known.items()]
+        shares = [
+            f"{name} {percent(removed / counted)}" for name, (counted, removed) in known.items()
+        ]
         counted = sum(lookups for lookups, _ in known.values())
         removed = sum(lookups for _, lookups in known.values())
         return f"{percent(removed / counted)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks, counts of lookups, configurations, the score and the schedule, for torch.save and
-        torch.distributed.checkpoint: see :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
+        """Return masks, counts of lookups, configurations, the score and the schedule, for
+        torch.save and torch.distributed.checkpoint: see
+        :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
         return save(self.sparsifier, self.scheduler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which replace the arguments
-        of :func:`sparsify`. Removed weights are zeroed at once. Collective.
+        """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which
+        replace the arguments of :func:`sparsify`. Removed weights are zeroed at once. Collective.
 
-        To go back to earlier weights (early stopping), load the model's state too, before the next forward::
+        To go back to earlier weights (early stopping), load the model's state too, before the next
+        forward::
 
             sparse.load_state_dict(best["sparse"])
             model.load_state_dict(best["model"])
 
         Raises:
-            ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs between ranks,
-                masks and schedule are of different steps, or no mask update could follow. On every rank, and nothing
-                has changed.
+            ValueError: a part is missing, unknown or invalid, does not fit what is registered,
+                differs between ranks, masks and schedule are of different steps, or no mask update
+                could follow. On every rank, and nothing has changed.
         """
         endless = self.scheduler.end is None
         prepare_load(self.sparsifier, self.scheduler, state_dict)()
         if endless and self.scheduler.end is not None and rank_in(world_ranks()) == 0:
             warnings.warn(
-                f"The state's schedule ends at step {self.scheduler.end} and replaces end=None: masks freeze then. "
-                "Load its masks alone, by sparse.sparsifier.load_state_dict(state['sparsifier']), to update them for "
-                "good.",
+                f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
+                " masks freeze then. Load its masks alone, by"
+                " sparse.sparsifier.load_state_dict(state['sparsifier']), to update them for"
+                " good.",
                 UserWarning,
                 stacklevel=2,
             )
 
     def detach(self) -> None:
-        """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until an optimizer
-        changes them. Warns if the last mask update of the schedule has not happened."""
+        """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until
+        an optimizer changes them. Warns if the last mask update of the schedule has not
+        happened."""
         if self._detached():
             self.warn_of_early_end()
 
@@ -198,7 +219,10 @@ class SparseTraining:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.detach()
@@ -209,9 +233,16 @@ class SparseTraining:
         final = getattr(self.scheduler, "final", {})
         finals = sorted(set(final.values() if isinstance(final, dict) else [final]))
         level = " to ".join(f"{each:.4g}" for each in dict.fromkeys(finals[:1] + finals[-1:]))
-        tables, step, end = len(self.sparsifier.data_groups), self.scheduler.last_epoch, self.scheduler.end
+        tables, step, end = (
+            len(self.sparsifier.data_groups),
+            self.scheduler.last_epoch,
+            self.scheduler.end,
+        )
         parts = [
-            f"step {step}" + ("" if end is None else f" of {end}" if step <= end else f", schedule ended at {end}"),
+            f"step {step}"
+            + (
+                "" if end is None else f" of {end}" if step <= end else f", schedule ended at {end}"
+            ),
             (f"level {level} " if level else "") + f"by {self.sparsifier.scored_by}",
             *(["over all tables"] if self.sparsifier.scope == "global" else []),
             number_of(tables, "table"),
@@ -229,7 +260,9 @@ class SparseTraining:
         """Follow the optimizers' steps, and the forwards of unsharded collections."""
         _attached.add(self)
         self._auto_step = auto_step
-        self._following = Following(model, self.sparsifier.data_groups, optimizers, self._step, auto_step)
+        self._following = Following(
+            model, self.sparsifier.data_groups, optimizers, self._step, auto_step
+        )
 
     def _watch_unwrapped(self) -> None:
         """Compare replicas that nothing keeps equal. Collective over the world if there are any."""
@@ -258,8 +291,8 @@ class SparseTraining:
         if self._warns and not self.finished and self.scheduler.end is not None:
             self._warns = False
             warnings.warn(
-                f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule, before end="
-                f"{self.scheduler.end}: the final level has not been reached.",
+                f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule,"
+                f" before end={self.scheduler.end}: the final level has not been reached.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -299,58 +332,69 @@ def sparsify(
     rotate: Rotate | None = None,
     decay: float | None = None,
 ) -> SparseTraining:
-    """Prune the embedding tables of a model during training. Collective: every rank of the world must call it.
+    """Prune the embedding tables of a model during training. Collective: every rank of the world
+    must call it.
 
-    Tables with fewer than ``min_rows`` rows, frozen tables (``requires_grad`` False) and position embeddings (a word of
-    the name is ``pos``, ``position(s)``, ``positional`` or ``wpe``) that ``include`` does not match stay dense;
-    ``left_dense`` lists them. The last block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is
-    already zero: it is among the first to be pruned, which changes nothing. Put other rows that must stay, such as
-    those of [MASK] tokens, into a separate table named in ``exclude``.
+    Tables with fewer than ``min_rows`` rows, frozen tables (``requires_grad`` False) and position
+    embeddings (a word of the name is ``pos``, ``position(s)``, ``positional`` or ``wpe``) that
+    ``include`` does not match stay dense; ``left_dense`` lists them. The last block of a table is
+    removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it is among the first
+    to be pruned, which changes nothing. Put other rows that must stay, such as those of [MASK]
+    tokens, into a separate table named in ``exclude``.
 
     Args:
-        model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it first. On several ranks
-            tables outside a wrapper are a warning; if all ranks hold the same now, they are compared at mask updates.
+        model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
+            first. On several ranks tables outside a wrapper are a warning; if all ranks hold the
+            same now, they are compared at mask updates.
         optimizer: the optimizer that steps it, or a sequence of all of them.
-        level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table names and fully
-            qualified names; of several that match, the last counts. Tables that none matches stay at 0.
-        budget: instead of ``level``, the most that the tables may take at the end: bytes, or a share of them as text,
-            ``"20%"``. It counts the bytes that are served, as :func:`~dist_sparse.plan` does, in the dtype of training.
-            All tables then have the same level, which rises along the schedule. Blocks must be whole rows, or columns
-            of rotated tables: finer ones are served as zeros, and save no bytes.
-        scope: ``"table"``, or ``"global"``: the total bytes of all levels are removed wherever scores are smallest; see
-            :class:`~dist_sparse.ScoreSparsifier`.
+        level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table
+            names and fully qualified names; of several that match, the last counts. Tables that
+            none matches stay at 0.
+        budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
+            share of them as text, ``"20%"``. It counts the bytes that are served, as
+            :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same
+            level, which rises along the schedule. Blocks must be whole rows, or columns of rotated
+            tables: finer ones are served as zeros, and save no bytes.
+        scope: ``"table"``, or ``"global"``: the total bytes of all levels are removed wherever
+            scores are smallest; see :class:`~dist_sparse.ScoreSparsifier`.
         floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
-        protect: globs of tables that stay dense but count towards ``budget`` (tables in ``exclude`` do not).
-        end, begin, every: last and first step of mask updates, and the steps between them; ``every`` is cut to
-            ``end - begin``. Steps count from 0, so ``level`` is reached by call number ``end + 1`` of ``step()``. After
-            ``end`` masks stay as they are. None removes ``level`` from ``begin`` on, and updates masks for good.
-        block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or ``(1, ROW)`` for whole
-            rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such as ``"1x4"``.
-        norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are compared; None is L2.
-        score: ``"norm"``, ``"frequency"``, ``"accumulator"`` or ``"norm_accumulator"``, by which blocks are compared;
-            see :class:`~dist_sparse.ImportanceSparsifier`. None is ``"norm_accumulator"`` for whole rows if Adagrad
-            steps all tables and no ``norm`` is given, and ``"norm"`` otherwise; ``summary()`` names it.
+        protect: globs of tables that stay dense but count towards ``budget`` (tables in ``exclude``
+            do not).
+        end, begin, every: last and first step of mask updates, and the steps between them;
+            ``every`` is cut to ``end - begin``. Steps count from 0, so ``level`` is reached by call
+            number ``end + 1`` of ``step()``. After ``end`` masks stay as they are. None removes
+            ``level`` from ``begin`` on, and updates masks for good.
+        block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or
+            ``(1, ROW)`` for whole rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such
+            as ``"1x4"``.
+        norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are
+            compared; None is L2.
+        score: ``"norm"``, ``"frequency"``, ``"accumulator"`` or ``"norm_accumulator"``, by which
+            blocks are compared; see :class:`~dist_sparse.ImportanceSparsifier`. None is
+            ``"norm_accumulator"`` for whole rows if Adagrad steps all tables and no ``norm`` is
+            given, and ``"norm"`` otherwise; ``summary()`` names it.
         include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.
-        schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``, ``"one_shot"`` (at
-            ``begin``), or a ready scheduler's class that takes ``final``, ``begin``, ``end`` and ``every``. None is
-            ``"cubic"``, or ``"constant"`` with ``end=None``.
+        schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``,
+            ``"one_shot"`` (at ``begin``), or a ready scheduler's class that takes ``final``,
+            ``begin``, ``end`` and ``every``. None is ``"cubic"``, or ``"constant"`` with
+            ``end=None``.
         optimizer_state: ``"keep"`` or ``"reset"``, as in :class:`~dist_sparse.MaskEnforcer`.
         min_rows: tables with fewer rows stay dense.
-        auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that can't be edited.
-            With gradient accumulation, steps are optimizer steps.
-        rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask update as by
-            :func:`~dist_sparse.rotate`; tables in no group stay dense. The score then does not choose the columns, but
-            ``"frequency"`` weights rows by their lookups.
-        decay: with ``score="frequency"``, the factor by which counts of lookups shrink at each mask update, in [0, 1];
-            None is 1, so that all traffic counts equally.
+        auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that
+            can't be edited. With gradient accumulation, steps are optimizer steps.
+        rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask
+            update as by :func:`~dist_sparse.rotate`; tables in no group stay dense. The score then
+            does not choose the columns, but ``"frequency"`` weights rows by their lookups.
+        decay: with ``score="frequency"``, the factor by which counts of lookups shrink at each mask
+            update, in [0, 1]; None is 1, so that all traffic counts equally.
 
     Returns:
-        An object with ``step()``, to be called after each optimizer step, ``summary()``, ``state_dict()``,
-        ``load_state_dict()`` and ``detach()``.
+        An object with ``step()``, to be called after each optimizer step, ``summary()``,
+        ``state_dict()``, ``load_state_dict()`` and ``detach()``.
 
     Raises:
-        ValueError, AssertionError: an argument is invalid, or tables are already sparsified; on every rank, even if
-            only one rank is wrong. Nothing is left attached.
+        ValueError, AssertionError: an argument is invalid, or tables are already sparsified; on
+            every rank, even if only one rank is wrong. Nothing is left attached.
 
     Example::
 
@@ -388,11 +432,15 @@ def sparsify(
             decay=decay,
         )
         if plan.scope == "global" and rotate is not None:
-            raise ValueError("Invalid scope='global' with rotate: rotated columns are removed by position.")
+            raise ValueError(
+                "Invalid scope='global' with rotate: rotated columns are removed by position."
+            )
         source = model_source(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
         unpruned = left_dense(model, located, plan, rotate, checks.name_list("include", include))
-        groups = None if rotate is None else rotation_groups(rotate, [data.name for data in located])
+        groups = (
+            None if rotate is None else rotation_groups(rotate, [data.name for data in located])
+        )
         facts.update(plan.facts(), rotate=groups, auto_step=bool(auto_step))
         facts.update(_globs(include=include, exclude=exclude, dense=dense))
         final = final_levels(plan, located, unpruned, rotate)
@@ -420,8 +468,14 @@ def sparsify(
             training._attached_to(model, optimizers, auto_step)
             if plan.score is not None:
                 sparsifier.check_known()
-            levels = final if isinstance(final, dict) else {glob.escape(name): final for name in sparsifier.data_groups}
-            sparsifier.check_levels({name: levels.get(glob.escape(name), 0.0) for name in sparsifier.data_groups})
+            levels = (
+                final
+                if isinstance(final, dict)
+                else {glob.escape(name): final for name in sparsifier.data_groups}
+            )
+            sparsifier.check_levels(
+                {name: levels.get(glob.escape(name), 0.0) for name in sparsifier.data_groups}
+            )
             unknown = sparsifier.unknown_tables()
         if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"

@@ -1,8 +1,10 @@
-"""Tables in no wrapper, in a world of several ranks: replicas that nothing keeps equal, or models of each rank alone.
+"""Tables in no wrapper, in a world of several ranks: replicas that nothing keeps equal, or models
+of each rank alone.
 
-Ranks whose tables are all equal when ``sparsify()`` is called are taken for replicas: from then on their weights, and
-what else decides about masks, are compared before each mask update. Ranks whose tables differ by then train models of
-their own, which are never compared. Either way the first rank warns once.
+Ranks whose tables are all equal when ``sparsify()`` is called are taken for replicas: from then on
+their weights, and what else decides about masks, are compared before each mask update. Ranks whose
+tables differ by then train models of their own, which are never compared. Either way the first rank
+warns once.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ __all__ = ["Unwrapped"]
 class Unwrapped:
     """The registered tables that no DistributedDataParallel or DistributedModelParallel holds.
 
-    Makes nothing and sends nothing in a world of one, or if there is no such table. Otherwise its construction is
-    collective over the world.
+    Makes nothing and sends nothing in a world of one, or if there is no such table. Otherwise its
+    construction is collective over the world.
 
     Args:
         sparsifier: registered alike on all ranks, as ``add_model()`` has checked.
@@ -33,7 +35,9 @@ class Unwrapped:
     def __init__(self, sparsifier: ImportanceSparsifier) -> None:
         self._sparsifier = sparsifier
         self._world = group_over(world_ranks())
-        names = [name for name, data in sparsifier.packed_store.locate().items() if data.ranks is None]
+        names = [
+            name for name, data in sparsifier.packed_store.locate().items() if data.ranks is None
+        ]
         self._names = names if self._world.size > 1 else []
         if self._names:
             drifted = self._world.agree("sparsify()", {}, None, self._replicas())
@@ -42,10 +46,12 @@ class Unwrapped:
                 self._names = []
 
     def compare(self) -> None:
-        """Compare the replicas of all ranks before a mask update. Collective over the world if there are any.
+        """Compare the replicas of all ranks before a mask update. Collective over the world if
+        there are any.
 
         Raises:
-            ValueError: weights, optimizer state that scores read, or configurations differ; on every rank.
+            ValueError: weights, optimizer state that scores read, or configurations differ; on
+                every rank.
         """
         if not self._names:
             return
@@ -74,10 +80,19 @@ class Unwrapped:
         """Hashes of what Adagrad has summed for a table, if scores read it."""
         if self._sparsifier.scored_by not in ("accumulator", "norm_accumulator"):
             return {}
-        totals = {} if self._sparsifier.enforcer is None else self._sparsifier.enforcer.accumulators()
-        known = [totals[shard.tensor.data_ptr()][0] for shard in data.shards if shard.tensor.data_ptr() in totals]
+        totals = (
+            {} if self._sparsifier.enforcer is None else self._sparsifier.enforcer.accumulators()
+        )
+        known = [
+            totals[shard.tensor.data_ptr()][0]
+            for shard in data.shards
+            if shard.tensor.data_ptr() in totals
+        ]
         first, size = self._world.rank == 0, self._world.size
-        return {f"optimizer state of {data.name}": Replica(hash_tensor(total), first, size) for total in known}
+        return {
+            f"optimizer state of {data.name}": Replica(hash_tensor(total), first, size)
+            for total in known
+        }
 
     def _warn(self, drifted: Mapping[str, list[int]]) -> None:
         if self._world.rank != 0:
@@ -90,14 +105,14 @@ class Unwrapped:
             )
         else:
             rule = (
-                "They are equal on all ranks, so they are taken for replicas: mask updates raise an error once they "
-                "have drifted apart."
+                "They are equal on all ranks, so they are taken for replicas: mask updates raise an"
+                " error once they have drifted apart."
             )
         shown = ", ".join(self._names[:3]) + (", ..." if len(self._names) > 3 else "")
         warnings.warn(
-            f"The tables {shown} are in no DistributedDataParallel and no DistributedModelParallel, in a world of "
-            f"{self._world.size} ranks. {rule} To train replicas, wrap the model and call sparsify() on the wrapper, "
-            "not on the module inside it.",
+            f"The tables {shown} are in no DistributedDataParallel and no DistributedModelParallel,"
+            f" in a world of {self._world.size} ranks. {rule} To train replicas, wrap the model and"
+            " call sparsify() on the wrapper, not on the module inside it.",
             UserWarning,
             stacklevel=4,
         )
@@ -106,7 +121,7 @@ class Unwrapped:
 def _refuse(drifted: Mapping[str, list[int]]) -> None:
     places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted.items())
     raise ValueError(
-        f"Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps these "
-        "tables equal: train a DistributedDataParallel and call sparsify() on it. Models that are meant "
-        "to differ must differ when sparsify() is called."
+        f"Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps"
+        " these tables equal: train a DistributedDataParallel and call sparsify() on it. Models"
+        " that are meant to differ must differ when sparsify() is called."
     )

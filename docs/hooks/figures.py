@@ -1,7 +1,8 @@
 """How do drawings follow the reader's light or dark?
 
-An SVG in an ``<img>`` knows the system's setting and not the page's. So the site holds the drawings of docs/images in
-the page itself, where the style inside each of them sees the page's scheme. On a code host they are plain images.
+An SVG in an ``<img>`` knows the system's setting and not the page's. So the site holds the drawings
+of docs/images in the page itself, where the style inside each of them sees the page's scheme. On a
+code host they are plain images.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from mkdocs.structure.pages import Page
 
 __all__ = ["on_page_content"]
 
-_IMAGE = re.compile(r'<p><img alt="(?P<alt>[^"]*)" src="(?:\.\./)*images/(?P<name>[\w-]+\.svg)" ?/?></p>')
+_IMAGE = re.compile(
+    r'<p><img alt="(?P<alt>[^"]*)" src="(?:\.\./)*images/(?P<name>[\w-]+\.svg)" ?/?></p>'
+)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

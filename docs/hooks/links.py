@@ -1,9 +1,9 @@
 """How do links that leave docs/ work in the site?
 
-The pages link to files elsewhere in the repository (figures of benchmarks, examples, tests), as a code host wants it.
-What is linked becomes part of the site, under ``repository/``: Markdown as a page, source as a page that shows it, the
-rest as it is; and so on with what those pages link to. A link that leads nowhere is left as it was, so that MkDocs
-reports it.
+The pages link to files elsewhere in the repository (figures of benchmarks, examples, tests), as a
+code host wants it. What is linked becomes part of the site, under ``repository/``: Markdown as a
+page, source as a page that shows it, the rest as it is; and so on with what those pages link to. A
+link that leads nowhere is left as it was, so that MkDocs reports it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from mkdocs.structure.pages import Page
 __all__ = ["on_config", "on_files", "on_page_markdown"]
 
 _FOLDER = "repository"
-_SOURCE = {".py": "python", ".txt": "text", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".ipynb": "json"}
+_SOURCE = {
+    ".py": "python",
+    ".txt": "text",
+    ".toml": "toml",
+    ".yml": "yaml",
+    ".yaml": "yaml",
+    ".ipynb": "json",
+}
 _FENCE = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lets what belongs to a list item be indented by two spaces, as code hosts do; Python-Markdown wants four."""
+    """Lets what belongs to a list item be indented by two spaces, as code hosts do; Python-Markdown
+    wants four."""
     config.markdown_extensions.insert(0, _TwoSpaces())  # type: ignore[arg-type]
     return config
 
@@ -36,7 +44,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 class _TwoSpaces(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.tab_length = 2
-        md.parser = build_block_parser(md)  # the parts of a parser note the length when they are made
+        md.parser = build_block_parser(
+            md
+        )  # the parts of a parser note the length when they are made
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -74,7 +84,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join(here, name))
         if not name or not (_root(config) / path).is_file():
             return target
-        return posixpath.relpath(_in_site(path, config), posixpath.dirname(uri) or ".") + sign + anchor
+        return (
+            posixpath.relpath(_in_site(path, config), posixpath.dirname(uri) or ".") + sign + anchor
+        )
 
     return _each_link(markdown, moved)
 
@@ -82,13 +94,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _file(source: Path, uri: str, config: MkDocsConfig) -> File:
     if source.suffix in _SOURCE:
         text = source.read_text(encoding="utf-8")
-        return File.generated(config, uri, content=f"# {source.name}\n\n````{_SOURCE[source.suffix]}\n{text}\n````\n")
+        return File.generated(
+            config, uri, content=f"# {source.name}\n\n````{_SOURCE[source.suffix]}\n{text}\n````\n"
+        )
     return File.generated(config, uri, abs_src_path=str(source))
 
 
 def _each_link(text: str, change: Callable[[str], str]) -> str:
     parts = _FENCE.split(text)
-    parts[::2] = [_LINK.sub(lambda link: change(link[1]) if "://" not in link[1] else link[1], p) for p in parts[::2]]
+    parts[::2] = [
+        _LINK.sub(lambda link: change(link[1]) if "://" not in link[1] else link[1], p)
+        for p in parts[::2]
+    ]
     return "".join(parts)
 
 

@@ -1,7 +1,7 @@
 """How do the docstrings' ``:class:`~dist_sparse.X``` become links, and ``Example::`` a section?
 
-The docstrings use the roles and literal blocks of reStructuredText, the site is Markdown. What has a place in the site
-becomes a link; the rest is shown as code.
+The docstrings use the roles and literal blocks of reStructuredText, the site is Markdown. What has
+a place in the site becomes a link; the rest is shown as code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def _path(obj: griffe.Object, name: str) -> str:
     """The full name of what a docstring calls by the name that it has there."""
     scope: griffe.Object | None = obj
     while scope is not None:
-        if name.partition(".")[0] in scope.members and scope.members[name.partition(".")[0]] is not scope:
+        if (
+            name.partition(".")[0] in scope.members
+            and scope.members[name.partition(".")[0]] is not scope
+        ):
             return f"{scope.path}.{name}"
         scope = scope.parent
     return name

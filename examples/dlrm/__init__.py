@@ -1,1 +1,2 @@
-"""A DLRM on real data: dense, sparsified during training, and small. Start it with ``make train``."""
+"""A DLRM on real data: dense, sparsified during training, and small. Start it with
+``make train``."""

@@ -1,8 +1,8 @@
 """Batches for every rank, as TorchRec's KeyedJaggedTensors.
 
-A :class:`Dataset` holds all examples in memory, feature by feature. Batches are cut from one global order, so a world
-of any size sees the same examples at the same step, and every rank gets the same number of batches: no
-rank waits in a collective for one that has run out of data.
+A :class:`Dataset` holds all examples in memory, feature by feature. Batches are cut from one global
+order, so a world of any size sees the same examples at the same step, and every rank gets the same
+number of batches: no rank waits in a collective for one that has run out of data.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseFeature:
-    """One categorical feature: the ids of every example, and the size of the table that embeds them.
+    """One categorical feature: the ids of every example, and the size of the table that embeds
+    them.
 
     Args:
         name: of the feature and of its table.
         rows: ids lie in [0, rows).
         ids: (ids,) int64, the ids of all examples one after the other.
-        offsets: (examples + 1,) int64, where each example's ids begin; None when every example has exactly one.
+        offsets: (examples + 1,) int64, where each example's ids begin; None when every example has
+            exactly one.
     """
 
     name: str
@@ -45,7 +47,8 @@ class SparseFeature:
         starts = self.offsets[index]
         lengths = self.offsets[index + 1] - starts
         ends = lengths.cumsum(0)
-        # Where each id comes from: its place in the result, shifted by how far its example has moved.
+        # Where each id comes from: its place in the result, shifted by how far its example has
+        # moved.
         shift = (starts - (ends - lengths)).repeat_interleave(lengths)
         return self.ids[torch.arange(len(shift)) + shift], lengths
 
@@ -80,16 +83,25 @@ class Dataset:
             values=torch.cat([ids for ids, _ in taken]),
             lengths=torch.cat([lengths for _, lengths in taken]),
         )
-        return Batch(dense_features=self.dense[index], sparse_features=sparse, labels=self.labels[index])
+        return Batch(
+            dense_features=self.dense[index], sparse_features=sparse, labels=self.labels[index]
+        )
 
 
 def steps_per_pass(examples: int, batch_size: int) -> int:
-    """How many batches every rank gets from one pass over the examples; what fills no global batch is dropped."""
+    """How many batches every rank gets from one pass over the examples; what fills no global batch
+    is dropped."""
     return examples // batch_size
 
 
 def batches(
-    dataset: Dataset, index: Tensor, *, batch_size: int, rank: int, world: int, shuffle_seed: int | None = None
+    dataset: Dataset,
+    index: Tensor,
+    *,
+    batch_size: int,
+    rank: int,
+    world: int,
+    shuffle_seed: int | None = None,
 ) -> Iterator[Batch]:
     """This rank's part of every global batch of one pass over ``index``.
 
@@ -99,18 +111,26 @@ def batches(
         batch_size: of the whole world; each rank gets ``batch_size // world`` of it.
         rank: of this process.
         world: number of processes.
-        shuffle_seed: the order of the pass, the same on all ranks; None keeps the order of ``index``.
+        shuffle_seed: the order of the pass, the same on all ranks; None keeps the order of
+            ``index``.
 
     Raises:
-        DataError: the batch does not divide by the number of ranks, or there is not one whole batch.
+        DataError: the batch does not divide by the number of ranks, or there is not one whole
+            batch.
     """
     if batch_size % world:
-        raise DataError(f"Invalid {batch_size=}: must be divisible by the number of processes ({world}).")
+        raise DataError(
+            f"Invalid {batch_size=}: must be divisible by the number of processes ({world})."
+        )
     steps = steps_per_pass(len(index), batch_size)
     if steps == 0:
-        raise DataError(f"Invalid {batch_size=}: there are only {len(index)} examples to take a batch from.")
+        raise DataError(
+            f"Invalid {batch_size=}: there are only {len(index)} examples to take a batch from."
+        )
     if shuffle_seed is not None:
-        index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(shuffle_seed))]
+        index = index[
+            torch.randperm(len(index), generator=torch.Generator().manual_seed(shuffle_seed))
+        ]
     local = batch_size // world
     for step in range(steps):
         start = step * batch_size + rank * local

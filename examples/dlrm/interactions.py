@@ -1,8 +1,8 @@
 """Examples with labels from plain (user, item) interactions.
 
-Reads the ``.npz`` of a standard split (Gowalla and its kin): train_user, train_item, test_user, test_item, num_users,
-num_items. Each interaction is a positive example; for each, one item that the user has not interacted with is drawn,
-with a seed, as a negative.
+Reads the ``.npz`` of a standard split (Gowalla and its kin): train_user, train_item, test_user,
+test_item, num_users, num_items. Each interaction is a positive example; for each, one item that the
+user has not interacted with is drawn, with a seed, as a negative.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _DRAWS = 50
 def load(path: Path, seed: int) -> Dataset:
     """The file's own split, with one negative for each positive.
 
-    Features: user, item, a hashed cross of the user and a bucket of items; dense: how active the user and how popular
-    the item is in the training part, never counting the interaction itself (else a training positive would betray its
-    label).
+    Features: user, item, a hashed cross of the user and a bucket of items; dense: how active the
+    user and how popular the item is in the training part, never counting the interaction itself
+    (else a training positive would betray its label).
 
     Raises:
         DataError: the file is not such an .npz; says what is wrong with it.
@@ -68,7 +68,8 @@ def load(path: Path, seed: int) -> Dataset:
     return Dataset(
         name=path.name,
         sparse=tuple(
-            SparseFeature(name=name, rows=rows, ids=torch.from_numpy(values)) for name, (rows, values) in ids.items()
+            SparseFeature(name=name, rows=rows, ids=torch.from_numpy(values))
+            for name, (rows, values) in ids.items()
         ),
         dense_names=("log of the user's interactions", "log of the item's other interactions"),
         dense=torch.from_numpy(dense),
@@ -86,12 +87,14 @@ def split_of(path: Path, seed: int) -> str:
     return f"{_HELD_OUT:.0%} of the interactions, drawn with seed {seed}: the file holds no split"
 
 
-def read(path: Path, split_seed: int | None = None) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
+def read(
+    path: Path, split_seed: int | None = None
+) -> tuple[int, int, tuple[Ints, Ints], tuple[Ints, Ints]]:
     """Return the number of users, of items, and the (user, item) pairs of the two parts, int64.
 
     Args:
-        split_seed: draws the test part of a file that holds no split: user, item, num_users, num_items. None refuses
-            such a file.
+        split_seed: draws the test part of a file that holds no split: user, item, num_users,
+            num_items. None refuses such a file.
 
     Raises:
         DataError: the file is not such an .npz; says what is wrong with it.
@@ -110,17 +113,26 @@ def read(path: Path, split_seed: int | None = None) -> tuple[int, int, tuple[Int
             user, item = arrays[f"{part}_user"], arrays[f"{part}_item"]
             if user.ndim != 1 or user.shape != item.shape or not len(user):
                 raise ValueError(
-                    f"{part}_user {user.shape} and {part}_item {item.shape} must be lists of one length, not empty"
+                    f"{part}_user {user.shape} and {part}_item {item.shape} must be lists of one"
+                    " length, not empty"
                 )
             for name, ids, bound in ((f"{part}_user", user, users), (f"{part}_item", item, items)):
                 if ids.min() < 0 or ids.max() >= bound:
-                    raise ValueError(f"{name} must lie in [0, {bound}), found {ids.min()} to {ids.max()}")
+                    raise ValueError(
+                        f"{name} must lie in [0, {bound}), found {ids.min()} to {ids.max()}"
+                    )
     except Exception as error:  # numpy raises half a dozen types for a file that is not an .npz
         raise DataError(
-            f"Invalid --data {path}: not an interactions .npz ({error}). It needs {', '.join(_KEYS)}"
+            f"Invalid --data {path}: not an interactions .npz ({error}). It needs"
+            f" {', '.join(_KEYS)}"
             f"{'' if split_seed is None else ', or without a split ' + ', '.join(_UNSPLIT)}."
         ) from error
-    return users, items, (arrays["train_user"], arrays["train_item"]), (arrays["test_user"], arrays["test_item"])
+    return (
+        users,
+        items,
+        (arrays["train_user"], arrays["train_item"]),
+        (arrays["test_user"], arrays["test_item"]),
+    )
 
 
 def _integers(stored: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Ints]:
@@ -146,7 +158,8 @@ def _split(user: Ints, item: Ints, seed: int) -> dict[str, Ints]:
 
 
 def _draw(user: Ints, items: int, known: Ints, rng: np.random.Generator) -> Ints:
-    """For every user in the list an item that is not among the ``known`` pairs (sorted ``user * items + item``)."""
+    """For every user in the list an item that is not among the ``known`` pairs (sorted
+    ``user * items + item``)."""
     drawn = rng.integers(items, size=len(user))
     for _ in range(_DRAWS):
         pairs = user * items + drawn

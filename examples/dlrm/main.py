@@ -1,10 +1,11 @@
-"""Train a DLRM dense, sparsified, and with tables of the same bytes: of fewer columns, and of fewer rows that ids are
-hashed into; compare their artifacts as they are served.
+"""Train a DLRM dense, sparsified, and with tables of the same bytes: of fewer columns, and of fewer
+rows that ids are hashed into; compare their artifacts as they are served.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
 The same:        python -m launch --nproc 2 examples/dlrm/main.py
-With restarts:   python -m launch --nproc 2 --max-restarts 3 examples/dlrm/main.py -- --checkpoint runs/saved
+With restarts:   python -m launch --nproc 2 --max-restarts 3 examples/dlrm/main.py -- --checkpoint
+runs/saved
 """
 
 from __future__ import annotations
@@ -70,13 +71,21 @@ def main(options: argparse.Namespace) -> None:
         world=world,
     )
     sparsity = Sparsity(
-        block=options.block, norm=options.norm, level=options.level, every=options.every, score=options.score
+        block=options.block,
+        norm=options.norm,
+        level=options.level,
+        every=options.every,
+        score=options.score,
     )
 
     number, count = 0, 3 + len(options.dims or [DIM])
 
     def trained(
-        name: str, settings: Settings, folder: Path, sparsity: Sparsity | None = None, data: Dataset = dataset
+        name: str,
+        settings: Settings,
+        folder: Path,
+        sparsity: Sparsity | None = None,
+        data: Dataset = dataset,
     ) -> Result:
         nonlocal number
         number += 1
@@ -88,16 +97,22 @@ def main(options: argparse.Namespace) -> None:
     def saved(name: str) -> Checkpoints | None:
         if options.checkpoint is None:
             return None
-        return Checkpoints(options.checkpoint / name.replace(" ", "_"), every=options.checkpoint_every)
+        return Checkpoints(
+            options.checkpoint / name.replace(" ", "_"), every=options.checkpoint_every
+        )
 
     # The report compares a run with those in folders inside its own.
     dense = trained("dense", settings, run_dir / "dense")
     sparse = trained("sparsified", settings, run_dir, sparsity)
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
-        results.append(trained(f"dense dim {dim}", narrowed(settings, dim), run_dir / f"dense_dim_{dim}"))
+        results.append(
+            trained(f"dense dim {dim}", narrowed(settings, dim), run_dir / f"dense_dim_{dim}")
+        )
     few = same_bytes_in_rows(sparse, least=world)
-    results.append(trained("folded rows", settings, run_dir / "folded_rows", data=folded(dataset, few)))
+    results.append(
+        trained("folded rows", settings, run_dir / "folded_rows", data=folded(dataset, few))
+    )
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
@@ -109,20 +124,28 @@ def main(options: argparse.Namespace) -> None:
         say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
         say(f"{served_table(served)}\n\n{advice(served, sparse.name)}")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")
-        say(f"Checked: logits from the fp32 artifacts differ from those of the trained models by at most {exact:.0e}.")
+        say(
+            "Checked: logits from the fp32 artifacts differ from those of the trained models by at"
+            f" most {exact:.0e}."
+        )
         say(f"\nThe artifacts of the sparsified model: {results[1].artifacts.folder}")
         say(f"The report, to open in a browser: {page.as_uri()}")
 
 
 def same_bytes(dense: Result, sparse: Result) -> int:
-    """Return the embedding dimension of dense tables with about the bytes that the sparsified run kept."""
-    return max(NARROWEST, round(DIM * sparse.table_bytes / dense.table_bytes / NARROWEST) * NARROWEST)
+    """Return the embedding dimension of dense tables with about the bytes that the sparsified run
+    kept."""
+    return max(
+        NARROWEST, round(DIM * sparse.table_bytes / dense.table_bytes / NARROWEST) * NARROWEST
+    )
 
 
 def same_bytes_in_rows(sparse: Result, least: int) -> dict[str, int]:
-    """Return the rows that would take the bytes that each sparsified table kept, with those of its mask; ``least`` for
-    fewer."""
-    taken = {table.name: table.kept_bytes + table.mask_bytes for table in sparse.tables if table.target}
+    """Return the rows that would take the bytes that each sparsified table kept, with those of its
+    mask; ``least`` for fewer."""
+    taken = {
+        table.name: table.kept_bytes + table.mask_bytes for table in sparse.tables if table.target
+    }
     return {name: max(least, round(size / (4 * DIM))) for name, size in taken.items()}
 
 
@@ -131,18 +154,31 @@ def narrowed(settings: Settings, dim: int) -> Settings:
 
     Columns of narrow tables are not cut: that changes nothing but where they are stored.
     """
-    sharding = {name: "table_wise" if kind == "column_wise" else kind for name, kind in settings.sharding.items()}
+    sharding = {
+        name: "table_wise" if kind == "column_wise" else kind
+        for name, kind in settings.sharding.items()
+    }
     return replace(settings, dim=dim, sharding=sharding)
 
 
 def relaunch(world: int, argv: Sequence[str]) -> None:
-    """Replace this process by the launcher of ``world`` processes of this script. Does not return."""
+    """Replace this process by the launcher of ``world`` processes of this script. Does not
+    return."""
     only_nproc = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only_nproc.add_argument("--nproc")
     _, others = only_nproc.parse_known_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = ["-m", "dist_sparse.launch", "--nproc", str(world), "--ranks", "0"]  # its bars are drawn in place
-    os.execv(sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), "--", *others])
+    launcher = [
+        "-m",
+        "dist_sparse.launch",
+        "--nproc",
+        str(world),
+        "--ranks",
+        "0",
+    ]  # its bars are drawn in place
+    os.execv(
+        sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), "--", *others]
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The model: TorchRec's DLRM under DistributedModelParallel, with a hand-made plan.
 
-TorchRec's DLRM under DistributedModelParallel: tables sharded by a plan made by hand, because TorchRec's planner does
-not offer row-wise sharding on CPU. Sharded tables have a fused RowWiseAdagrad that updates them inside ``backward``;
-data-parallel tables are dense parameters to TorchRec and get the same optimizer of their own.
+TorchRec's DLRM under DistributedModelParallel: tables sharded by a plan made by hand, because
+TorchRec's planner does not offer row-wise sharding on CPU. Sharded tables have a fused
+RowWiseAdagrad that updates them inside ``backward``; data-parallel tables are dense parameters to
+TorchRec and get the same optimizer of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from dlrm.batches import Dataset
 __all__ = ["DIM", "NARROWEST", "SHARDINGS", "ShardedModel", "build", "sharding_of"]
 
 DIM = 32
-"""Of every table, unless a run has another: DLRM's interaction multiplies the features' vectors with each other."""
+"""Of every table, unless a run has another: DLRM's interaction multiplies the features' vectors
+with each other."""
 
 NARROWEST = 4
 """Columns; FBGEMM wants multiples of them."""
@@ -46,7 +48,8 @@ SHARDINGS = ("mixed", "row_wise", "column_wise", "table_wise", "data_parallel")
 _TABLE_LR = 0.05
 _DENSE_LR = 1e-3
 _SMALL_ROWS = 256
-"""In the mixed plan a table below this is replicated: to shard it costs more messages than it saves memory."""
+"""In the mixed plan a table below this is replicated: to shard it costs more messages than it saves
+memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,11 @@ class ShardedModel:
         return sum(rows * dim * torch.float32.itemsize for rows, dim in self.tables.values())
 
 
-def build(dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: int, dim: int = DIM) -> ShardedModel:
-    """The DLRM for a data set, sharded over the default process group. Collective: every rank must call it.
+def build(
+    dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: int, dim: int = DIM
+) -> ShardedModel:
+    """The DLRM for a data set, sharded over the default process group. Collective: every rank must
+    call it.
 
     Weights depend on ``seed`` alone: all ranks make the whole model from it and keep their part.
 
@@ -88,7 +94,9 @@ def build(dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: in
     collection = EmbeddingBagCollection(
         device=device,
         tables=[
-            EmbeddingBagConfig(name=f.name, embedding_dim=dim, num_embeddings=f.rows, feature_names=[f.name])
+            EmbeddingBagConfig(
+                name=f.name, embedding_dim=dim, num_embeddings=f.rows, feature_names=[f.name]
+            )
             for f in dataset.sparse
         ],
     )
@@ -100,7 +108,8 @@ def build(dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: in
         dense_device=device,
     )
     tables = {
-        config.name: (config.num_embeddings, config.embedding_dim) for config in collection.embedding_bag_configs()
+        config.name: (config.num_embeddings, config.embedding_dim)
+        for config in collection.embedding_bag_configs()
     }
     for name, bag in collection.embedding_bags.items():
         if sharding[name] != ShardingType.DATA_PARALLEL.value:
@@ -121,14 +130,16 @@ def build(dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: in
         plan=ShardingPlan({"model.sparse_arch.embedding_bag_collection": plan}),
         sharders=[sharder],
     )
-    return ShardedModel(model=model, optimizer=_optimizer(model, sharding), tables=tables, sharding=dict(sharding))
+    return ShardedModel(
+        model=model, optimizer=_optimizer(model, sharding), tables=tables, sharding=dict(sharding)
+    )
 
 
 def sharding_of(rows: Mapping[str, int], sharding: str, world: int) -> dict[str, str]:
     """The sharding type of every table.
 
-    ``mixed`` replicates the small tables; of the others the largest is cut by rows, the next by columns, the next stays
-    whole on a rank, and so on in turns.
+    ``mixed`` replicates the small tables; of the others the largest is cut by rows, the next by
+    columns, the next stays whole on a rank, and so on in turns.
 
     Args:
         rows: of every table.
@@ -141,19 +152,24 @@ def sharding_of(rows: Mapping[str, int], sharding: str, world: int) -> dict[str,
     if sharding not in SHARDINGS:
         raise ValueError(f"Invalid {sharding=}: must be one of {', '.join(SHARDINGS)}.")
     if sharding == "mixed":
-        large = sorted((name for name in rows if rows[name] >= _SMALL_ROWS), key=lambda name: -rows[name])
+        large = sorted(
+            (name for name in rows if rows[name] >= _SMALL_ROWS), key=lambda name: -rows[name]
+        )
         turns = (ShardingType.ROW_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_WISE)
         turn = {name: turns[place % len(turns)].value for place, name in enumerate(large)}
         kinds = {name: turn.get(name, ShardingType.DATA_PARALLEL.value) for name in rows}
     else:
         kinds = dict.fromkeys(rows, sharding)
     if ShardingType.COLUMN_WISE.value in kinds.values() and DIM % world:
-        raise ValueError(f"Invalid {sharding=}: {DIM} columns can't be cut evenly over {world} processes.")
+        raise ValueError(
+            f"Invalid {sharding=}: {DIM} columns can't be cut evenly over {world} processes."
+        )
     return kinds
 
 
 def _placed(kind: str, place: int, world: int) -> ParameterShardingGenerator:
-    """The shards of the ``place``-th table: whole tables go round the ranks, and one rank alone has columns in two."""
+    """The shards of the ``place``-th table: whole tables go round the ranks, and one rank alone has
+    columns in two."""
     match ShardingType(kind):
         case ShardingType.ROW_WISE:
             return row_wise()
@@ -168,8 +184,9 @@ def _placed(kind: str, place: int, world: int) -> ParameterShardingGenerator:
 def _optimizer(model: DistributedModelParallel, sharding: Mapping[str, str]) -> CombinedOptimizer:
     """The fused optimizer, one for data-parallel tables and one for the layers.
 
-    TorchRec leaves data-parallel tables among the dense parameters. Handed to the layers' Adam they would be trained
-    differently from all other tables, and every one of their rows would move at every step, looked up or not.
+    TorchRec leaves data-parallel tables among the dense parameters. Handed to the layers' Adam they
+    would be trained differently from all other tables, and every one of their rows would move at
+    every step, looked up or not.
     """
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     replicated: dict[str, nn.Parameter] = {}
@@ -177,7 +194,12 @@ def _optimizer(model: DistributedModelParallel, sharding: Mapping[str, str]) -> 
         if kind == ShardingType.DATA_PARALLEL.value:
             fqn = f"model.sparse_arch.embedding_bag_collection.embedding_bags.{name}.weight"
             replicated[fqn] = dense.pop(fqn)
-    parts = [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=_DENSE_LR))]
+    parts = [
+        model.fused_optimizer,
+        KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=_DENSE_LR)),
+    ]
     if replicated:
-        parts.append(KeyedOptimizerWrapper(replicated, lambda params: RowWiseAdagrad(params, lr=_TABLE_LR)))
+        parts.append(
+            KeyedOptimizerWrapper(replicated, lambda params: RowWiseAdagrad(params, lr=_TABLE_LR))
+        )
     return CombinedOptimizer(parts)

@@ -1,8 +1,8 @@
 """MovieLens-100K: download and features.
 
-The 100,000 ratings travel inside the ``recbole`` wheel, which is used as a data source only: it is downloaded, never
-installed. Every feature of a rating is made from the rating's own time and earlier: nothing of the future, and no
-label, reaches a feature.
+The 100,000 ratings travel inside the ``recbole`` wheel, which is used as a data source only: it is
+downloaded, never installed. Every feature of a rating is made from the rating's own time and
+earlier: nothing of the future, and no label, reaches a feature.
 """
 
 from __future__ import annotations
@@ -40,22 +40,35 @@ def fetch(cache: Path = CACHE) -> Path:
     """The folder with the three files of MovieLens-100K, downloaded at the first call.
 
     Raises:
-        DataError: the package index can't be reached, or what came from it is not the expected data.
+        DataError: the package index can't be reached, or what came from it is not the expected
+            data.
     """
     folder = cache / "ml-100k"
     if all((folder / name).is_file() for name in _ROWS):
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "2"]
-        done = subprocess.run([*pip, "--dest", scratch, _WHEEL], capture_output=True, text=True, check=False)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--retries",
+            "2",
+        ]
+        done = subprocess.run(
+            [*pip, "--dest", scratch, _WHEEL], capture_output=True, text=True, check=False
+        )
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
             said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
             raise DataError(
-                f"MovieLens-100K is not in {folder} and could not be downloaded: "
-                f"`pip download {_WHEEL}` failed ({said}). "
-                f"Connect to a package index, or copy {', '.join(_ROWS)} into that folder, or give --data PATH."
+                f"MovieLens-100K is not in {folder} and could not be downloaded: `pip download"
+                f" {_WHEEL}` failed ({said}). Connect to a package index, or copy"
+                f" {', '.join(_ROWS)} into that folder, or give --data PATH."
             )
         new = Path(scratch) / "ml-100k"
         new.mkdir()
@@ -65,14 +78,16 @@ def fetch(cache: Path = CACHE) -> Path:
         for name, expected in _ROWS.items():
             _table(new / name, expected)
         folder.mkdir(exist_ok=True)
-        # Files are moved last, one by one: a folder with all three is complete, even while another process downloads.
+        # Files are moved last, one by one: a folder with all three is complete, even while another
+        # process downloads.
         for name in _ROWS:
             os.replace(new / name, folder / name)
     return folder
 
 
 def load(folder: Path) -> Dataset:
-    """MovieLens-100K in order of time; the first 80% train, the rest test. The label is ``rating >= 4``.
+    """MovieLens-100K in order of time; the first 80% train, the rest test. The label is
+    ``rating >= 4``.
 
     Raises:
         DataError: a file is damaged.
@@ -94,7 +109,10 @@ def load(folder: Path) -> Dataset:
     gender, occupation, zip_code = (_codes([row[column] for row in users]) for column in (2, 3, 4))
     year = np.array([_year(row) for row in items], dtype=np.float32)
     genre_names = sorted({genre for row in items for genre in row[3].split()})
-    genres_of = [np.array([genre_names.index(genre) for genre in row[3].split()], dtype=np.int64) for row in items]
+    genres_of = [
+        np.array([genre_names.index(genre) for genre in row[3].split()], dtype=np.int64)
+        for row in items
+    ]
 
     genres = np.concatenate([genres_of[i] for i in item])
     lengths = np.array([len(g) for g in genres_of], dtype=np.int64)[item]
@@ -102,7 +120,9 @@ def load(folder: Path) -> Dataset:
     cross = hashed_cross(np.repeat(user, lengths), genres, CROSS_ROWS)
 
     past, hours = past_of_user(user, time)
-    dense = np.stack([np.log1p(hours), (year[item] - 1990) / 10, np.log1p(past)], axis=1).astype(np.float32)
+    dense = np.stack([np.log1p(hours), (year[item] - 1990) / 10, np.log1p(past)], axis=1).astype(
+        np.float32
+    )
 
     cut = int(len(time) * _TRAIN_PART)
     while time[cut] == time[cut - 1]:  # a test rating is strictly later than every training rating
@@ -120,10 +140,18 @@ def load(folder: Path) -> Dataset:
             single("gender", int(gender.max()) + 1, gender[user]),
             single("occupation", int(occupation.max()) + 1, occupation[user]),
             single("zip_code", int(zip_code.max()) + 1, zip_code[user]),
-            SparseFeature(name="genres", rows=len(genre_names), ids=torch.from_numpy(genres), offsets=offsets),
-            SparseFeature(name="user_x_genre", rows=CROSS_ROWS, ids=torch.from_numpy(cross), offsets=offsets),
+            SparseFeature(
+                name="genres", rows=len(genre_names), ids=torch.from_numpy(genres), offsets=offsets
+            ),
+            SparseFeature(
+                name="user_x_genre", rows=CROSS_ROWS, ids=torch.from_numpy(cross), offsets=offsets
+            ),
         ),
-        dense_names=("log hours since the user's first rating", "movie year", "log of the user's ratings so far"),
+        dense_names=(
+            "log hours since the user's first rating",
+            "movie year",
+            "log of the user's ratings so far",
+        ),
         dense=torch.from_numpy(dense),
         labels=torch.from_numpy((rating >= 4).astype(np.float32)),
         train=torch.arange(cut),
@@ -132,9 +160,11 @@ def load(folder: Path) -> Dataset:
 
 
 def past_of_user(user: Ints, time: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
-    """For every rating: how many the same user gave strictly earlier, and the hours since that user's first one.
+    """For every rating: how many the same user gave strictly earlier, and the hours since that
+    user's first one.
 
-    People rate several movies in one second; those do not count each other, whatever their order in the file.
+    People rate several movies in one second; those do not count each other, whatever their order in
+    the file.
     """
     order = np.lexsort((time, user))
     u, t = user[order], time[order]
@@ -164,6 +194,7 @@ def _codes(values: list[str]) -> Ints:
 
 
 def _year(item: list[str]) -> float:
-    """The year of release; one movie has it in its title only, one nowhere (it gets the year that scales to 0)."""
+    """The year of release; one movie has it in its title only, one nowhere (it gets the year that
+    scales to 0)."""
     written = item[2] if item[2].isdigit() else "".join(re.findall(r"\((\d{4})\)", item[1])[-1:])
     return float(written or 1990)

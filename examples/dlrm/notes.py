@@ -20,7 +20,8 @@ _QUALITY_EVERY = 50
 
 
 class Notes:
-    """Log rank 0's loss, and AUC and NE of the predictions since the last time, before learning them.
+    """Log rank 0's loss, and AUC and NE of the predictions since the last time, before learning
+    them.
 
     Collective, as are :meth:`step` and :meth:`close`.
     """
@@ -36,7 +37,8 @@ class Notes:
         *,
         start: int | None = None,
     ) -> None:
-        """``start``: steps that were done before, in a log that goes on; None is a log of its own."""
+        """``start``: steps that were done before, in a log that goes on; None is a log of its
+        own."""
         self._log = RunLog(
             folder,
             sparsifier,

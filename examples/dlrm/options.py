@@ -14,20 +14,33 @@ from dist_sparse.report.run_log import RUN
 from dist_sparse.sparsifiers.importance import SCORES
 from dlrm.model import DIM, NARROWEST, SHARDINGS
 
-__all__ = ["as_block", "as_dim", "as_level", "as_levels", "as_positive", "as_seed", "parse", "started_world"]
+__all__ = [
+    "as_block",
+    "as_dim",
+    "as_level",
+    "as_levels",
+    "as_positive",
+    "as_seed",
+    "parse",
+    "started_world",
+]
 
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options; a wrong one ends the process with status 2 and one line."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
         "--nproc",
         type=as_positive,
         metavar="N",
-        help="processes to start under torchrun (default: this one alone, or torchrun's own number)",
+        help=(
+            "processes to start under torchrun (default: this one alone, or torchrun's own number)"
+        ),
     )
     add(
         "--sharding",
@@ -51,8 +64,10 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     add(
         "--score",
         choices=SCORES,
-        help="blocks with the smallest score are removed: by norm, by lookups, or by what Adagrad has summed "
-        "(default: norm_accumulator for rows, otherwise norm)",
+        help=(
+            "blocks with the smallest score are removed: by norm, by lookups, or by what Adagrad"
+            " has summed (default: norm_accumulator for rows, otherwise norm)"
+        ),
     )
     add(
         "--level",
@@ -60,16 +75,20 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         dest="level",
         nargs="+",
         metavar="LEVEL",
-        help="fraction of the blocks to remove in the end, in [0, 1]: of all tables, or TABLE=LEVEL for each table to "
-        "sparsify (default: user_x_genre=0.95; with --data 0.8)",
+        help=(
+            "fraction of the blocks to remove in the end, in [0, 1]: of all tables, or TABLE=LEVEL"
+            " for each table to sparsify (default: user_x_genre=0.95; with --data 0.8)"
+        ),
     )
     add(
         "--dims",
         type=as_dim,
         nargs="+",
         metavar="DIM",
-        help="embedding dimensions of the small dense models to compare with, multiples of 4 (default: the one whose "
-        "tables take about the bytes that the sparsified model kept)",
+        help=(
+            "embedding dimensions of the small dense models to compare with, multiples of 4"
+            " (default: the one whose tables take about the bytes that the sparsified model kept)"
+        ),
     )
     add(
         "--every",
@@ -103,21 +122,28 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "--data",
         type=Path,
         metavar="PATH",
-        help="instead of MovieLens-100K: an interactions .npz with train_user, train_item, test_user, test_item, "
-        "num_users, num_items; for large ones raise --batch-size, too",
+        help=(
+            "instead of MovieLens-100K: an interactions .npz with train_user, train_item,"
+            " test_user, test_item, num_users, num_items; for large ones raise --batch-size, too"
+        ),
     )
     add(
         "--run-dir",  # torchrun would take --run for an abbreviation of an option of its own
         type=Path,
         metavar="DIR",
-        help="folder for logs, artifacts and the report; must hold no run yet (default: runs/dlrm-<time>, or "
-        "run in the folder of --checkpoint)",
+        help=(
+            "folder for logs, artifacts and the report; must hold no run yet (default:"
+            " runs/dlrm-<time>, or run in the folder of --checkpoint)"
+        ),
     )
     add(
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="folder for checkpoints; if it holds some, of the same options, training goes on from the newest",
+        help=(
+            "folder for checkpoints; if it holds some, of the same options, training goes on from"
+            " the newest"
+        ),
     )
     add(
         "--checkpoint-every",
@@ -128,7 +154,9 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     )
     options = parser.parse_args(argv)
     if options.score is None:
-        options.score = "norm_accumulator" if options.block == (1, ROW) and options.norm == "L2" else "norm"
+        options.score = (
+            "norm_accumulator" if options.block == (1, ROW) and options.norm == "L2" else "norm"
+        )
     if options.score != "norm" and options.norm != "L2":
         parser.error(f"argument --norm: {options.norm} is for --score norm")
     if options.level is None:
@@ -141,7 +169,10 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
 
     started = started_world()
     if started is not None and options.nproc not in (None, started):
-        parser.error(f"argument --nproc: invalid value: {options.nproc} (torchrun has already started {started})")
+        parser.error(
+            f"argument --nproc: invalid value: {options.nproc} (torchrun has already started"
+            f" {started})"
+        )
     options.world = started or options.nproc or 1
     options.relaunch = started is None and options.world > 1
     if options.batch_size % options.world:
@@ -158,18 +189,29 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         parser.error(f"argument --data: no such file: {options.data}")
     if options.run_dir is None:
         started_at = time.strftime("dlrm-%Y%m%d-%H%M%S")
-        options.run_dir = Path("runs", started_at) if options.checkpoint is None else options.checkpoint / "run"
+        options.run_dir = (
+            Path("runs", started_at) if options.checkpoint is None else options.checkpoint / "run"
+        )
     for held in (
-        () if options.checkpoint is not None else (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}")))
+        ()
+        if options.checkpoint is not None
+        else (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}")))
     ):
         if held.exists():
-            parser.error(f"argument --run-dir: {held.parent} holds the log of a run: choose another folder")
+            parser.error(
+                f"argument --run-dir: {held.parent} holds the log of a run: choose another folder"
+            )
     return options
 
 
 def started_world() -> int | None:
-    """Return the number of processes that torchrun started, or None if it did not start this one."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    """Return the number of processes that torchrun started, or None if it did not start this
+    one."""
+    return (
+        int(os.environ["WORLD_SIZE"])
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        else None
+    )
 
 
 def as_positive(text: str) -> int:
@@ -179,7 +221,9 @@ def as_positive(text: str) -> int:
 def as_dim(text: str) -> int:
     dim = _whole(text, NARROWEST)
     if dim % NARROWEST:
-        raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be a multiple of {NARROWEST})")
+        raise argparse.ArgumentTypeError(
+            f"invalid value: {text!r} (must be a multiple of {NARROWEST})"
+        )
     return dim
 
 
@@ -189,7 +233,9 @@ def as_seed(text: str) -> int:
 
 def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be a whole number, at least {least})")
+        raise argparse.ArgumentTypeError(
+            f"invalid value: {text!r} (must be a whole number, at least {least})"
+        )
     return int(text)
 
 

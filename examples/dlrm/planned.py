@@ -44,7 +44,9 @@ def trained_model(data: Path | None = None) -> nn.Module:
     return _trained(_dataset(data))
 
 
-def measured(columns: float = 1.0, rows: float = 1.0, data: Path | None = None) -> tuple[nn.Module, Evaluate]:
+def measured(
+    columns: float = 1.0, rows: float = 1.0, data: Path | None = None
+) -> tuple[nn.Module, Evaluate]:
     """Return the DLRM of :func:`trained_model`, and what measures it on the test part.
 
     Args:
@@ -53,7 +55,9 @@ def measured(columns: float = 1.0, rows: float = 1.0, data: Path | None = None) 
         data: as above.
     """
     dataset = _dataset(data)
-    dataset = folded(dataset, {feature.name: math.ceil(rows * feature.rows) for feature in dataset.sparse})
+    dataset = folded(
+        dataset, {feature.name: math.ceil(rows * feature.rows) for feature in dataset.sparse}
+    )
     test = [dataset.batch(index) for index in dataset.test.split(4096)]
 
     @torch.no_grad()
@@ -75,10 +79,14 @@ def _dataset(data: Path | None) -> Dataset:
 
 
 def _trained(dataset: Dataset, dim: int = DIM) -> nn.Module:
-    sharding = sharding_of({feature.name: feature.rows for feature in dataset.sparse}, "mixed", world=1)
+    sharding = sharding_of(
+        {feature.name: feature.rows for feature in dataset.sparse}, "mixed", world=1
+    )
     sharded = build(dataset, sharding=sharding, seed=0, world=1, dim=dim)
     sharded.model.train()
-    for batch in batches(dataset, dataset.train, batch_size=_BATCH_SIZE, rank=0, world=1, shuffle_seed=0):
+    for batch in batches(
+        dataset, dataset.train, batch_size=_BATCH_SIZE, rank=0, world=1, shuffle_seed=0
+    ):
         loss, _ = sharded.model(batch)
         sharded.optimizer.zero_grad()
         torch.mean(loss).backward()

@@ -26,7 +26,11 @@ class Predictions:
     def auc(self) -> float:
         """Area under the ROC curve."""
         labels = self.labels.double()
-        return float(compute_auc(1, [self._probabilities[None]], [labels[None]], [torch.ones_like(labels)[None]]))
+        return float(
+            compute_auc(
+                1, [self._probabilities[None]], [labels[None]], [torch.ones_like(labels)[None]]
+            )
+        )
 
     @cached_property
     def ne(self) -> float:
@@ -34,7 +38,11 @@ class Predictions:
         labels = self.labels.double()
         state = get_ne_states(labels, self._probabilities, torch.ones_like(labels), _ETA)
         entropy = compute_ne(
-            state["cross_entropy_sum"], state["weighted_num_samples"], state["pos_labels"], state["neg_labels"], _ETA
+            state["cross_entropy_sum"],
+            state["weighted_num_samples"],
+            state["pos_labels"],
+            state["neg_labels"],
+            _ETA,
         )
         return float(entropy)
 

@@ -22,8 +22,11 @@ __all__ = ["quiet", "run_and_leave"]
 _TIMEOUT = timedelta(minutes=5)
 
 
-def run_and_leave(main: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> NoReturn:
-    """Start the process group, run ``main`` with ``options``, and end the process: 1 after an error, else 0."""
+def run_and_leave(
+    main: Callable[[argparse.Namespace], None], options: argparse.Namespace
+) -> NoReturn:
+    """Start the process group, run ``main`` with ``options``, and end the process: 1 after an
+    error, else 0."""
     try:
         quiet()
         _start_process_group()
@@ -39,7 +42,8 @@ def run_and_leave(main: Callable[[argparse.Namespace], None], options: argparse.
 
 
 def quiet() -> None:
-    """Silence the warnings about internals that TorchRec 1.8.0 and FBGEMM print at every start on CPU."""
+    """Silence the warnings about internals that TorchRec 1.8.0 and FBGEMM print at every start on
+    CPU."""
     for name in ("torchrec.distributed.utils", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings(
@@ -49,7 +53,9 @@ def quiet() -> None:
         module=r"torch(rec)?\.distributed",
     )
     warnings.filterwarnings(
-        "ignore", message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel", category=UserWarning
+        "ignore",
+        message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel",
+        category=UserWarning,
     )
 
 
@@ -58,11 +64,14 @@ def _start_process_group() -> None:
     if started_world() is not None:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
     else:  # TorchRec wants a process group even for one process; an in-memory store needs no port
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT
+        )
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process without the interpreter's shutdown: gloo and DDP sometimes abort while they are torn down."""
+    """End the process without the interpreter's shutdown: gloo and DDP sometimes abort while they
+    are torn down."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

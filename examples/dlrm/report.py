@@ -16,7 +16,16 @@ _SPREAD = 0.002
 
 def tables_table(tables: Sequence[TableRow]) -> str:
     """Return one line per table of the sparsified run; dashes for a table that was left dense."""
-    head = ("table", "rows x dim", "sharding", "blocks", "level", "sparsity", "mask bytes", "bytes kept")
+    head = (
+        "table",
+        "rows x dim",
+        "sharding",
+        "blocks",
+        "level",
+        "sparsity",
+        "mask bytes",
+        "bytes kept",
+    )
     lines = []
     for table in tables:
         dense = table.blocks == 0
@@ -43,8 +52,8 @@ def runs_table(results: Sequence[Result]) -> str:
 
 
 def served_table(served: Sequence[Served]) -> str:
-    """Return all artifacts, the largest first and those of the last run last: bytes and AUC, both against the dense run
-    in float32, which is the first."""
+    """Return all artifacts, the largest first and those of the last run last: bytes and AUC, both
+    against the dense run in float32, which is the first."""
     dense = served[0]
     head = ("artifact", "dtype", "bytes", "of dense", "AUC", "delta")
     lines = []
@@ -56,13 +65,16 @@ def served_table(served: Sequence[Served]) -> str:
 
 
 def advice(served: Sequence[Served], sparsified: str) -> str:
-    """Return which artifact is the smallest without a loss; if it is one of the run ``sparsified``, which others of
-    that run are worse than an artifact that is not larger."""
+    """Return which artifact is the smallest without a loss; if it is one of the run ``sparsified``,
+    which others of that run are worse than an artifact that is not larger."""
     dense = served[0]
     equal = [a for a in served if a.auc >= dense.auc - _SPREAD]
     smallest = min(equal, key=lambda a: a.file_bytes)
     share = f"{smallest.file_bytes / dense.file_bytes:.1%} of the bytes"
-    lines = [f"Smallest with an AUC within {_SPREAD} of dense: {smallest.run} in {smallest.dtype}, {share}."]
+    lines = [
+        f"Smallest with an AUC within {_SPREAD} of dense: {smallest.run} in {smallest.dtype},"
+        f" {share}."
+    ]
     if smallest.run != sparsified:
         return f"{lines[0]}\nPrefer it to pruning on this data."
     others = [a for a in served if a.run != sparsified]
@@ -71,8 +83,9 @@ def advice(served: Sequence[Served], sparsified: str) -> str:
         if better:
             best = max(better, key=lambda a: a.auc)
             lines.append(
-                f"{best.run} in {best.dtype} is a better answer than {sparsified} in {pruned.dtype}: "
-                f"{best.file_bytes / pruned.file_bytes:.0%} of its bytes, {best.auc - pruned.auc:+.4f} AUC."
+                f"{best.run} in {best.dtype} is a better answer than {sparsified} in"
+                f" {pruned.dtype}: {best.file_bytes / pruned.file_bytes:.0%} of its bytes,"
+                f" {best.auc - pruned.auc:+.4f} AUC."
             )
     return "\n".join(lines)
 

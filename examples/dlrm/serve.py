@@ -2,7 +2,8 @@
 
 python examples/dlrm/serve.py RUN/served RUN/dense/served
 
-writes RUN/served/int8-logits.safetensors for the artifact RUN/served/int8, and so on for every artifact of the folders.
+writes RUN/served/int8-logits.safetensors for the artifact RUN/served/int8, and so on for every
+artifact of the folders.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from dist_sparse import load_served
 
 def main() -> None:
     """Load the tables of each artifact and the layers above them, and predict the test part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="folders served/ of runs of examples/dlrm/main.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, help="folders served/ of runs of examples/dlrm/main.py"
+    )
     for folder in parser.parse_args().folders:
         serve(folder)
     assert "torchrec" not in sys.modules

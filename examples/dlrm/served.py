@@ -1,7 +1,7 @@
 """Artifacts of trained models, served by a process that knows nothing of the training.
 
-A run's folder ``served`` holds an artifact of the tables in each dtype, the layers above them as a ``torch.export``
-program, and the test part as tensors; ``serve.py`` reads all three.
+A run's folder ``served`` holds an artifact of the tables in each dtype, the layers above them as a
+``torch.export`` program, and the test part as tensors; ``serve.py`` reads all three.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _SERVE = Path(__file__).with_name("serve.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Artifacts:
-    """The folder with one run's artifacts, and what its trained model predicted of the test part."""
+    """The folder with one run's artifacts, and what its trained model predicted of the test
+    part."""
 
     run: str
     folder: Path
@@ -57,11 +58,16 @@ class Served:
 
 
 class Layers(nn.Module):
-    """DLRM above its tables: dense features (B, features) and embeddings (B, tables, dim) to logits (B,)."""
+    """DLRM above its tables: dense features (B, features) and embeddings (B, tables, dim) to logits
+    (B,)."""
 
     def __init__(self, dlrm: nn.Module) -> None:
         super().__init__()
-        self.dense_arch, self.inter_arch, self.over_arch = dlrm.dense_arch, dlrm.inter_arch, dlrm.over_arch
+        self.dense_arch, self.inter_arch, self.over_arch = (
+            dlrm.dense_arch,
+            dlrm.inter_arch,
+            dlrm.over_arch,
+        )
 
     def forward(self, dense: Tensor, embedded: Tensor) -> Tensor:
         logits: Tensor = self.over_arch(self.inter_arch(self.dense_arch(dense), embedded))
@@ -69,9 +75,14 @@ class Layers(nn.Module):
 
 
 def export(
-    sharded: ShardedModel, sparsifier: DataNormSparsifier | None, dataset: Dataset, examples: int, folder: Path
+    sharded: ShardedModel,
+    sparsifier: DataNormSparsifier | None,
+    dataset: Dataset,
+    examples: int,
+    folder: Path,
 ) -> None:
-    """Write the artifacts of a trained model, its layers and the first ``examples`` of the test part. Collective."""
+    """Write the artifacts of a trained model, its layers and the first ``examples`` of the test
+    part. Collective."""
     folder.mkdir(parents=True, exist_ok=True)
     for dtype in DTYPES:
         dist_sparse.export(sharded.model, sparsifier, folder / dtype, dtype=dtype)
@@ -81,8 +92,11 @@ def export(
 
 
 def serve(exported: Sequence[Artifacts]) -> list[Served]:
-    """Predict from all artifacts in one process of their own, and add them to their runs' reports. Local."""
-    subprocess.run([sys.executable, str(_SERVE), *(str(run.folder) for run in exported)], check=True)
+    """Predict from all artifacts in one process of their own, and add them to their runs' reports.
+    Local."""
+    subprocess.run(
+        [sys.executable, str(_SERVE), *(str(run.folder) for run in exported)], check=True
+    )
     served = [_served(run, dtype) for run in exported for dtype in DTYPES]
     for one in served:
         add_artifact(one.folder.parents[1], one.folder, auc=one.auc)
@@ -98,7 +112,10 @@ def _save_test(dataset: Dataset, examples: int, folder: Path) -> None:
 
 def _save_layers(sharded: ShardedModel, dataset: Dataset, folder: Path) -> None:
     dims = {dim for _, dim in sharded.tables.values()}
-    example = (torch.zeros(2, len(dataset.dense_names)), torch.zeros(2, len(sharded.tables), dims.pop()))
+    example = (
+        torch.zeros(2, len(dataset.dense_names)),
+        torch.zeros(2, len(sharded.tables), dims.pop()),
+    )
     batch = torch.export.Dim("batch")
     program = torch.export.export(
         Layers(sharded.model.module.model).eval(), example, dynamic_shapes=({0: batch}, {0: batch})

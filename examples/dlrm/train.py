@@ -1,6 +1,8 @@
-"""One run: build the model from the seed, train it with TorchRec's pipeline, evaluate it on the test part.
+"""One run: build the model from the seed, train it with TorchRec's pipeline, evaluate it on the
+test part.
 
-:class:`Sparsification`, and its ``step`` after ``pipeline.progress``, is what a user adds to a script of their own.
+:class:`Sparsification`, and its ``step`` after ``pipeline.progress``, is what a user adds to a
+script of their own.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _MIN_ROWS = 256
 
 _WARM_UP_STEPS = 10
 _BEGIN, _END = 0.1, 0.6
-"""The fraction of the run in which the level rises; afterwards the model adapts to the final masks."""
+"""The fraction of the run in which the level rises; afterwards the model adapts to the final
+masks."""
 
 _BAR_EVERY, _BAR_BATCHES = 10, 50
 """Steps between updates of the progress bar; batches of rank 0 that its AUC covers."""
@@ -71,7 +74,8 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsity:
-    """How tables are sparsified: block shape, norm, final level of all or by table, steps between updates, score."""
+    """How tables are sparsified: block shape, norm, final level of all or by table, steps between
+    updates, score."""
 
     block: tuple[int, int | str]
     norm: str
@@ -98,9 +102,9 @@ class TableRow:
 class Result:
     """The outcome of one run.
 
-    ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest checkpoint had all steps
-    behind it. ``enforce_ms`` and ``masks_ms``: the part of it spent in enforcement and in mask updates. ``removed``:
-    weights read at the end and found to be 0.
+    ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest
+    checkpoint had all steps behind it. ``enforce_ms`` and ``masks_ms``: the part of it spent in
+    enforcement and in mask updates. ``removed``: weights read at the end and found to be 0.
     """
 
     name: str
@@ -117,18 +121,24 @@ class Result:
 
 
 class Sparsification:
-    """Sparsifier, enforcer and schedule of a run. Collective: every rank constructs one and steps it at every step."""
+    """Sparsifier, enforcer and schedule of a run. Collective: every rank constructs one and steps
+    it at every step."""
 
     def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
         tables, level = sharded.tables, sparsity.level
         if isinstance(level, dict):
             chosen = list(level)
             if unknown := sorted(level.keys() - tables.keys()):
-                raise DataError(f"There is no table {', '.join(unknown)}; there are {', '.join(tables)}.")
+                raise DataError(
+                    f"There is no table {', '.join(unknown)}; there are {', '.join(tables)}."
+                )
         else:
             chosen = large_tables(sharded)
         self.sparsifier = ImportanceSparsifier(
-            sparsity_level=0.0, sparse_block_shape=sparsity.block, norm=sparsity.norm, score=sparsity.score
+            sparsity_level=0.0,
+            sparse_block_shape=sparsity.block,
+            norm=sparsity.norm,
+            score=sparsity.score,
         )
         fused = all(sharded.sharding[name] != "data_parallel" for name in chosen)
         self.sparsifier.counts_lookups |= fused  # for the report; only "frequency" scores by them
@@ -136,7 +146,12 @@ class Sparsification:
         begin = int(steps * _BEGIN)
         end = max(int(steps * _END), begin + 1)
         self.scheduler = CubicDataScheduler(
-            self.sparsifier, "sparsity_level", final=level, begin=begin, end=end, every=sparsity.every
+            self.sparsifier,
+            "sparsity_level",
+            final=level,
+            begin=begin,
+            end=end,
+            every=sparsity.every,
         )
         self.enforcer = MaskEnforcer(self.sparsifier).attach(sharded.optimizer)
         self.masks_seconds = 0.0
@@ -167,7 +182,9 @@ class Sparsification:
                 pieces = {tuple(s.metadata.shard_offsets): s.tensor for s in weight.local_shards()}
             for offset, mask in self.sparsifier.local_masks(name):
                 revived = int((pieces[offset][mask == 0] != 0).sum())
-                assert revived == 0, f"{revived} removed weights of {name} are not 0 on rank {dist.get_rank()}"
+                assert revived == 0, (
+                    f"{revived} removed weights of {name} are not 0 on rank {dist.get_rank()}"
+                )
                 removed += int((mask == 0).sum())
         total = torch.tensor(removed)
         dist.all_reduce(total)
@@ -184,7 +201,13 @@ class Sparsification:
         rows = []
         for name, (height, width) in sharded.tables.items():
             if (table := stats.get(name)) is None:
-                blocks, removed, target, mask_bytes, kept_bytes = 0, 0, 0.0, 0, height * width * torch.float32.itemsize
+                blocks, removed, target, mask_bytes, kept_bytes = (
+                    0,
+                    0,
+                    0.0,
+                    0,
+                    height * width * torch.float32.itemsize,
+                )
             else:
                 blocks, removed, target = table.blocks, table.removed_blocks, table.target
                 mask_bytes, kept_bytes = table.mask_bytes, table.kept_bytes
@@ -206,7 +229,9 @@ class Sparsification:
 class Saving:
     """The checkpoints of a run. Collective."""
 
-    def __init__(self, checkpoints: Checkpoints, sharded: ShardedModel, sparsification: Sparsification | None) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, sharded: ShardedModel, sparsification: Sparsification | None
+    ) -> None:
         self._checkpoints = checkpoints
         self._parts: dict[str, Any] = {"model": sharded.model, "optimizer": sharded.optimizer}
         if sparsification is not None:
@@ -214,7 +239,8 @@ class Saving:
             self._parts["sparse"] = masks
 
     def resume(self) -> int:
-        """Load the newest checkpoint; return the number of steps that it has behind it, 0 if there is none."""
+        """Load the newest checkpoint; return the number of steps that it has behind it, 0 if there
+        is none."""
         resumed = self._checkpoints.resume_latest(**self._parts)
         return 0 if resumed is None else resumed.step
 
@@ -231,27 +257,53 @@ def run(
     sparsity: Sparsity | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Result:
-    """Train a model from the seed, or from its newest checkpoint, evaluate it and log both in ``folder``. Collective;
-    all ranks get the same result except for the times.
+    """Train a model from the seed, or from its newest checkpoint, evaluate it and log both in
+    ``folder``. Collective; all ranks get the same result except for the times.
 
     The trained model's artifacts are in ``folder/served``.
     """
-    sharded = build(dataset, sharding=settings.sharding, seed=settings.seed, world=settings.world, dim=settings.dim)
+    sharded = build(
+        dataset,
+        sharding=settings.sharding,
+        seed=settings.seed,
+        world=settings.world,
+        dim=settings.dim,
+    )
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
     sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
     saving = None if checkpoints is None else Saving(checkpoints, sharded, sparsification)
     start = 0 if saving is None else saving.resume()
-    pipeline: Pipeline = TrainPipelineSparseDist(sharded.model, sharded.optimizer, torch.device("cpu"))
+    pipeline: Pipeline = TrainPipelineSparseDist(
+        sharded.model, sharded.optimizer, torch.device("cpu")
+    )
 
     rows = {feature.name: feature.rows for feature in dataset.sparse}
-    config = {"data": dataset.name, "rows": rows, **asdict(settings), "sparsity": sparsity and asdict(sparsity)}
-    sparsified = () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
-    notes = Notes(folder, name, sharded.model, config, *sparsified, start=None if saving is None else start)
+    config = {
+        "data": dataset.name,
+        "rows": rows,
+        **asdict(settings),
+        "sparsity": sparsity and asdict(sparsity),
+    }
+    sparsified = (
+        () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
+    )
+    notes = Notes(
+        folder, name, sharded.model, config, *sparsified, start=None if saving is None else start
+    )
     sharded.model.train()
-    # The position in the data is what the pipeline has given back: it has drawn batches ahead of that.
+    # The position in the data is what the pipeline has given back: it has drawn batches ahead of
+    # that.
     examples = islice(epochs(dataset, settings), start, None)
     ms_per_step = train_steps(
-        name, pipeline, examples, steps, settings.rank, sparsification, notes, saving=saving, start=start
+        name,
+        pipeline,
+        examples,
+        steps,
+        settings.rank,
+        sparsification,
+        notes,
+        saving=saving,
+        start=start,
     )
     spent = (0.0, 0.0)
     if sparsification is not None:
@@ -264,11 +316,15 @@ def run(
     removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
     pipeline.detach()
     if saving is not None and settings.rank == 0:
-        shutil.rmtree(folder / "served", ignore_errors=True)  # of a run that ended after it had exported
+        shutil.rmtree(
+            folder / "served", ignore_errors=True
+        )  # of a run that ended after it had exported
     sparsifier = None if sparsification is None else sparsification.sparsifier
     export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
-    notes.close(test_auc=auc, test_ne=ne, **({} if ms_per_step is None else {"ms_per_step": ms_per_step}))
+    notes.close(
+        test_auc=auc, test_ne=ne, **({} if ms_per_step is None else {"ms_per_step": ms_per_step})
+    )
     return Result(
         name=name,
         dim=settings.dim,
@@ -292,12 +348,15 @@ def large_tables(sharded: ShardedModel) -> list[str]:
     """
     large = [name for name, (rows, _) in sharded.tables.items() if rows >= _MIN_ROWS]
     if not large:
-        raise DataError(f"There is nothing to sparsify: all tables have fewer than {_MIN_ROWS} rows.")
+        raise DataError(
+            f"There is nothing to sparsify: all tables have fewer than {_MIN_ROWS} rows."
+        )
     return large
 
 
 def epochs(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
-    """Yield all training batches of this rank as one stream, so that the pipeline never runs empty between epochs."""
+    """Yield all training batches of this rank as one stream, so that the pipeline never runs empty
+    between epochs."""
     for epoch in range(settings.epochs):
         yield from batches(
             dataset,
@@ -321,8 +380,8 @@ def train_steps(
     saving: Saving | None = None,
     start: int = 0,
 ) -> float | None:
-    """Train; return the mean milliseconds per step, mask updates and checkpoints included, without the first few steps;
-    None if no step is left.
+    """Train; return the mean milliseconds per step, mask updates and checkpoints included, without
+    the first few steps; None if no step is left.
 
     Args:
         start: steps that were done before.
@@ -347,7 +406,10 @@ def train_steps(
             if step % _BAR_EVERY == 0:
                 level = 0.0 if sparsification is None else sparsification.level
                 bar.set_postfix(
-                    loss=f"{float(loss):.3f}", auc=f"{_auc(recent):.3f}", sparsity=f"{level:.2f}", refresh=False
+                    loss=f"{float(loss):.3f}",
+                    auc=f"{_auc(recent):.3f}",
+                    sparsity=f"{level:.2f}",
+                    refresh=False,
                 )
             bar.update()
     bar.close()
@@ -356,7 +418,13 @@ def train_steps(
 
 def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> Predictions:
     """Predict the test part, whole batches of it. Collective: every rank gets all."""
-    examples = batches(dataset, dataset.test, batch_size=settings.batch_size, rank=settings.rank, world=settings.world)
+    examples = batches(
+        dataset,
+        dataset.test,
+        batch_size=settings.batch_size,
+        rank=settings.rank,
+        world=settings.world,
+    )
     seen = []
     with torch.no_grad():
         for _ in range(steps_per_pass(len(dataset.test), settings.batch_size)):

@@ -18,7 +18,8 @@ __all__ = ["load", "save"]
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a new file beside ``path`` and rename it: an interrupted write leaves the last checkpoint.
+    """Write a new file beside ``path`` and rename it: an interrupted write leaves the last
+    checkpoint.
 
     Raises:
         DataError: it can't be written (disk full, no such folder, no permission).
@@ -31,7 +32,9 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
             with new.open("wb") as file:
                 torch.save(dict(state), file)
                 file.flush()
-                os.fsync(file.fileno())  # else a power failure may leave the name with nothing behind it
+                os.fsync(
+                    file.fileno()
+                )  # else a power failure may leave the name with nothing behind it
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
@@ -51,14 +54,17 @@ def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         plan: what must be unchanged for an exact resume.
 
     Raises:
-        DataError: there is no such file, it is no checkpoint of this example, or its plan is another one.
+        DataError: there is no such file, it is no checkpoint of this example, or its plan is
+            another one.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise DataError(f"There is no checkpoint to resume from: {path} does not exist.") from error
     except Exception as error:  # torch.load has another error for each kind of wrong file
-        raise DataError(f"{path} is not a checkpoint: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise DataError(
+            f"{path} is not a checkpoint: {type(error).__name__}: {error}".splitlines()[0]
+        ) from error
     if not isinstance(state, dict) or not isinstance(state.get("plan"), dict):
         raise DataError(f"{path} is not a checkpoint of this example: it holds no plan.")
     saved = state["plan"]

@@ -1,5 +1,6 @@
-"""Train a DLRM-like model of torch's own modules under DDP, with two OptimSchedulers: one for the tables, which it
-sparsifies, and one for the layers, each with a learning rate, a norm and a schedule of its own.
+"""Train a DLRM-like model of torch's own modules under DDP, with two OptimSchedulers: one for the
+tables, which it sparsifies, and one for the layers, each with a learning rate, a norm and a
+schedule of its own.
 
 One process:     python examples/optim_scheduler/main.py
 Two processes:   python -m launch --nproc 2 examples/optim_scheduler/main.py
@@ -38,7 +39,9 @@ _TIMEOUT = timedelta(minutes=5)
 def main(options: argparse.Namespace) -> None:
     """Run the whole job. Collective over the processes that torchrun has started, if any."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # noise of TorchRec's batches
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(
+        logging.ERROR
+    )  # noise of TorchRec's batches
     world = started_world() or 1
     if world > 1:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -55,18 +58,24 @@ def main(options: argparse.Namespace) -> None:
     if options.resume:
         job.resume()
     say(
-        f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test; "
-        f"{number_of(world, 'process', 'processes')}, "
-        f"updates {job.done + 1} to {job.updates} of {options.accumulate} x {options.batch_size} examples"
+        f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test;"
+        f" {number_of(world, 'process', 'processes')}, updates {job.done + 1} to {job.updates} of"
+        f" {options.accumulate} x {options.batch_size} examples"
     )
     say(f"  tables: {job.tables}\n  layers: {job.layers}")
     started, first = time.perf_counter(), job.done
     job.train()
     seconds = time.perf_counter() - started
     if job.done < job.updates:
-        say(f"Stopped after update {job.done}. {options.checkpoint} is the checkpoint: go on with --resume.")
+        say(
+            f"Stopped after update {job.done}. {options.checkpoint} is the checkpoint: go on with"
+            " --resume."
+        )
         return
-    say(f"{1000 * seconds / max(1, job.done - first):.1f} ms an update\n\n{'table':20}{'rows':>6}  sparsity")
+    say(
+        f"{1000 * seconds / max(1, job.done - first):.1f} ms an update\n\n{'table':20}{'rows':>6} "
+        " sparsity"
+    )
     for table in job.sparsities():
         say(f"{table.name:20}{table.shape[0]:6}  {table.sparsity:.4f}")
     say(f"\nAUC {job.auc():.4f}")
@@ -97,5 +106,6 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's own shutdown: gloo and DDP tear each other down in an order that aborts now and then.
+    # Past the interpreter's own shutdown: gloo and DDP tear each other down in an order that aborts
+    # now and then.
     os._exit(status)

@@ -18,7 +18,8 @@ LAYERS = ("bottom", "top")
 
 
 class Ranker(nn.Module):
-    """The logit of a click from dense and categorical features, with all inner products of pairs of features.
+    """The logit of a click from dense and categorical features, with all inner products of pairs of
+    features.
 
     Args:
         dataset: names the tables and their rows.
@@ -27,20 +28,33 @@ class Ranker(nn.Module):
     def __init__(self, dataset: Dataset) -> None:
         super().__init__()
         self.tables = nn.ModuleDict(
-            {f.name: nn.EmbeddingBag(f.rows, DIM, mode="sum", include_last_offset=True) for f in dataset.sparse}
+            {
+                f.name: nn.EmbeddingBag(f.rows, DIM, mode="sum", include_last_offset=True)
+                for f in dataset.sparse
+            }
         )
         for table in self.tables.values():
-            nn.init.uniform_(table.weight, -(table.num_embeddings**-0.5), table.num_embeddings**-0.5)
+            nn.init.uniform_(
+                table.weight, -(table.num_embeddings**-0.5), table.num_embeddings**-0.5
+            )
         vectors = 1 + len(self.tables)
-        self.bottom = nn.Sequential(nn.Linear(len(dataset.dense_names), 64), nn.ReLU(), nn.Linear(64, DIM), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(DIM + vectors * (vectors - 1) // 2, 64), nn.ReLU(), nn.Linear(64, 1))
-        self.register_buffer("pairs", torch.tril_indices(vectors, vectors, offset=-1), persistent=False)
+        self.bottom = nn.Sequential(
+            nn.Linear(len(dataset.dense_names), 64), nn.ReLU(), nn.Linear(64, DIM), nn.ReLU()
+        )
+        self.top = nn.Sequential(
+            nn.Linear(DIM + vectors * (vectors - 1) // 2, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
+        self.register_buffer(
+            "pairs", torch.tril_indices(vectors, vectors, offset=-1), persistent=False
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         """Return logits, (examples,) float32, under any autocast."""
         dense = self.bottom(batch.dense_features)
         ids = batch.sparse_features.to_dict()
-        bags = [table(ids[name].values(), ids[name].offsets()) for name, table in self.tables.items()]
+        bags = [
+            table(ids[name].values(), ids[name].offsets()) for name, table in self.tables.items()
+        ]
         vectors = torch.stack([dense, *(bag.to(dense.dtype) for bag in bags)], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         both = torch.cat([dense, products[:, self.pairs[0], self.pairs[1]]], dim=1)

@@ -1,6 +1,7 @@
 """Two OptimSchedulers train, sparsify, save and resume one model.
 
-One owns the tables and updates their masks, the other owns the layers; both are stepped with the losses of one forward.
+One owns the tables and updates their masks, the other owns the layers; both are stepped with the
+losses of one forward.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _WARM_UP = 0.1
 
 
 class Job:
-    """The model, its two optimizers and their progress. Collective: every rank constructs one and calls its methods.
+    """The model, its two optimizers and their progress. Collective: every rank constructs one and
+    calls its methods.
 
     Args:
         options: from :func:`optim_scheduler.options.parse`.
@@ -58,26 +60,34 @@ class Job:
         DataError: there are too few examples, or no table large enough to sparsify.
     """
 
-    def __init__(self, options: argparse.Namespace, dataset: Dataset, rank: int, world: int) -> None:
+    def __init__(
+        self, options: argparse.Namespace, dataset: Dataset, rank: int, world: int
+    ) -> None:
         self.options, self.dataset, self.rank, self.world = options, dataset, rank, world
         self.per_epoch = steps_per_pass(len(dataset.train), options.batch_size)
         self.updates = options.epochs * self.per_epoch // options.accumulate
         if self.updates < 2 or not steps_per_pass(len(dataset.test), options.batch_size):
             raise DataError(
-                f"{len(dataset.train)} examples to train and {len(dataset.test)} to test are too few for updates of "
-                f"{options.accumulate} x {options.batch_size}."
+                f"{len(dataset.train)} examples to train and {len(dataset.test)} to test are too"
+                f" few for updates of {options.accumulate} x {options.batch_size}."
             )
         torch.manual_seed(options.seed)
         self.net = Ranker(dataset)
         self.model: nn.Module = DistributedDataParallel(self.net) if world > 1 else self.net
-        self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, ROW), norm="L2")
+        self.sparsifier = DataNormSparsifier(
+            sparsity_level=0.0, sparse_block_shape=(1, ROW), norm="L2"
+        )
         if not (large := [f"{TABLES}/{f.name}" for f in dataset.sparse if f.rows >= _MIN_ROWS]):
-            raise DataError(f"There is nothing to sparsify: all tables have fewer than {_MIN_ROWS} rows.")
+            raise DataError(
+                f"There is nothing to sparsify: all tables have fewer than {_MIN_ROWS} rows."
+            )
         self.sparsifier.add_model(self.model, include=large)
         begin = int(_BEGIN * self.updates)
         end = max(int(_END * self.updates), begin + 1)
         common: dict[str, Any] = {
-            "distributed": world > 1,  # DDP averages gradients: once per update, not at every micro-step
+            "distributed": (
+                world > 1
+            ),  # DDP averages gradients: once per update, not at every micro-step
             "accum_grad": options.accumulate,
             "grad_clip": options.clip,
             "use_amp": options.amp != "no",
@@ -111,7 +121,12 @@ class Job:
         options = self.options
         last = min(self.updates, options.stop_at or self.updates)
         # disable=None: tqdm itself stays quiet when its output is not a terminal.
-        bar = tqdm(total=self.updates, initial=self.done, unit="update", disable=None if self.rank == 0 else True)
+        bar = tqdm(
+            total=self.updates,
+            initial=self.done,
+            unit="update",
+            disable=None if self.rank == 0 else True,
+        )
         self.model.train()
         for step_num, batch in self._micro_steps(last):
             epoch_num = (step_num - 1) // self.per_epoch + 1
@@ -123,10 +138,18 @@ class Job:
                 continue
             self.done = step_num // options.accumulate
             if not bar.disable:
-                level = max(config["sparsity_level"] for config in self.sparsifier.data_groups.values())
-                bar.set_postfix(loss=f"{float(losses['loss'].detach()):.3f}", sparsity=f"{level:.2f}", refresh=False)
+                level = max(
+                    config["sparsity_level"] for config in self.sparsifier.data_groups.values()
+                )
+                bar.set_postfix(
+                    loss=f"{float(losses['loss'].detach()):.3f}",
+                    sparsity=f"{level:.2f}",
+                    refresh=False,
+                )
                 bar.update()
-            if options.checkpoint and (self.done == last or self.done % (options.save_every or last) == 0):
+            if options.checkpoint and (
+                self.done == last or self.done % (options.save_every or last) == 0
+            ):
                 self._save()
         bar.close()
 
@@ -143,13 +166,19 @@ class Job:
             self.layers.load_state_dict(state["layers"])
             self.done = int(state["done"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{self.options.checkpoint} does not fit: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"{self.options.checkpoint} does not fit: {type(error).__name__}: {error}"
+            ) from error
 
     def auc(self) -> float:
-        """Return the AUC over the test examples of all ranks, the last incomplete batch excluded."""
+        """Return the AUC over the test examples of all ranks, the last incomplete batch
+        excluded."""
         self.model.eval()
         with torch.no_grad():
-            seen = [(self.net(batch).double(), batch.labels.double()) for batch in self._batches(self.dataset.test)]
+            seen = [
+                (self.net(batch).double(), batch.labels.double())
+                for batch in self._batches(self.dataset.test)
+            ]
         # (2, examples of this rank); every rank has as many, so a plain all-gather does.
         mine = torch.stack([torch.cat(part) for part in zip(*seen, strict=True)])
         parts = [torch.empty_like(mine) for _ in range(self.world)]
@@ -179,23 +208,30 @@ class Job:
             for (row, column), mask in self.sparsifier.local_masks(name):
                 piece = weight[row : row + mask.shape[0], column : column + mask.shape[1]]
                 if revived := int((piece[mask == 0] != 0).sum()):
-                    raise RuntimeError(f"{revived} removed weights of {name} are not 0 on rank {self.rank}.")
+                    raise RuntimeError(
+                        f"{revived} removed weights of {name} are not 0 on rank {self.rank}."
+                    )
                 removed += int((mask == 0).sum())
         return removed
 
     def _micro_steps(self, last: int) -> Iterator[tuple[int, Batch]]:
-        """Yield the rest of this rank's data with the number of each micro-step, until update ``last``."""
+        """Yield the rest of this rank's data with the number of each micro-step, until update
+        ``last``."""
         begin, end = self.done * self.options.accumulate, last * self.options.accumulate
         while begin < end:
             epoch, skip = divmod(begin, self.per_epoch)
             first = epoch * self.per_epoch
-            numbered = enumerate(self._batches(self.dataset.train, self.options.seed * 1_000_003 + epoch), first + 1)
+            numbered = enumerate(
+                self._batches(self.dataset.train, self.options.seed * 1_000_003 + epoch), first + 1
+            )
             begin = min(first + self.per_epoch, end)
             yield from islice(numbered, skip, begin - first)
 
     def _batches(self, index: Tensor, seed: int | None = None) -> Iterator[Batch]:
         size, rank, world = self.options.batch_size, self.rank, self.world
-        return batches(self.dataset, index, batch_size=size, rank=rank, world=world, shuffle_seed=seed)
+        return batches(
+            self.dataset, index, batch_size=size, rank=rank, world=world, shuffle_seed=seed
+        )
 
     def _plan(self) -> dict[str, Any]:
         """The options that a resumed run must share with the first."""

@@ -1,4 +1,5 @@
-"""Interactions, and what is drawn from them with a seed: negatives to train with, and pairs to test on."""
+"""Interactions, and what is drawn from them with a seed: negatives to train with, and pairs to test
+on."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Test:
 
     Args:
         user, item: (n,) int64, held-out interactions.
-        uniform, popular: (n, 10) int64, items drawn uniformly, and in proportion to their interactions; none that the
-            user has interacted with.
+        uniform, popular: (n, 10) int64, items drawn uniformly, and in proportion to their
+            interactions; none that the user has interacted with.
         ranked_users: users whose held-out items are to be ranked first among all items.
         all_pairs: users and items of the whole part, both (interactions,) int64.
     """
@@ -56,9 +57,12 @@ class Interactions:
     held_out: dict[str, tuple[Tensor, Tensor]]
     known: Ints  # sorted user * items + item, of all parts
 
-    def epoch(self, seed: int, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's part of each global batch of one pass: users ``(b,)`` and items ``(b, 1 + NEGATIVES)``, the
-        interaction first. Negatives are uniform, so that a few are interactions after all."""
+    def epoch(
+        self, seed: int, batch_size: int, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's part of each global batch of one pass: users ``(b,)`` and items
+        ``(b, 1 + NEGATIVES)``, the interaction first. Negatives are uniform, so that a few are
+        interactions after all."""
         made = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self.user), generator=made)
         local = batch_size // world
@@ -75,18 +79,24 @@ class Interactions:
             DataError: there is not one whole batch.
         """
         if batch_size > len(self.user):
-            raise DataError(f"Invalid {batch_size=}: there are only {len(self.user)} interactions to train with.")
+            raise DataError(
+                f"Invalid {batch_size=}: there are only {len(self.user)} interactions to train"
+                " with."
+            )
         return len(self.user) // batch_size
 
     def test(self, part: str) -> Test:
-        """Return what is drawn for a part, ``"validation"`` or ``"test"``: the same at every call."""
+        """Return what is drawn for a part, ``"validation"`` or ``"test"``: the same at every
+        call."""
         user, item = (held.numpy() for held in self.held_out[part])
         rng = np.random.default_rng(0)
         chosen = rng.permutation(len(user))[:_TESTED]
         repeated = user[chosen].repeat(_TEST_NEGATIVES)
 
         def drawn(items: Ints) -> Tensor:
-            return torch.from_numpy(self._unknown(repeated, items, rng).reshape(-1, _TEST_NEGATIVES))
+            return torch.from_numpy(
+                self._unknown(repeated, items, rng).reshape(-1, _TEST_NEGATIVES)
+            )
 
         return Test(
             user=torch.from_numpy(user[chosen]),
@@ -111,8 +121,9 @@ class Interactions:
 
 
 def load(path: Path, split_seed: int | None = None) -> Interactions:
-    """Read an interactions ``.npz``. Of its test part, the interactions of half of the users, drawn with a seed, are
-    for validation: both parts are alike, and what is chosen on one is judged on the other.
+    """Read an interactions ``.npz``. Of its test part, the interactions of half of the users, drawn
+    with a seed, are for validation: both parts are alike, and what is chosen on one is judged on
+    the other.
 
     Args:
         split_seed: draws the test part of a file that holds none; None refuses it.
@@ -123,7 +134,9 @@ def load(path: Path, split_seed: int | None = None) -> Interactions:
     users, items, (user, item), (test_user, test_item) = interactions.read(path, split_seed)
     validates = np.random.default_rng(0).permutation(users)[test_user] < users // 2
     if validates.all() or not validates.any():
-        raise DataError(f"Invalid --data {path}: its test part has too few users for validation and test.")
+        raise DataError(
+            f"Invalid --data {path}: its test part has too few users for validation and test."
+        )
 
     def tensors(user: Ints, item: Ints) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(user), torch.from_numpy(item)

@@ -1,7 +1,8 @@
-"""What wide towers are worth at a few sizes of their tables, every method measured on held-out interactions.
+"""What wide towers are worth at a few sizes of their tables, every method measured on held-out
+interactions.
 
-Two processes:   python -m launch --nproc 2 --ranks 0 examples/two_tower/frontier.py -- --data gowalla.npz
-One process:     python examples/two_tower/frontier.py --data gowalla.npz
+Two processes:   python -m launch --nproc 2 --ranks 0 examples/two_tower/frontier.py -- --data
+gowalla.npz One process:     python examples/two_tower/frontier.py --data gowalla.npz
 
 Small dense tables are trained too. A run that is interrupted goes on if --out is the same.
 """
@@ -46,7 +47,12 @@ def main(options: argparse.Namespace) -> None:
     def evaluate(model: nn.Module) -> dict[str, float]:
         rows = rows_of(model.module.collection, (data.users, data.items))
         found = measure(*rows, model.module.bias.detach(), data, test)
-        return {"auc": found.auc, "ne": found.ne, "auc_popular": found.auc_popular, "recall@20": found.recall}
+        return {
+            "auc": found.auc,
+            "ne": found.ne,
+            "auc_popular": found.auc_popular,
+            "recall@20": found.recall,
+        }
 
     def trained(columns: float = 1.0) -> tuple[nn.Module, object]:
         dim = round(columns * options.dim)
@@ -60,16 +66,48 @@ def main(options: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     """Return the checked options."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="PATH", help="an interactions .npz, as main.py takes")
-    add("--dim", type=as_positive, default=64, metavar="D", help="columns of the tables (default: %(default)s)")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="an interactions .npz, as main.py takes",
+    )
+    add(
+        "--dim",
+        type=as_positive,
+        default=64,
+        metavar="D",
+        help="columns of the tables (default: %(default)s)",
+    )
     add("--l2", type=float, default=0.05, metavar="X", help="regularization (default: %(default)s)")
-    add("--epochs", type=as_positive, default=14, metavar="N", help="passes over the data (default: %(default)s)")
-    add("--batch-size", type=as_positive, default=4096, metavar="N", help="over all processes (default: %(default)s)")
+    add(
+        "--epochs",
+        type=as_positive,
+        default=14,
+        metavar="N",
+        help="passes over the data (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=as_positive,
+        default=4096,
+        metavar="N",
+        help="over all processes (default: %(default)s)",
+    )
     add("--seed", type=as_seed, default=0, metavar="N", help="random seed (default: %(default)s)")
-    add("--out", type=Path, default=Path("runs/two-tower-frontier"), metavar="DIR", help="default: %(default)s")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/two-tower-frontier"),
+        metavar="DIR",
+        help="default: %(default)s",
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,8 @@
-"""Train a two-tower model wide, narrowed while it trains, and narrow from the start; serve each in 32, 8 and 4 bits.
+"""Train a two-tower model wide, narrowed while it trains, and narrow from the start; serve each in
+32, 8 and 4 bits.
 
-Two processes:   python -m launch --nproc 2 --ranks 0 examples/two_tower/main.py -- --data gowalla.npz
-One process:     python examples/two_tower/main.py --data gowalla.npz
+Two processes:   python -m launch --nproc 2 --ranks 0 examples/two_tower/main.py -- --data
+gowalla.npz One process:     python examples/two_tower/main.py --data gowalla.npz
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _HEAD = ("run", "columns", "served as", "bytes", "of wide", "AUC", "AUC popular"
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train and serve all three, and print what they give. Collective over the default process group."""
+    """Train and serve all three, and print what they give. Collective over the default process
+    group."""
     started = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -47,8 +49,9 @@ def main(options: argparse.Namespace) -> None:
     folder = folders[0]
     folder.mkdir(parents=True, exist_ok=True)
     say(
-        f"{options.data.name}: {data.users} users, {data.items} items, {len(data.user)} interactions to train, "
-        f"{len(data.held_out['test'][0])} to test; {number_of(world, 'process', 'processes')}"
+        f"{options.data.name}: {data.users} users, {data.items} items, {len(data.user)}"
+        f" interactions to train, {len(data.held_out['test'][0])} to test;"
+        f" {number_of(world, 'process', 'processes')}"
     )
     wide = Settings(
         dim=options.dim,
@@ -74,14 +77,18 @@ def main(options: argparse.Namespace) -> None:
         for dtype, size, quality in served(model, data, folder / name.replace(" ", "-")):
             whole = whole or size
             figures = (f"{quality.auc:.4f}", f"{quality.auc_popular:.4f}", f"{quality.recall:.4f}")
-            lines.append((name, str(settings.width), dtype, str(size), f"{size / whole:.1%}", *figures))
+            lines.append(
+                (name, str(settings.width), dtype, str(size), f"{size / whole:.1%}", *figures)
+            )
     say(f"\nServed from {folder}\n")
     say("\n".join(table_lines(_HEAD, lines, right=(1, 3, 4, 5, 6, 7))))
 
 
-def served(model: DistributedModelParallel, data: Interactions, folder: Path) -> Iterator[tuple[str, int, Quality]]:
-    """Export the tables to ``folder`` in each dtype, and measure what they serve on the test part: ``(dtype, bytes,
-    quality)``. Collective; rank 0 measures, and the others get its figures."""
+def served(
+    model: DistributedModelParallel, data: Interactions, folder: Path
+) -> Iterator[tuple[str, int, Quality]]:
+    """Export the tables to ``folder`` in each dtype, and measure what they serve on the test part:
+    ``(dtype, bytes, quality)``. Collective; rank 0 measures, and the others get its figures."""
     bias = model.module.bias.detach()
     for dtype in DTYPES:
         exported = export(model, None, folder.with_name(f"{folder.name}-{dtype}"), dtype=dtype)
@@ -97,7 +104,9 @@ def served(model: DistributedModelParallel, data: Interactions, folder: Path) ->
 def parse() -> argparse.Namespace:
     """Return the checked options."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
@@ -105,10 +114,25 @@ def parse() -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="PATH",
-        help="an interactions .npz: train_user, train_item, test_user, test_item, num_users, num_items",
+        help=(
+            "an interactions .npz: train_user, train_item, test_user, test_item, num_users,"
+            " num_items"
+        ),
     )
-    add("--dim", type=as_positive, default=64, metavar="D", help="columns of the wide tables (default: %(default)s)")
-    add("--width", type=as_positive, default=16, metavar="D", help="columns that are left (default: %(default)s)")
+    add(
+        "--dim",
+        type=as_positive,
+        default=64,
+        metavar="D",
+        help="columns of the wide tables (default: %(default)s)",
+    )
+    add(
+        "--width",
+        type=as_positive,
+        default=16,
+        metavar="D",
+        help="columns that are left (default: %(default)s)",
+    )
     add(
         "--lr",
         type=float,
@@ -117,10 +141,25 @@ def parse() -> argparse.Namespace:
         help="learning rate, which falls to 0 over the second half (default: %(default)s)",
     )
     add(
-        "--l2", type=float, default=0.05, metavar="X", help="regularization of what is looked up (default: %(default)s)"
+        "--l2",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="regularization of what is looked up (default: %(default)s)",
     )
-    add("--epochs", type=as_positive, default=14, metavar="N", help="passes over the data (default: %(default)s)")
-    add("--cut", type=as_positive, metavar="N", help="passes before tables are narrowed (default: half of them)")
+    add(
+        "--epochs",
+        type=as_positive,
+        default=14,
+        metavar="N",
+        help="passes over the data (default: %(default)s)",
+    )
+    add(
+        "--cut",
+        type=as_positive,
+        metavar="N",
+        help="passes before tables are narrowed (default: half of them)",
+    )
     add("--seed", type=as_seed, default=0, metavar="N", help="random seed (default: %(default)s)")
     add(
         "--batch-size",
@@ -148,7 +187,9 @@ def parse() -> argparse.Namespace:
     if not (options.lr > 0 and options.l2 >= 0):
         parser.error("arguments --lr and --l2: must be numbers above 0, and at least 0")
     if options.out.exists() and any(options.out.iterdir()):
-        parser.error(f"argument --out: {options.out} is not empty, and artifacts are never overwritten")
+        parser.error(
+            f"argument --out: {options.out} is not empty, and artifacts are never overwritten"
+        )
     if options.batch_size % world:
         parser.error(f"argument --batch-size: must be divisible by {world} processes")
     return options

@@ -1,4 +1,5 @@
-"""The model: a table of users and one of items under TorchRec's DistributedModelParallel, scored by dot products."""
+"""The model: a table of users and one of items under TorchRec's DistributedModelParallel, scored by
+dot products."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class Towers(nn.Module):
         self.collection = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
-                    name=name, embedding_dim=dim, num_embeddings=rows, feature_names=list(features), init_fn=_init
+                    name=name,
+                    embedding_dim=dim,
+                    num_embeddings=rows,
+                    feature_names=list(features),
+                    init_fn=_init,
                 )
                 for name, rows, features in (("user", users, ["user"]), ("item", items, _ITEMS))
             ]
@@ -45,7 +50,8 @@ class Towers(nn.Module):
         self.bias = nn.Parameter(torch.zeros(items))
 
     def forward(self, ids: KeyedJaggedTensor, items: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores ``(b, items)`` of users with items, and half the sum of squares of what was looked up.
+        """Return the scores ``(b, items)`` of users with items, and half the sum of squares of what
+        was looked up.
 
         Args:
             ids: from :func:`keyed`.
@@ -61,13 +67,17 @@ def _init(weight: Tensor) -> Tensor:
 
 
 def keyed(user: Tensor, items: Tensor) -> KeyedJaggedTensor:
-    """Return users ``(b,)`` and items ``(b, 1 + NEGATIVES)`` as TorchRec takes them: one id a feature and example."""
+    """Return users ``(b,)`` and items ``(b, 1 + NEGATIVES)`` as TorchRec takes them: one id a
+    feature and example."""
     values = torch.cat([user[None], items.T]).flatten()
-    return KeyedJaggedTensor.from_lengths_sync(["user", *_ITEMS], values, torch.ones_like(values, dtype=torch.int32))
+    return KeyedJaggedTensor.from_lengths_sync(
+        ["user", *_ITEMS], values, torch.ones_like(values, dtype=torch.int32)
+    )
 
 
 def build(towers: Towers, world: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Return the model, its tables cut by rows over the default process group, and its optimizer. Collective.
+    """Return the model, its tables cut by rows over the default process group, and its optimizer.
+    Collective.
 
     Towers must have the same weights on every rank. The learning rate is set before each step.
     """
@@ -83,7 +93,10 @@ def build(towers: Towers, world: int) -> tuple[DistributedModelParallel, Combine
         device_type="cpu",
     )
     model = DistributedModelParallel(
-        towers, device=torch.device("cpu"), plan=ShardingPlan({"collection": plan}), sharders=[sharder]
+        towers,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"collection": plan}),
+        sharders=[sharder],
     )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     biases = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.0))
@@ -91,7 +104,8 @@ def build(towers: Towers, world: int) -> tuple[DistributedModelParallel, Combine
 
 
 def rows_of(model: nn.Module, counts: Sequence[int], chunk: int = 4096) -> list[Tensor]:
-    """Return the embeddings of all users and of all items, by looking them up. Collective: every rank gets all.
+    """Return the embeddings of all users and of all items, by looking them up. Collective: every
+    rank gets all.
 
     Args:
         model: what maps a KeyedJaggedTensor of :func:`keyed`'s features to their embeddings.

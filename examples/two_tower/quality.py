@@ -19,8 +19,8 @@ _ETA = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """AUC over uniform negatives and over popular ones, the normalized entropy over uniform ones, in the proportion of
-    training, and recall@20 among items not known from training."""
+    """AUC over uniform negatives and over popular ones, the normalized entropy over uniform ones,
+    in the proportion of training, and recall@20 among items not known from training."""
 
     auc: float
     ne: float
@@ -29,7 +29,8 @@ class Quality:
 
 
 def measure(user: Tensor, item: Tensor, bias: Tensor, data: Interactions, test: Test) -> Quality:
-    """Return the quality of tables of users ``(users, dim)`` and items ``(items, dim)``, and biases ``(items,)``."""
+    """Return the quality of tables of users ``(users, dim)`` and items ``(items, dim)``, and biases
+    ``(items,)``."""
 
     def scores(items: Tensor) -> Tensor:  # (n, k)
         return (user[test.user][:, None] * item[items]).sum(2) + bias[items]
@@ -56,12 +57,16 @@ def _ne(right: Tensor, wrong: Tensor) -> float:
     labels[:, 0] = 1
     weights = torch.where(labels == 1, 1.0, NEGATIVES / wrong.shape[1])
     state = get_ne_states(labels, logits.sigmoid(), weights, _ETA)
-    parts = (state[name].sum() for name in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"))
+    parts = (
+        state[name].sum()
+        for name in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
+    )
     return float(compute_ne(*parts, _ETA))
 
 
 def _recall(user: Tensor, item: Tensor, bias: Tensor, data: Interactions, test: Test) -> float:
-    """Of each user's held-out items, the fraction among the first 20 of those it is not known to like."""
+    """Of each user's held-out items, the fraction among the first 20 of those it is not known to
+    like."""
     held_user, held_item = test.all_pairs
     recalls = []
     for users in test.ranked_users.split(256):
@@ -70,7 +75,9 @@ def _recall(user: Tensor, item: Tensor, bias: Tensor, data: Interactions, test: 
         place[users] = torch.arange(len(users))
         known = place[data.user] >= 0
         ranked[place[data.user[known]], data.item[known]] = -torch.inf
-        first = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, ranked.topk(_K, dim=1).indices, True)
+        first = torch.zeros_like(ranked, dtype=torch.bool).scatter_(
+            1, ranked.topk(_K, dim=1).indices, True
+        )
         held = torch.zeros_like(first)
         mine = place[held_user] >= 0
         held[place[held_user[mine]], held_item[mine]] = True

@@ -48,8 +48,8 @@ class Settings:
 def train(name: str, data: Interactions, settings: Settings) -> DistributedModelParallel:
     """Return the model, trained from the seed. Collective.
 
-    The learning rate is constant over the first half of the run, and falls linearly to 0 over the second. A narrowed
-    model is returned with tables of ``width`` columns.
+    The learning rate is constant over the first half of the run, and falls linearly to 0 over the
+    second. A narrowed model is returned with tables of ``width`` columns.
     """
     torch.manual_seed(settings.seed)
     model, optimizer = build(Towers(data.users, data.items, settings.dim), settings.world)
@@ -87,8 +87,12 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
 
 
 def loss(model: nn.Module, ids: KeyedJaggedTensor, items: Tensor, l2: float) -> Tensor:
-    """Return the logistic loss of the interactions against their negatives, summed over this rank's examples."""
+    """Return the logistic loss of the interactions against their negatives, summed over this rank's
+    examples."""
     scores, squares = model(ids, items)
     labels = torch.zeros_like(scores)
     labels[:, 0] = 1
-    return nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum") + l2 * squares
+    return (
+        nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+        + l2 * squares
+    )

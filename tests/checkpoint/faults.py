@@ -1,6 +1,7 @@
 """Faults where they happen: ``inject(kill, rank=1, when_it_opens="*.distcp")``.
 
-An audit hook of the interpreter sees every file that is opened, renamed or removed, before it is. Nothing is replaced.
+An audit hook of the interpreter sees every file that is opened, renamed or removed, before it is.
+Nothing is replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def inject(
     when_it_removes: str | None = None,
     for_the: int = 1,
 ) -> None:
-    """Let ``fault`` happen once on a rank, when it is about to touch a file whose name matches for the n-th time."""
+    """Let ``fault`` happen once on a rank, when it is about to touch a file whose name matches for
+    the n-th time."""
     wanted = {"open": when_it_opens, "os.rename": when_it_renames, "os.remove": when_it_removes}
     left = for_the
     if dist.get_rank() != rank:

@@ -1,4 +1,5 @@
-"""SIGKILL at random moments of a training that saves at every step, and whether it ends as one without.
+"""SIGKILL at random moments of a training that saves at every step, and whether it ends as one
+without.
 
     python -m tests.checkpoint.kills              20 kills of ranks that this process starts again
     python -m tests.checkpoint.kills --torchrun   5 kills under the launcher, which restarts them
@@ -35,14 +36,18 @@ __all__ = ["live"]
 
 KILLS, RESTARTS = 20, 5
 _STEPS = 200  # more than the lives before the kills do together
-_ROOT, _SEED = "CHECKPOINT_KILLS_ROOT", "CHECKPOINT_KILLS_SEED"  # in the environment of the ranks of the launcher
+_ROOT, _SEED = (
+    "CHECKPOINT_KILLS_ROOT",
+    "CHECKPOINT_KILLS_SEED",
+)  # in the environment of the ranks of the launcher
 
 
 def live(root: Path, steps: int, fault: Mapping[str, object] | None = None) -> dict[str, Tensor]:
     """One life of a training: from the newest checkpoint to the end, or to a fault. Collective.
 
     Args:
-        fault: arguments of ``inject(kill, ...)``, or ``rank`` and ``seconds`` after which it is killed.
+        fault: arguments of ``inject(kill, ...)``, or ``rank`` and ``seconds`` after which it is
+            killed.
     """
     job = Job("mixed", root, keep=2)
     resumed = job.checkpoints.resume_latest(**job.parts)
@@ -76,7 +81,13 @@ def _by_this_process(root: Path, wanted: Mapping[str, Tensor]) -> None:
     while killed < KILLS:
         before = Checkpoints(root).steps()
         try:
-            run_ranks(2, live, root, _STEPS, {"rank": drawn.randrange(2), "seconds": drawn.uniform(0.0, 1.5)})
+            run_ranks(
+                2,
+                live,
+                root,
+                _STEPS,
+                {"rank": drawn.randrange(2), "seconds": drawn.uniform(0.0, 1.5)},
+            )
             raise AssertionError(f"the end came after {killed} kills")
         except RanksFailed as failed:
             assert any("exit code -9" in text for text in failed.failures.values()), failed
@@ -89,7 +100,15 @@ def _by_this_process(root: Path, wanted: Mapping[str, Tensor]) -> None:
 
 
 def _by_torchrun(root: Path, wanted: Mapping[str, Tensor]) -> None:
-    launch = [sys.executable, "-m", "dist_sparse.launch", "--nproc", "2", "--max-restarts", str(RESTARTS)]
+    launch = [
+        sys.executable,
+        "-m",
+        "dist_sparse.launch",
+        "--nproc",
+        "2",
+        "--max-restarts",
+        str(RESTARTS),
+    ]
     env = {**os.environ, _ROOT: str(root), _SEED: "1"}
     subprocess.run([*launch, str(Path(__file__).resolve())], env=env, check=True, timeout=550)
     lives = sorted(path.name for path in root.glob("life-*"))
@@ -101,7 +120,11 @@ def _by_torchrun(root: Path, wanted: Mapping[str, Tensor]) -> None:
 def _life_under_torchrun() -> None:
     root, count = Path(os.environ[_ROOT]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     drawn = random.Random(100 * int(os.environ[_SEED]) + count)
-    fault = {"rank": drawn.randrange(2), "seconds": drawn.uniform(0.2, 1.5)} if count < RESTARTS else None
+    fault = (
+        {"rank": drawn.randrange(2), "seconds": drawn.uniform(0.2, 1.5)}
+        if count < RESTARTS
+        else None
+    )
     dist.init_process_group("gloo")
     state = live(root, _STEPS, fault)
     if dist.get_rank() == 0:
@@ -112,7 +135,9 @@ def _life_under_torchrun() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torchrun", action="store_true", help="under the launcher")
     options = parser.parse_args()
     started = time.perf_counter()

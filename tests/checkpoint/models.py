@@ -16,7 +16,8 @@ __all__ = ["Job", "flipped", "same"]
 
 @dataclass
 class Job:
-    """A model, what steps it, and its checkpoints. Each has other weights at first than its seed's neighbours."""
+    """A model, what steps it, and its checkpoints. Each has other weights at first than its seed's
+    neighbours."""
 
     root: Path
     seed: int = 0
@@ -39,7 +40,9 @@ class Job:
         ]
         self.checkpoints = Checkpoints(self.root, every=self.every, keep=self.keep)
         if self.sparse:
-            self.masks = sparsify(self.model, self.optimizers, level=0.6, block="row", begin=2, end=8, every=2)
+            self.masks = sparsify(
+                self.model, self.optimizers, level=0.6, block="row", begin=2, end=8, every=2
+            )
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -71,7 +74,9 @@ class Job:
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     """Whether all are equal, bit for bit."""
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def flipped(data: bytes, bit: int) -> bytes:

@@ -1,8 +1,9 @@
-"""A sharded model that trains on ranks with masks, a schedule and checkpoints, and all of its state as global tensors.
+"""A sharded model that trains on ranks with masks, a schedule and checkpoints, and all of its state
+as global tensors.
 
-``python -m tests.checkpoint.ranks`` saves and loads every pair of 1, 2 and 4 ranks and five shardings (see
-``test_ranks.py``, which runs some of them): weights, masks and optimizer state by global index, and 20 steps more,
-which are bit-equal on the same ranks and sharding.
+``python -m tests.checkpoint.ranks`` saves and loads every pair of 1, 2 and 4 ranks and five
+shardings (see ``test_ranks.py``, which runs some of them): weights, masks and optimizer state by
+global index, and 20 steps more, which are bit-equal on the same ranks and sharding.
 """
 
 from __future__ import annotations
@@ -44,16 +45,27 @@ _SAMPLES: Final = 12
 class Job:
     """A cell of ``tests.dist.cells`` in training. Collective."""
 
-    def __init__(self, sharding: str, root: Path, block: tuple[int, Any] = (1, ROW), **settings: Any) -> None:
+    def __init__(
+        self, sharding: str, root: Path, block: tuple[int, Any] = (1, ROW), **settings: Any
+    ) -> None:
         cell = trained_cells(dist.get_world_size())[sharding]
-        self.cell = replace(cell, tables=tuple(replace(t, rows=max(t.rows, 4)) for t in cell.tables))  # in every world
-        # Otherwise DDP changes its buckets after two steps, and a resumed run adds up in another order for as long.
+        self.cell = replace(
+            cell, tables=tuple(replace(t, rows=max(t.rows, 4)) for t in cell.tables)
+        )  # in every world
+        # Otherwise DDP changes its buckets after two steps, and a resumed run adds up in another
+        # order for as long.
         buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
         self.model = build(self.cell, layers=buckets)
-        self.optimizer = optimizer_of(self.model, tables=lambda params: RowWiseAdagrad(params, lr=0.1))
-        self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm="L2")
+        self.optimizer = optimizer_of(
+            self.model, tables=lambda params: RowWiseAdagrad(params, lr=0.1)
+        )
+        self.sparsifier = DataNormSparsifier(
+            sparsity_level=0.0, sparse_block_shape=block, norm="L2"
+        )
         self.sparsifier.add_model(self.model)
-        self.scheduler = CubicDataScheduler(self.sparsifier, "sparsity_level", final={"*": 0.7}, end=10, every=2)
+        self.scheduler = CubicDataScheduler(
+            self.sparsifier, "sparsity_level", final={"*": 0.7}, end=10, every=2
+        )
         self.enforcer = MaskEnforcer(self.sparsifier).attach(self.optimizer)
         self.checkpoints = Checkpoints(root, **settings)
 
@@ -74,10 +86,17 @@ class Job:
 
     def state(self) -> dict[str, Tensor]:
         """Weights, masks and optimizer state, whole. Collective."""
-        tensors: dict[str, Any] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors: dict[str, Any] = {
+            f"model.{name}": value for name, value in self.model.state_dict().items()
+        }
         for key, held in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{key}.{name}": value for name, value in held.items() if name != "step"}
-        masks = {f"mask.{name}": self.sparsifier.full_mask(name) for name in sorted(self.sparsifier.data_groups)}
+            tensors |= {
+                f"optimizer.{key}.{name}": value for name, value in held.items() if name != "step"
+            }
+        masks = {
+            f"mask.{name}": self.sparsifier.full_mask(name)
+            for name in sorted(self.sparsifier.data_groups)
+        }
         return {**whole(tensors), **masks}
 
 
@@ -86,7 +105,10 @@ def own_part(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     count = _SAMPLES // dist.get_world_size()
     start = dist.get_rank() * count
     parts = {key: features[key] for key in list(features.keys())}
-    values = [part.values()[part.offsets()[start] : part.offsets()[start + count]] for part in parts.values()]
+    values = [
+        part.values()[part.offsets()[start] : part.offsets()[start + count]]
+        for part in parts.values()
+    ]
     lengths = [part.lengths()[start : start + count] for part in parts.values()]
     return KeyedJaggedTensor(keys=list(parts), values=torch.cat(values), lengths=torch.cat(lengths))
 
@@ -97,7 +119,9 @@ def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
     for name, value in tensors.items():
         pieces = [([0] * value.dim(), value)]
         if isinstance(value, ShardedTensor):
-            pieces = [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
+            pieces = [
+                (shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()
+            ]
         mine.append((name, tuple(value.shape), pieces))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
@@ -105,17 +129,22 @@ def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
     for name, shape, pieces in (entry for entries in every for entry in entries):
         for offsets, part in pieces:
             full = found.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
-            full[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
+            full[
+                tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))
+            ] = part
     named = {}
     for name, full in found.items():
-        if name.endswith((".momentum1", "embedding_bags.weight.sum")) or (name.endswith("weight.sum")):
+        if name.endswith((".momentum1", "embedding_bags.weight.sum")) or (
+            name.endswith("weight.sum")
+        ):
             name, full = f"{name.partition('.weight.')[0]}.sums", full.flatten()
         named[name] = full
     return named
 
 
 def save(sharding: str, root: Path) -> None:
-    """Train, save to a folder of the world and the sharding, and note the state then and later. Collective."""
+    """Train, save to a folder of the world and the sharding, and note the state then and later.
+    Collective."""
     folder = root / f"{dist.get_world_size()}-{sharding}"
     job = Job(sharding, folder)
     job.train(0, SAVED)
@@ -127,7 +156,9 @@ def save(sharding: str, root: Path) -> None:
         torch.save([then, later], folder / "states.pt")
 
 
-def load(sharding: str, folder: Path, steps: int = LATER) -> tuple[Resumed, dict[str, Tensor], dict[str, Tensor]]:
+def load(
+    sharding: str, folder: Path, steps: int = LATER
+) -> tuple[Resumed, dict[str, Tensor], dict[str, Tensor]]:
     """Resume a model of another start, and train on. Returns the state at both ends. Collective."""
     job = Job(sharding, folder)
     resumed = job.checkpoints.resume_latest(**job.parts, row_wise_state="merge")
@@ -144,10 +175,18 @@ def compared(sharding: str, folder: Path) -> dict[str, Any]:
     sums = {name for name in found if name.endswith(".sums")}
     merged = {name.removesuffix(".weight.momentum1") + ".sums" for name in resumed.merged}
     assert found.keys() == then.keys() and merged <= sums
-    equal = {name for name in found if found[name].shape == then[name].shape and torch.equal(found[name], then[name])}
+    equal = {
+        name
+        for name in found
+        if found[name].shape == then[name].shape and torch.equal(found[name], then[name])
+    }
     assert equal == found.keys() - merged, sorted(found.keys() - merged - equal)
     masks = all(torch.equal(after[name], later[name]) for name in after if name.startswith("mask."))
-    far = max(float((after[name] - later[name]).abs().max()) for name in after if name.startswith("model."))
+    far = max(
+        float((after[name] - later[name]).abs().max())
+        for name in after
+        if name.startswith("model.")
+    )
     return {"merged": len(merged), "masks": masks, "far": far}
 
 
@@ -168,7 +207,10 @@ def _all_pairs(worlds: Iterable[int] = (1, 2, 4)) -> None:
                         kind = "the same"
                     elif folder.name.startswith(f"{world}-") and not found["merged"]:
                         kind = "another sharding"
-                    far[kind] = max(far.get(kind, (0.0, "")), (found["far"], f"{folder.name} on {world}-{sharding}"))
+                    far[kind] = max(
+                        far.get(kind, (0.0, "")),
+                        (found["far"], f"{folder.name} on {world}-{sharding}"),
+                    )
                     assert found["masks"] or found["merged"], (world, sharding, folder.name)
                     most = {"the same": 0.0, "merged": math.inf}.get(kind, 1e-5)
                     assert found["far"] <= most, (world, sharding, folder.name, found)

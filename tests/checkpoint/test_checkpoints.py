@@ -18,7 +18,8 @@ from tests.checkpoint.models import Job, same
 
 
 def test_a_resumed_training_ends_bit_equal(tmp_path: Path) -> None:
-    """Weights, masks, schedule, state of optimizers that have not stepped, learning rates and dropout's numbers."""
+    """Weights, masks, schedule, state of optimizers that have not stepped, learning rates and
+    dropout's numbers."""
     whole = Job(tmp_path / "whole")
     whole.train(0, 6)
     whole.optimizers[1].param_groups[0]["lr"] = 0.03
@@ -30,7 +31,11 @@ def test_a_resumed_training_ends_bit_equal(tmp_path: Path) -> None:
     assert found is not None and (found.step, found.rng, found.merged) == (6, True, ())
     assert found.extra == {"epoch": 2, "names": ["a", None]}
     group = resumed.optimizers[1].param_groups[0]
-    assert group["lr"] == 0.03 and group["betas"] == (0.8, 0.9) and resumed.optimizers[0].param_groups[0]["lr"] == 0.1
+    assert (
+        group["lr"] == 0.03
+        and group["betas"] == (0.8, 0.9)
+        and resumed.optimizers[0].param_groups[0]["lr"] == 0.1
+    )
     resumed.train(6, 12)
     assert same(resumed.state(), whole.state())
 
@@ -62,7 +67,8 @@ def test_save_async_copies_before_training_goes_on(tmp_path: Path) -> None:
 def test_the_thread_of_save_async_changes_nothing_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither filters of warnings nor options of torch: whichever thread restores them last would decide."""
+    """Neither filters of warnings nor options of torch: whichever thread restores them last would
+    decide."""
     changed = []
     enter = warnings.catch_warnings.__enter__
 
@@ -88,7 +94,9 @@ def test_wait_raises_what_the_thread_has_raised(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.train(0, 2, save=True)
     job.checkpoints.save_async(1, **job.parts)
-    with pytest.raises(ValueError, match=r"Invalid step=1: .* holds the checkpoint of step 2, and steps must grow"):
+    with pytest.raises(
+        ValueError, match=r"Invalid step=1: .* holds the checkpoint of step 2, and steps must grow"
+    ):
         job.checkpoints.wait()
     job.checkpoints.wait()
 
@@ -104,7 +112,11 @@ def test_which_checkpoints_there_are(tmp_path: Path) -> None:
     assert job.checkpoints.steps() == [4, 6]
     assert job.checkpoints.save(7, **job.parts, force=True) is True
     assert job.checkpoints.steps() == [6, 7]
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "step-00000006", "step-00000007"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "notes.txt",
+        "step-00000006",
+        "step-00000007",
+    }
 
 
 def test_a_step_is_written_once(tmp_path: Path) -> None:
@@ -114,7 +126,9 @@ def test_a_step_is_written_once(tmp_path: Path) -> None:
     for step in (5, 4):
         with pytest.raises(ValueError, match=rf"Invalid step={step}: .*steps must grow"):
             job.checkpoints.save(step, **job.parts)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000005").iterdir()} == before
+    assert {
+        path.name: path.read_bytes() for path in (tmp_path / "step-00000005").iterdir()
+    } == before
 
 
 def another(kind: str) -> dict[str, Any]:
@@ -134,7 +148,10 @@ def another(kind: str) -> dict[str, Any]:
     elif kind == "dtype":
         parts |= {"model": copy.deepcopy(job.model).double(), "optimizer": None}
     elif kind == "shape":
-        parts |= {"model": nn.Sequential(nn.EmbeddingBag(51, 8), nn.Dropout(), nn.Linear(8, 1)), "optimizer": None}
+        parts |= {
+            "model": nn.Sequential(nn.EmbeddingBag(51, 8), nn.Dropout(), nn.Linear(8, 1)),
+            "optimizer": None,
+        }
     return parts
 
 
@@ -142,16 +159,36 @@ def another(kind: str) -> dict[str, Any]:
     ("kind", "why"),
     [
         ("layer", r"'model.3.weight' is not in the checkpoint"),
-        ("no optimizer", r"'optimizer.0.weight.\w+' and \d+ more of the checkpoint would be dropped"),
-        ("one optimizer", r"'optimizer.2.bias.exp_avg' and \d+ more of the checkpoint would be dropped"),
-        ("other optimizer", r"'0.weight' and '2.bias' had another 'lr' each, and are in one group now"),
-        ("class of optimizer", r"'0.weight' was saved with the option 'eps', which SGD does not have"),
-        ("dtype", r"'model.0.weight' was saved with shape \(50, 8\) and torch.float32, and is .* torch.float64 now"),
+        (
+            "no optimizer",
+            r"'optimizer.0.weight.\w+' and \d+ more of the checkpoint would be dropped",
+        ),
+        (
+            "one optimizer",
+            r"'optimizer.2.bias.exp_avg' and \d+ more of the checkpoint would be dropped",
+        ),
+        (
+            "other optimizer",
+            r"'0.weight' and '2.bias' had another 'lr' each, and are in one group now",
+        ),
+        (
+            "class of optimizer",
+            r"'0.weight' was saved with the option 'eps', which SGD does not have",
+        ),
+        (
+            "dtype",
+            (
+                r"'model.0.weight' was saved with shape \(50, 8\) and torch.float32, and is .*"
+                r" torch.float64 now"
+            ),
+        ),
         ("shape", r"'model.0.weight' was saved with shape \(50, 8\) and .* of shape \(51, 8\)"),
         ("dense", r"'sparse.* of the checkpoint would be dropped"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_changes(kind: str, why: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_changes(
+    kind: str, why: str, tmp_path: Path
+) -> None:
     Job(tmp_path).train(0, 3, save=True)
     parts = another(kind)
     before = {name: value.clone() for name, value in parts["model"].state_dict().items()}
@@ -176,12 +213,18 @@ def test_arguments() -> None:
         Checkpoints("nowhere://at/all")
     with pytest.raises(ValueError, match=r"Invalid root='s3:/here': pass an address as a string"):
         Checkpoints(Path("s3://here"))
-    with pytest.raises(ValueError, match=r"Invalid sparse of type int: must be what sparsify\(\) returns"):
+    with pytest.raises(
+        ValueError, match=r"Invalid sparse of type int: must be what sparsify\(\) returns"
+    ):
         Checkpoints("here").save(1, model=nn.Linear(1, 1), sparse=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Invalid optimizer of type str"):
         Checkpoints("here").save(1, model=nn.Linear(1, 1), optimizer="Adam")
-    with pytest.raises(ValueError, match=r"a parameter of shape \(2, 3\), which is none of the model's"):
-        Checkpoints("here").save(1, model=nn.Linear(1, 1), optimizer=torch.optim.SGD(nn.Linear(3, 2).parameters()))
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \(2, 3\), which is none of the model's"
+    ):
+        Checkpoints("here").save(
+            1, model=nn.Linear(1, 1), optimizer=torch.optim.SGD(nn.Linear(3, 2).parameters())
+        )
     linear = nn.Linear(1, 1)
     twice = [torch.optim.SGD(linear.parameters()), torch.optim.SGD(linear.parameters())]
     with pytest.raises(ValueError, match=r"two of them step 'weight'"):
@@ -206,18 +249,27 @@ def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path)
-    with pytest.raises(ValueError, match="holds no checkpoint; a folder without its marker is of an unfinished save"):
+    with pytest.raises(
+        ValueError,
+        match="holds no checkpoint; a folder without its marker is of an unfinished save",
+    ):
         job.checkpoints.inspect()
     job.train(0, 2, save=True, extra={"epoch": 1})
     found = job.checkpoints.inspect()
     assert (found.step, found.world, found.extra) == (2, 1, {"epoch": 1})
-    assert found.tensors["model.0.weight"] == ((50, 8), "torch.float32") and "optimizer.2.bias.step" in found.tensors
+    assert (
+        found.tensors["model.0.weight"] == ((50, 8), "torch.float32")
+        and "optimizer.2.bias.step" in found.tensors
+    )
     assert job.checkpoints.inspect(1).step == 1
     with pytest.raises(ValueError, match="no checkpoint of step 5"):
         job.checkpoints.inspect(5)
 
     assert main(["inspect", str(tmp_path)]) == 0
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [["1", "1"], ["2", "1"]]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        ["1", "1"],
+        ["2", "1"],
+    ]
     assert main(["inspect", str(tmp_path / "step-00000002")]) == 0
     shown = capsys.readouterr().out
     assert "step 2, saved by 1 rank" in shown and "model.0.weight" in shown

@@ -46,14 +46,21 @@ def marked(folder: Path) -> None:
 def test_a_thousand_bit_flips_and_truncations(job: Job, tmp_path: Path) -> None:
     """Over every file. All are refused, the file is named, and nothing has changed."""
     files = sorted(path for path in (tmp_path / STEP).iterdir() if path.stat().st_size)
-    assert {path.name for path in files} == {".metadata", "COMMITTED", "__0_0.distcp", "values.json"}
+    assert {path.name for path in files} == {
+        ".metadata",
+        "COMMITTED",
+        "__0_0.distcp",
+        "values.json",
+    }
     other = Job(tmp_path, seed=1)
     before, drawn = other.state(), random.Random(0)
     for number in range(1000):
         path = files[number % len(files)]
         whole = path.read_bytes()
         cut = drawn.randrange(len(whole))
-        path.write_bytes(whole[:cut] if number % 10 == 9 else flipped(whole, drawn.randrange(8 * len(whole))))
+        path.write_bytes(
+            whole[:cut] if number % 10 == 9 else flipped(whole, drawn.randrange(8 * len(whole)))
+        )
         with pytest.raises(ValueError) as refused:
             other.checkpoints.resume_latest(**other.parts)
         assert f"{path} is " in str(refused.value), (number, path, refused.value)
@@ -71,7 +78,8 @@ def test_a_missing_file(name: str, job: Job, tmp_path: Path) -> None:
 
 
 def test_without_a_marker_the_one_before_is_newest(job: Job, tmp_path: Path) -> None:
-    """Neither a marker that was not renamed, nor a folder that another step was copied to, is one."""
+    """Neither a marker that was not renamed, nor a folder that another step was copied to, is
+    one."""
     (tmp_path / STEP / "COMMITTED").rename(tmp_path / STEP / "COMMITTED.tmp")
     with pytest.warns(UserWarning, match="has no COMMITTED"):
         found = job.checkpoints.resume_latest(**job.parts)
@@ -82,7 +90,8 @@ def test_without_a_marker_the_one_before_is_newest(job: Job, tmp_path: Path) -> 
 
 
 def replaced(kind: str, path: Path) -> None:
-    """Put something in the place of a file that can be opened, and that ends never or is another file."""
+    """Put something in the place of a file that can be opened, and that ends never or is another
+    file."""
     path.rename(path.parent.parent / "elsewhere")
     if kind == "pipe":
         os.mkfifo(path)
@@ -100,7 +109,9 @@ def test_what_is_no_regular_file(name: str, kind: str, job: Job, tmp_path: Path)
     """A pipe and /dev/zero would be read without an end."""
     path, before = tmp_path / STEP / name, job.state()
     replaced(kind, path)
-    wanted = rf"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a device\."
+    wanted = (
+        rf"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a device\."
+    )
     for call in (job.checkpoints.inspect, lambda: job.checkpoints.resume_latest(**job.parts)):
         with pytest.raises(ValueError, match=wanted):
             call()
@@ -111,12 +122,21 @@ def test_a_file_is_read_no_further_than_its_size(job: Job, tmp_path: Path) -> No
     path = tmp_path / STEP / "__0_0.distcp"
     size = path.stat().st_size
     os.truncate(path, 1 << 40)  # a hole: it would be read for minutes
-    with pytest.raises(ValueError, match=rf"{path} is damaged: COMMITTED lists {size} bytes, and it has more\."):
+    with pytest.raises(
+        ValueError, match=rf"{path} is damaged: COMMITTED lists {size} bytes, and it has more\."
+    ):
         job.checkpoints.resume_latest(**job.parts)
 
 
 @pytest.mark.parametrize(
-    "values", ["[]", "{}", '{"state": {}, "extra": null}', '{"state": [], "optimizer": {}, "extra": 1}', "[" * 100_000]
+    "values",
+    [
+        "[]",
+        "{}",
+        '{"state": {}, "extra": null}',
+        '{"state": [], "optimizer": {}, "extra": 1}',
+        "[" * 100_000,
+    ],
 )
 def test_values_of_another_kind(values: str, job: Job, tmp_path: Path) -> None:
     (tmp_path / STEP / "values.json").write_text(values)
@@ -182,12 +202,21 @@ def crafted(kind: str, folder: Path, made: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("pickle", r"\.metadata is refused: it asks for posix.system, which is no part of DCP's metadata"),
+        (
+            "pickle",
+            r"\.metadata is refused: it asks for posix.system, which is no part of DCP's metadata",
+        ),
         ("inside", r"\.metadata is refused: it asks for posix.system"),
         ("object", r"it asks for torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
-        ("tensor", r"Loading .*step-00000003 failed. rank 0: UnpicklingError: Weights only load failed"),
+        (
+            "tensor",
+            r"Loading .*step-00000003 failed. rank 0: UnpicklingError: Weights only load failed",
+        ),
         ("outside", r"\.metadata is refused: '.*' is not at a place in a file of the checkpoint"),
-        ("hole", r"'model.0.weight' has holes: its saved pieces do not cover the shape \(50, 8\) once"),
+        (
+            "hole",
+            r"'model.0.weight' has holes: its saved pieces do not cover the shape \(50, 8\) once",
+        ),
         ("nothing", r"\.metadata is refused: it holds list, not DCP's metadata"),
     ],
 )
@@ -220,10 +249,14 @@ def test_the_crafted_ones_would_run_in_plain_dcp(job: Job, tmp_path: Path) -> No
         ({"files": 3}, r"an entry is missing or of another type"),
     ],
 )
-def test_markers_that_say_something_else(entries: dict[str, Any], why: str, job: Job, tmp_path: Path) -> None:
+def test_markers_that_say_something_else(
+    entries: dict[str, Any], why: str, job: Job, tmp_path: Path
+) -> None:
     path = tmp_path / STEP / "COMMITTED"
     text = json.loads(path.read_text())
-    path.write_text(sealed({**{name: value for name, value in text.items() if name != "crc32"}, **entries}))
+    path.write_text(
+        sealed({**{name: value for name, value in text.items() if name != "crc32"}, **entries})
+    )
     with pytest.raises(ValueError, match=why) as refused:
         job.checkpoints.resume_latest(**job.parts)
     assert f"{path} is refused" in str(refused.value)

@@ -1,4 +1,5 @@
-"""Checkpoints of sharded models: on other ranks, under other shardings, with masks, and what one rank can't do."""
+"""Checkpoints of sharded models: on other ranks, under other shardings, with masks, and what one
+rank can't do."""
 
 from __future__ import annotations
 
@@ -41,13 +42,15 @@ LOADS = [
     *[(2, "mixed", "row_wise"), (2, "column_wise", "mixed"), (2, "data_parallel", "table_wise")],
     *[(4, "mixed", "mixed"), (4, "table_wise", "data_parallel")],
 ]
-"""Ranks, the sharding on them, and the one that was saved. ``python -m tests.checkpoint.ranks`` has all pairs."""
+"""Ranks, the sharding on them, and the one that was saved. ``python -m tests.checkpoint.ranks`` has
+all pairs."""
 
 
 @on_ranks()
 @pytest.mark.parametrize(("world", "sharding", "before"), LOADS)
 def test_load(world: int, sharding: str, before: str, saved: Path) -> None:
-    """Weights and masks are equal, optimizer state too, unless column cuts differ. Training goes on alike."""
+    """Weights and masks are equal, optimizer state too, unless column cuts differ. Training goes on
+    alike."""
     found = compared(sharding, saved / f"2-{before}")
     if (world, sharding) == (2, before):
         assert found == {"merged": 0, "masks": True, "far": 0.0}
@@ -61,7 +64,9 @@ def test_load(world: int, sharding: str, before: str, saved: Path) -> None:
 def test_merged_row_wise_state_follows_the_rule(world: int, saved: Path, tmp_path: Path) -> None:
     """Refused unless the user wants it; then the mean of the cuts, weighted by their columns."""
     whole, cut = Job("row_wise", saved / "2-column_wise"), Job("column_wise", tmp_path)
-    with pytest.raises(ValueError, match=r"saved with cuts at columns \[0, 4\], and they are at \[0\] now.*'merge'"):
+    with pytest.raises(
+        ValueError, match=r"saved with cuts at columns \[0, 4\], and they are at \[0\] now.*'merge'"
+    ):
         whole.checkpoints.resume_latest(**whole.parts)
     resumed = whole.checkpoints.resume_latest(**whole.parts, row_wise_state="merge")
     assert resumed is not None and len(resumed.merged) == 4
@@ -85,8 +90,18 @@ FAULTS = {
     "disk of the values": (r"rank 0: OSError: \[Errno 5\] Input/output error",),
     "disk before the marker": (r"rank 0: OSError: \[Errno 5\] Input/output error",),
     "read-only": (r"rank 0: PermissionError: \[Errno 13\] Permission denied: '.*'",),
-    "another step": (r"The ranks disagree at 'save\(\)', nothing was changed. step is 4 on rank 1 and 3 on rank 0",),
-    "bad extra": (r"save\(\) was refused on every rank, nothing was changed. rank 1: ValueError: Invalid extra",),
+    "another step": (
+        (
+            r"The ranks disagree at 'save\(\)', nothing was changed. step is 4 on rank 1 and 3 on"
+            r" rank 0"
+        ),
+    ),
+    "bad extra": (
+        (
+            r"save\(\) was refused on every rank, nothing was changed. rank 1: ValueError: Invalid"
+            r" extra"
+        ),
+    ),
     "bad optimizer": (r"rank 1: ValueError: Invalid optimizer of type int",),
 }
 
@@ -94,7 +109,10 @@ FAULTS = {
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("fault", "later"),
-    [*[(fault, False) for fault in FAULTS], *[(f, True) for f in ("full disk", "disk before the marker", "bad extra")]],
+    [
+        *[(fault, False) for fault in FAULTS],
+        *[(f, True) for f in ("full disk", "disk before the marker", "bad extra")],
+    ],
 )
 def test_a_rank_that_fails(fault: str, later: bool, tmp_path: Path) -> None:
     """All ranks raise at once, the checkpoint before stands, and the next save succeeds."""
@@ -118,7 +136,11 @@ def test_a_rank_that_fails(fault: str, later: bool, tmp_path: Path) -> None:
             with read_only(tmp_path):
                 saves()
         else:
-            of = {"metadata": ".metadata.tmp", "values": "values.json.tmp", "marker": "COMMITTED.tmp"}
+            of = {
+                "metadata": ".metadata.tmp",
+                "values": "values.json.tmp",
+                "marker": "COMMITTED.tmp",
+            }
             inject(io_error, rank=0, when_it_opens=of.get(fault.rpartition(" ")[2], "nothing"))
             saves(4 if fault == "another step" and rank == 1 else 3)
     assert time.monotonic() - started < 30
@@ -146,7 +168,9 @@ def test_a_damaged_file_is_refused_on_all_ranks(saved: Path, tmp_path: Path) -> 
         if dist.get_rank() == 0:
             path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         dist.barrier()
-        with pytest.raises(ValueError, match=rf"refused on every rank, nothing was changed.*{name} is damaged"):
+        with pytest.raises(
+            ValueError, match=rf"refused on every rank, nothing was changed.*{name} is damaged"
+        ):
             job.checkpoints.resume_latest(**job.parts)
         dist.barrier()
         path.write_bytes(whole)
@@ -163,7 +187,9 @@ def test_a_pipe_is_refused_on_all_ranks(name: str, tmp_path: Path) -> None:
         (tmp_path / "step-00000001" / name).unlink()
         os.mkfifo(tmp_path / "step-00000001" / name)
     dist.barrier()
-    with pytest.raises(ValueError, match=rf"refused on every rank.*{name} is refused: it must be a regular file"):
+    with pytest.raises(
+        ValueError, match=rf"refused on every rank.*{name} is refused: it must be a regular file"
+    ):
         job.checkpoints.resume_latest(**job.parts)
 
 
@@ -173,7 +199,9 @@ def test_save_async_is_not_counted_and_says_nothing(tmp_path: Path) -> None:
     job = Job("row_wise", tmp_path)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # of the states, in this thread
+        warnings.filterwarnings(
+            "ignore", message="Please use DTensor instead"
+        )  # of the states, in this thread
         job.checkpoints.save_async(1, **job.parts)
         before = traffic()
         job.checkpoints.wait()
@@ -182,7 +210,8 @@ def test_save_async_is_not_counted_and_says_nothing(tmp_path: Path) -> None:
 
 
 def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> None:
-    """The newest committed checkpoint loads each time, and the end is that of a training without kills.
+    """The newest committed checkpoint loads each time, and the end is that of a training without
+    kills.
 
     ``python -m tests.checkpoint.kills`` kills at random moments, under the launcher too.
     """
@@ -193,9 +222,15 @@ def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> N
         ({"rank": 0, "when_it_removes": "COMMITTED"}, 4),  # of an old one, when it sweeps
     ]
     for fault, newest in lives:
-        with pytest.raises(RanksFailed, match=rf"rank {fault['rank']} ----\ndied with exit code -9"):
+        with pytest.raises(
+            RanksFailed, match=rf"rank {fault['rank']} ----\ndied with exit code -9"
+        ):
             run_ranks(2, live, root, 8, fault)
         steps = Checkpoints(root).steps()
-        assert steps[-1] == newest and all(Checkpoints(root).inspect(step).step == step for step in steps)
+        assert steps[-1] == newest and all(
+            Checkpoints(root).inspect(step).step == step for step in steps
+        )
     ended, whole = run_ranks(2, live, root, 8)[0], run_ranks(2, live, tmp_path / "whole", 8)[0]
-    assert ended.keys() == whole.keys() and all(torch.equal(ended[name], whole[name]) for name in whole)
+    assert ended.keys() == whole.keys() and all(
+        torch.equal(ended[name], whole[name]) for name in whole
+    )

@@ -25,7 +25,9 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert leaving.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n    {name}" in out for name in ("launch", "inspect", "plan", "serve-check", "doctor"))
+    assert all(
+        f"\n    {name}" in out for name in ("launch", "inspect", "plan", "serve-check", "doctor")
+    )
     assert "examples:" in out and "exit status: 0" in out
 
 
@@ -38,14 +40,29 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["inspec", "runs/latest"], "dist-sparse: error: there is no command inspec. Did you mean inspect?"),
+        (
+            ["inspec", "runs/latest"],
+            "dist-sparse: error: there is no command inspec. Did you mean inspect?",
+        ),
         (["zzz"], "dist-sparse: error: there is no command zzz."),
-        (["--vresion"], "dist-sparse: error: there is no option --vresion. Did you mean --version?"),
-        (["plan", "f.py:f", "--bugdet=5%"], "plan: error: there is no option --bugdet. Did you mean --budget?"),
+        (
+            ["--vresion"],
+            "dist-sparse: error: there is no option --vresion. Did you mean --version?",
+        ),
+        (
+            ["plan", "f.py:f", "--bugdet=5%"],
+            "plan: error: there is no option --bugdet. Did you mean --budget?",
+        ),
         (["report", "--zzz"], "dist-sparse report: error: there is no option --zzz."),
         (["inspect", "a", "-x"], "dist-sparse inspect: error: unrecognized arguments: -x"),
-        (["launch", "--nprocs=2", "a.py"], "launch local: error: there is no option --nprocs. Did you mean --nproc?"),
-        (["launch", "sbatch"], "launch sbatch: error: the following arguments are required: SCRIPT"),
+        (
+            ["launch", "--nprocs=2", "a.py"],
+            "launch local: error: there is no option --nprocs. Did you mean --nproc?",
+        ),
+        (
+            ["launch", "sbatch"],
+            "launch sbatch: error: the following arguments are required: SCRIPT",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -64,7 +81,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "completion", "launch"]
+    "name",
+    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "completion", "launch"],
 )
 def test_each_has_a_help_of_its_own(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -74,7 +92,9 @@ def test_each_has_a_help_of_its_own(
         main([name, "--help"])
     assert leaving.value.code == 0
     out = capsys.readouterr().out
-    assert f"usage: dist-sparse {name}" in out and f"  dist-sparse {name}" in out.split("example")[1]
+    assert (
+        f"usage: dist-sparse {name}" in out and f"  dist-sparse {name}" in out.split("example")[1]
+    )
     assert [line for line in out.splitlines() if len(line) > 80 and "~/.local" not in line] == []
     assert name == "launch" or "exit status: 0" in out
     assert name in ("launch", "completion") or "--json" in out
@@ -162,10 +182,14 @@ def test_plan_of_a_budget(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     words = ["--budget", "1 KiB", "--rotate", "user,item", "--cold", "us*", "--json"]
     assert main(["plan", f"{model}:two", *words]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["budget"] == 1024 and said["recommended"][0]["candidate"]["groups"] == [["user", "item"]]
+    assert said["budget"] == 1024 and said["recommended"][0]["candidate"]["groups"] == [
+        ["user", "item"]
+    ]
 
 
-def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_module(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(Path(model).parent)
     assert main(["plan", "model_of_test_cli:evaluated", "--budget", "50%"]) == 0
@@ -175,9 +199,15 @@ def test_plan_of_a_module(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "{model}:two", "--budget", "1%", "--include", "x"], "Invalid --include pattern 'x'"),
+        (
+            ["plan", "{model}:two", "--budget", "1%", "--include", "x"],
+            "Invalid --include pattern 'x'",
+        ),
         (["plan", "{model}:two", "--budget", "101%"], "Invalid --budget='101%'"),
-        (["plan", "{model}:driving", "--budget", "1%", "--include", "x"], "none of the tables a\\x1b[2J ("),
+        (
+            ["plan", "{model}:driving", "--budget", "1%", "--include", "x"],
+            "none of the tables a\\x1b[2J (",
+        ),
         (["inspect", "{model}"], "holds no run: there is no such folder."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -197,10 +227,16 @@ def test_a_failure_is_one_line_and_1(
     [
         ("{model}:three", "has no function 'three'."),
         ("{model}:number", "has no function 'number'."),
-        ("{model}:three_things", "returned tuple; must return a torch.nn.Module, or (model, evaluate)."),
+        (
+            "{model}:three_things",
+            "returned tuple; must return a torch.nn.Module, or (model, evaluate).",
+        ),
         ("{model}:an_int", "returned tuple; must return a torch.nn.Module, or (model, evaluate)."),
         ("{model}:needing", "missing a required argument: 'data'; must take no arguments."),
-        ("{model}:broken", "it failed at model_of_test_cli.py:22 with ValueError: of the user's own"),
+        (
+            "{model}:broken",
+            "it failed at model_of_test_cli.py:22 with ValueError: of the user's own",
+        ),
         ("{model}:parsing", "it failed at model_of_test_cli.py:25 with SystemExit: 2"),
         ("{model}x.py:one", "there is no file"),
         ("no_such_module.at_all:one", "there is no module 'no_such_module' here."),
@@ -210,7 +246,10 @@ def test_a_failure_is_one_line_and_1(
         ("json:JSONEncoder", "returned JSONEncoder; must return "),
         ("builtins:dict", "returned dict; must return "),
         ("{folder}/typo.py:one", "it failed with SyntaxError: "),
-        ("{folder}/fails.py:one", "it failed at fails.py:2 with ZeroDivisionError: division by zero"),
+        (
+            "{folder}/fails.py:one",
+            "it failed at fails.py:2 with ZeroDivisionError: division by zero",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "frontier"])
@@ -260,14 +299,20 @@ def test_runs_are_read_without_torch(tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = None; from dist_sparse.cli.main import main\n"
         "print([main(line.split()) for line in sys.stdin])"
     )
-    lines = ["inspect run", "inspect run --json", "report run", "report run run --svg charts", "inspect saved"]
+    lines = [
+        "inspect run",
+        "inspect run --json",
+        "report run",
+        "report run run --svg charts",
+        "inspect saved",
+    ]
     lines += ["serve-check run", "frontier model.py:f"]
     done = run_code(code, tmp_path, "\n".join(lines))
     assert done.stdout.endswith("[0, 0, 0, 0, 1, 1, 1]\n"), done.stderr
     assert "float32" in done.stdout and (tmp_path / "run" / "comparison.html").exists()
-    assert run_code(code.replace("sys.modules['torch'] = None; ", ""), tmp_path, lines[0]).stdout in (
-        done.stdout.partition("{")[0] + "[0]\n"
-    )
+    assert run_code(
+        code.replace("sys.modules['torch'] = None; ", ""), tmp_path, lines[0]
+    ).stdout in (done.stdout.partition("{")[0] + "[0]\n")
     first, *others = done.stderr.splitlines()
     assert first.startswith("dist-sparse inspect: ")
     why = "needs torch, which is not installed; dist-sparse doctor prints how to install it."
@@ -311,12 +356,14 @@ def run_code(code: str, folder: Path, text: str) -> subprocess.CompletedProcess[
 
 
 def test_doctor_as_a_module(tmp_path: Path) -> None:
-    """In a process of its own, in another folder, of which nothing is imported. A real process group starts
-    on a missing network interface; the exit status matches the text."""
+    """In a process of its own, in another folder, of which nothing is imported. A real process
+    group starts on a missing network interface; the exit status matches the text."""
     (tmp_path / "json.py").write_text("raise ImportError('not the real one')")
     words = [sys.executable, "-m", "dist_sparse", "doctor", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "none0"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
     said = json.loads(done.stdout)
     gloo = next(each for each in said["findings"] if each["what"] == "gloo")
     assert gloo["status"] == "wrong" and said["can_train"] == (not gloo["needed"])
@@ -329,17 +376,37 @@ def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     (tmp_path / "train.py").touch()
-    typed = ["dist-sparse serve", "dist-sparse launch --npr", "dist-sparse plan --budg", "dist-sparse launch tra"]
+    typed = [
+        "dist-sparse serve",
+        "dist-sparse launch --npr",
+        "dist-sparse plan --budg",
+        "dist-sparse launch tra",
+    ]
     lines = ["source ./script", "complete -p dist-sparse > /dev/null"]
     for line in typed:
-        lines += [f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}", "_shtab_dist_sparse; echo ${COMPREPLY[*]}"]
+        lines += [
+            f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}",
+            "_shtab_dist_sparse; echo ${COMPREPLY[*]}",
+        ]
     done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    assert done.stdout.splitlines() == ["serve-check", "--nproc", "--budget", "train.py"], done.stderr
+    assert done.stdout.splitlines() == [
+        "serve-check",
+        "--nproc",
+        "--budget",
+        "train.py",
+    ], done.stderr
 
 
-def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
     expected = "dist-sparse completion: needs shtab: pip install shtab.\n"

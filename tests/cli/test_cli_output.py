@@ -68,7 +68,10 @@ def test_a_full_disk(words: str, variables: dict[str, str], run: Path) -> None:
 @pytest.mark.parametrize("words", ["inspect run", "--version"])
 def test_a_closed_output(words: str, run: Path) -> None:
     done = shell(f"$D {words} >&-", run)
-    assert (done.returncode, done.stderr) == (1, "dist-sparse: can't write: standard output is closed\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "dist-sparse: can't write: standard output is closed\n",
+    )
 
 
 @pytest.mark.parametrize("variables", [{}, UNBUFFERED], ids=["buffered", "unbuffered"])
@@ -82,7 +85,9 @@ def test_a_reader_that_has_enough(words: str, variables: dict[str, str], run: Pa
         os.close(writer)
 
 
-@pytest.mark.parametrize(("encoding", "name"), [("utf-8", "name \\udc80 ü"), ("ascii", "name \\udc80 \\xfc")])
+@pytest.mark.parametrize(
+    ("encoding", "name"), [("utf-8", "name \\udc80 ü"), ("ascii", "name \\udc80 \\xfc")]
+)
 def test_what_the_output_has_no_place_for_is_escaped(encoding: str, name: str, run: Path) -> None:
     done = shell("$D inspect run", run, PYTHONIOENCODING=encoding)
     assert done.returncode == 0 and f"  {name}: 1\n" in done.stdout
@@ -90,7 +95,9 @@ def test_what_the_output_has_no_place_for_is_escaped(encoding: str, name: str, r
 
 @pytest.mark.parametrize("command", ["inspect", "report"])
 @pytest.mark.parametrize("name", ["run.json", "log.jsonl"])
-def test_json_that_is_nested_too_deeply(command: str, name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_that_is_nested_too_deeply(
+    command: str, name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "run" / name).write_text("[" * 100_000 + "]" * 100_000 + "\n")
     assert main([command, str(run / "run")]) == 1
     said = capsys.readouterr()

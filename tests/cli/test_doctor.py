@@ -29,7 +29,10 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(versions: dict[str, str] | None = None, **environment: str) -> dict[str, Finding]:
     return {
-        each.what: each for each in examine(GOOD if versions is None else versions, environment, cuda=False).findings
+        each.what: each
+        for each in examine(
+            GOOD if versions is None else versions, environment, cuda=False
+        ).findings
     }
 
 
@@ -52,7 +55,9 @@ def test_this_machine() -> None:
 def test_torch_alone_trains_plain_models() -> None:
     answer = examine({"torch": "2.13.0"}, {}, cuda=False)
     text = str(answer)
-    assert text.startswith("TorchRec models can't be trained here: torchrec, fbgemm. Plain PyTorch models can.\n")
+    assert text.startswith(
+        "TorchRec models can't be trained here: torchrec, fbgemm. Plain PyTorch models can.\n"
+    )
     assert "\n  torchrec, fbgemm: " in text and not answer.can_train, "one command installs both"
 
 
@@ -60,11 +65,35 @@ def test_torch_alone_trains_plain_models() -> None:
 @pytest.mark.parametrize(
     ("versions", "what", "status", "says", "fix"),
     [
-        ({"torch": "2.13.0"}, "torchrec", "missing", "not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"'),
-        ({"torch": "2.12.1"}, "fbgemm", "missing", "not installed", '"fbgemm-gpu-cpu==1.7.*" "torchrec==1.7.*"'),
-        ({"torch": "2.10.0"}, "torch", "wrong", "2.10.0 is too old: torch>=2.11", 'install "torch==2.13.*" --extra'),
+        (
+            {"torch": "2.13.0"},
+            "torchrec",
+            "missing",
+            "not installed",
+            '--no-deps "fbgemm-gpu-cpu==1.8.*"',
+        ),
+        (
+            {"torch": "2.12.1"},
+            "fbgemm",
+            "missing",
+            "not installed",
+            '"fbgemm-gpu-cpu==1.7.*" "torchrec==1.7.*"',
+        ),
+        (
+            {"torch": "2.10.0"},
+            "torch",
+            "wrong",
+            "2.10.0 is too old: torch>=2.11",
+            'install "torch==2.13.*" --extra',
+        ),
         ({}, "torch", "missing", "not installed", 'install "torch==2.13.*" --extra'),
-        ({**GOOD, "torch": "2.14.0"}, "versions fit", "wrong", "torchrec 1.8.0 needs 2.13.*", '"torch==2.13.*"'),
+        (
+            {**GOOD, "torch": "2.14.0"},
+            "versions fit",
+            "wrong",
+            "torchrec 1.8.0 needs 2.13.*",
+            '"torch==2.13.*"',
+        ),
         (
             {"torch": "2.13.0", "torchrec": "0.8.0", "fbgemm-gpu-cpu": "0.8.0"},
             "versions fit",
@@ -72,7 +101,13 @@ def test_torch_alone_trains_plain_models() -> None:
             "torchrec is too old: 1.0 or later",
             '"torchrec==1.8.*"',
         ),
-        ({**GOOD, "fbgemm-gpu-cpu": "1.7.0"}, "versions fit", "wrong", "fbgemm-gpu is wrong", "fbgemm-gpu-cpu==1.8.*"),
+        (
+            {**GOOD, "fbgemm-gpu-cpu": "1.7.0"},
+            "versions fit",
+            "wrong",
+            "fbgemm-gpu is wrong",
+            "fbgemm-gpu-cpu==1.8.*",
+        ),
         (
             {**GOOD, "fbgemm-gpu": "1.8.0"},
             "fbgemm",
@@ -80,8 +115,20 @@ def test_torch_alone_trains_plain_models() -> None:
             "both installed",
             "uninstall -y fbgemm-gpu fbgemm-gpu-cpu && ",
         ),
-        ({**GOOD, "tensorboard": "2.3.0"}, "tensorboard", "wrong", "2.3.0 is too old", '"tensorboard>=2.16"'),
-        (GOOD, "safetensors", "missing", "for export() and load_served()", '-m pip install "safetensors>=0.5"'),
+        (
+            {**GOOD, "tensorboard": "2.3.0"},
+            "tensorboard",
+            "wrong",
+            "2.3.0 is too old",
+            '"tensorboard>=2.16"',
+        ),
+        (
+            GOOD,
+            "safetensors",
+            "missing",
+            "for export() and load_served()",
+            '-m pip install "safetensors>=0.5"',
+        ),
         (GOOD, "torchx", "missing", "older than 1.27", '-m pip install "torchx>=0.7"'),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
@@ -104,13 +151,21 @@ def test_packages(versions: dict[str, str], what: str, status: str, says: str, f
         ({"fbgemm-gpu-cpu": "1.7.0"}, "2.13", "1.8"),
     ],
 )
-def test_torch_fits_the_torchrec_that_is_here(versions: dict[str, str], torch: str, release: str | None) -> None:
+def test_torch_fits_the_torchrec_that_is_here(
+    versions: dict[str, str], torch: str, release: str | None
+) -> None:
     """The commands install releases that fit together, in any order."""
     answer = found(versions)
-    fixes = [str(answer[what].fix) for what in ("torch", "torchrec", "fbgemm") if answer[what].status != "ok"]
+    fixes = [
+        str(answer[what].fix)
+        for what in ("torch", "torchrec", "fbgemm")
+        if answer[what].status != "ok"
+    ]
     assert f'install "torch=={torch}.*"' in fixes[0]
     assert set(re.findall(r'"torch==([\d.]+)\.\*', " ".join(fixes))) == {torch}
-    assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(fixes))) == ({release} if release else set())
+    assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(fixes))) == (
+        {release} if release else set()
+    )
 
 
 @pytest.mark.usefixtures("no_probes")
@@ -124,8 +179,15 @@ def test_a_torch_without_nccl_is_replaced_by_its_own_release() -> None:
 def test_a_good_mix_needs_nothing_more() -> None:
     answer = examine(GOOD, {}, cuda=False)
     assert answer.can_train
-    assert {each.what for each in answer.findings if each.needed} >= {"python", "torch", "torchrec", "fbgemm"}
-    newer = found({"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"})["versions fit"]
+    assert {each.what for each in answer.findings if each.needed} >= {
+        "python",
+        "torch",
+        "torchrec",
+        "fbgemm",
+    }
+    newer = found({"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"})[
+        "versions fit"
+    ]
     assert newer.status == "ok" and "knows those of 1.7, 1.8" in newer.says
 
 
@@ -136,7 +198,10 @@ def test_a_gpu_asks_for_more() -> None:
     assert each["fbgemm"].fix is not None
     assert each["fbgemm"].fix.endswith('pip install "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
     assert each["nccl"].needed and each["triton"].needed and not each["gloo"].needed
-    alone = {each.what: each for each in examine({**GOOD, "fbgemm-gpu": "1.8.0"}, {}, cuda=False).findings}
+    alone = {
+        each.what: each
+        for each in examine({**GOOD, "fbgemm-gpu": "1.8.0"}, {}, cuda=False).findings
+    }
     assert not alone["nccl"].needed and not alone["triton"].needed and alone["gloo"].needed
 
 
@@ -144,35 +209,56 @@ def test_a_gpu_asks_for_more() -> None:
 def test_a_driver_whose_gpu_torch_does_not_see(
     build: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To pip a torch for CPUs satisfies the requirement, so it is uninstalled first. One for CUDA needs no install."""
+    """To pip a torch for CPUs satisfies the requirement, so it is uninstalled first. One for CUDA
+    needs no install."""
     (tmp_path / "nvidia-smi").write_text("")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor, "fails", lambda code, environment: None)
-    monkeypatch.setattr(doctor, "ask_torch", lambda environment: probes.Torch(version="2.13.0", cuda=build))
+    monkeypatch.setattr(
+        doctor, "ask_torch", lambda environment: probes.Torch(version="2.13.0", cuda=build)
+    )
     cuda = found()["cuda"]
-    assert cuda.status == "wrong" and f"for {f'CUDA {build}' if build else 'CPUs'}, sees no GPU" in cuda.says
+    assert (
+        cuda.status == "wrong"
+        and f"for {f'CUDA {build}' if build else 'CPUs'}, sees no GPU" in cuda.says
+    )
     if build is None:
-        assert cuda.fix is not None and "uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu && " in cuda.fix
-        assert cuda.fix.endswith('install "torch==2.13.*" --extra-index-url URL "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
+        assert (
+            cuda.fix is not None and "uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu && " in cuda.fix
+        )
+        assert cuda.fix.endswith(
+            'install "torch==2.13.*" --extra-index-url URL "fbgemm-gpu==1.8.*" "torchrec==1.8.*"'
+        )
     else:
         assert cuda.fix is None
 
 
 def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.fails("pass", os.environ) is None
-    assert probes.fails("import dist_sparse.tables.versions", {}) is None, "finds the package without a PYTHONPATH"
-    assert probes.fails("import os; os.abort()", os.environ) == "the interpreter was killed by SIGABRT"
-    assert probes.fails("raise ImportError('undefined symbol')", os.environ) == "ImportError: undefined symbol"
+    assert probes.fails("import dist_sparse.tables.versions", {}) is None, (
+        "finds the package without a PYTHONPATH"
+    )
+    assert (
+        probes.fails("import os; os.abort()", os.environ) == "the interpreter was killed by SIGABRT"
+    )
+    assert (
+        probes.fails("raise ImportError('undefined symbol')", os.environ)
+        == "ImportError: undefined symbol"
+    )
     assert probes.fails("raise SystemExit(3)", os.environ) == "ended with status 3"
     monkeypatch.setattr(probes, "_SECONDS", 1.0)
     assert probes.fails("import time; time.sleep(60)", os.environ) == "did not end within 1 s"
 
 
 @pytest.mark.parametrize("name", ["json", "torch"])
-def test_the_current_folder_is_not_imported_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_not_imported_from(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder from somebody else: nothing in it runs, or is taken for torch."""
-    (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\nraise ImportError('not the real one')\n")
+    (tmp_path / f"{name}.py").write_text(
+        "open('ran', 'w').close()\nraise ImportError('not the real one')\n"
+    )
     monkeypatch.chdir(tmp_path)
     found = probes.ask_torch({**os.environ, "PYTHONPATH": f".{os.pathsep}"})
     assert found.fault is None and found.version.startswith("2.")
@@ -197,7 +283,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
 def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) -> None:
-    """In a process that has only what dist_sparse requires, or with a torch that fails as real ones do."""
+    """In a process that has only what dist_sparse requires, or with a torch that fails as real ones
+    do."""
     (tmp_path / "packaging").symlink_to(Path(packaging.__file__).parent)
     root = Path(__file__).resolve().parents[2]
     if code is not None:
@@ -205,25 +292,45 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
         about = tmp_path / "torch-2.13.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
-    start = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]; from dist_sparse.cli.main import main; "
+    start = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]; from dist_sparse.cli.main"
+        " import main; "
+    )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-S", "-c", f"{start}sys.exit(main({list(words)!r}))"]
         return subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+            command,
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
         )
 
-    assert run("--help").returncode == run("plan", "--help").returncode == run("doctor", "--help").returncode == 0
+    assert (
+        run("--help").returncode
+        == run("plan", "--help").returncode
+        == run("doctor", "--help").returncode
+        == 0
+    )
     done = run("doctor")
     assert done.returncode == 1 and not done.stderr, done.stderr
     assert "TorchRec models can't be trained here: torch, torchrec, fbgemm.\n" in done.stdout
     if code is None:
         assert "torch: " in done.stdout and "not installed" in done.stdout
     else:
-        said = "libcudart.so.13: cannot open shared object file" if "libcudart" in code else "killed by SIGSEGV"
+        said = (
+            "libcudart.so.13: cannot open shared object file"
+            if "libcudart" in code
+            else "killed by SIGSEGV"
+        )
         assert (
-            f"does not load: {'ImportError: ' if 'libcudart' in code else 'the interpreter was '}{said}" in done.stdout
+            "does not load:"
+            f" {'ImportError: ' if 'libcudart' in code else 'the interpreter was '}{said}"
+            in done.stdout
         )
         assert 'install --force-reinstall "torch==2.13.*"' in done.stdout
 
@@ -249,4 +356,7 @@ def test_only_what_is_needed_decides() -> None:
     assert not diagnosis(status="wrong", needed=True).can_train
     assert not diagnosis(status="missing", needed=True).can_train
     text = str(diagnosis(status="missing", needed=True, fix="install x --index-url URL"))
-    assert "  x: install x --index-url URL" in text and "URL is that of PyTorch's package index" in text
+    assert (
+        "  x: install x --index-url URL" in text
+        and "URL is that of PyTorch's package index" in text
+    )

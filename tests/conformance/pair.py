@@ -18,13 +18,17 @@ __all__ = ["Ancestor", "Doubled", "Ours", "data_of_each_kind", "saved_and_loaded
 
 ancestors = pytest.importorskip(
     "torch.ao.pruning._experimental.data_sparsifier",
-    reason="this torch has no data sparsifier any more: NOTHING is compared with the ancestor; use torch 2.13 for that",
+    reason=(
+        "this torch has no data sparsifier any more: NOTHING is compared with the ancestor; use"
+        " torch 2.13 for that"
+    ),
     exc_type=ImportError,
 )
 
 
 class _FirstRow:
-    """Removes the first row at the first step, the second at the next, and so on: every step shows."""
+    """Removes the first row at the first step, the second at the next, and so on: every step
+    shows."""
 
     def update_mask(self, name: str, data: Tensor, rows: int = 1, **config: Any) -> None:
         calls = self.state[name].setdefault("calls", 0)  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""A run saved with torch.ao's data sparsifier and scheduler continues with those of this package."""
+"""A run saved with torch.ao's data sparsifier and scheduler continues with those of this
+package."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from dist_sparse.schedulers.ready import CubicDataScheduler
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from tests.conformance.pair import Ancestor, Doubled, Ours, ancestors, saved_and_loaded, weight_of
 
-schedulers = pytest.importorskip("torch.ao.pruning._experimental.data_scheduler", exc_type=ImportError)
+schedulers = pytest.importorskip(
+    "torch.ao.pruning._experimental.data_scheduler", exc_type=ImportError
+)
 AncestorNorm = ancestors.DataNormSparsifier
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -35,8 +38,11 @@ class Scaled(nn.Module):
 
 
 def safely(state: Any) -> Any:
-    """As docs/migrating.md has it: an empty dict for each defaultdict, whose items a safe load refuses to set."""
-    with torch.serialization.safe_globals([(lambda *_: {}, "collections.defaultdict"), dict, Doubled, Scaled]):
+    """As docs/migrating.md has it: an empty dict for each defaultdict, whose items a safe load
+    refuses to set."""
+    with torch.serialization.safe_globals(
+        [(lambda *_: {}, "collections.defaultdict"), dict, Doubled, Scaled]
+    ):
         return saved_and_loaded(state, weights_only=True)
 
 
@@ -55,14 +61,17 @@ def same(ours: Any, theirs: Any) -> None:
     assert set(ours.data_groups) >= set(theirs.data_groups)
     for name, group in theirs.data_groups.items():
         mask = theirs.get_mask(name)
-        assert ours.get_mask(name).dtype == mask.dtype and torch.equal(ours.get_mask(name), mask), name
+        assert ours.get_mask(name).dtype == mask.dtype and torch.equal(ours.get_mask(name), mask), (
+            name
+        )
         effective = theirs.get_data(name, return_original=False)
         assert torch.equal(ours.get_data(name, return_original=False), effective), name
         assert ours.data_groups[name].keys() == group.keys()
 
 
 def trained(*sparsifiers: Any) -> None:
-    """The same new weights for all that is registered in each; no two are equal, so that nothing ties."""
+    """The same new weights for all that is registered in each; no two are equal, so that nothing
+    ties."""
     for name in sparsifiers[0].data_groups:
         data = sparsifiers[0].get_data(name)
         order = torch.randperm(data.numel(), generator=torch.Generator().manual_seed(data.numel()))
@@ -92,14 +101,20 @@ def test_norm_sparsifier(passed: Callable[[Any], Any], dtype: torch.dtype, stric
     ours = DataNormSparsifier([("mine", torch.ones(2, 2))], norm="L2")
     ours.load_state_dict(passed(theirs.state_dict()), strict=strict)
     same(ours, theirs)
-    assert dict(ours.data_groups) == {**({} if strict else {"mine": ours.defaults}), **theirs.data_groups}
+    assert dict(ours.data_groups) == {
+        **({} if strict else {"mine": ours.defaults}),
+        **theirs.data_groups,
+    }
     assert ours.get_mask("all").sum() == 0 and ours.get_mask("none").sum() == 16
     assert all(ours.get_data(name) is not weight_of(tensor) for name, tensor, _ in data[:-1])
     with pytest.raises(ValueError, match="squashed"):
         ours.get_data("squashed")
 
     del theirs.data_groups["squashed"]  # the ancestor can't step a squashed name
-    if dtype in (torch.float32, torch.float64):  # of half types the ancestor's masks are not those of the exact rule
+    if dtype in (
+        torch.float32,
+        torch.float64,
+    ):  # of half types the ancestor's masks are not those of the exact rule
         trained(theirs, ours)
         before = theirs.get_mask("tensor").clone()
         ours.step()
@@ -150,7 +165,8 @@ def test_what_a_parametrization_has_learned(passed: Callable[[Any], Any]) -> Non
 def test_masks_that_the_ancestor_bent(passed: Callable[[Any], Any], shape: tuple[int, ...]) -> None:
     """Its step drops or adds dimensions of size 1; then it can't even read the data. Ours can."""
     theirs = AncestorNorm(
-        [("w", torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape))], sparse_block_shape=(1, 1)
+        [("w", torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape))],
+        sparse_block_shape=(1, 1),
     )
     theirs.step()
     state = passed(theirs.state_dict())
@@ -161,7 +177,9 @@ def test_masks_that_the_ancestor_bent(passed: Callable[[Any], Any], shape: tuple
     for strict in (True, False):
         ours = DataNormSparsifier()
         ours.load_state_dict(state, strict=strict)
-        assert ours.get_mask("w").shape == shape and torch.equal(ours.get_mask("w").flatten(), bent.flatten())
+        assert ours.get_mask("w").shape == shape and torch.equal(
+            ours.get_mask("w").flatten(), bent.flatten()
+        )
         assert torch.equal(ours.get_data("w", return_original=False) != 0, ours.get_mask("w") != 0)
         ours.step()
         assert torch.equal(ours.get_mask("w").flatten(), bent.flatten())
@@ -189,7 +207,8 @@ def test_an_entry_without_a_mask_is_refused() -> None:
 
 
 def test_ghosts_stay_behind() -> None:
-    """A mere look-up in the ancestor's `data_groups` makes an entry without data, at which its own step fails."""
+    """A mere look-up in the ancestor's `data_groups` makes an entry without data, at which its own
+    step fails."""
     theirs = AncestorNorm([("w", torch.randn(4, 4))])
     theirs.step()
     assert theirs.data_groups["ghost"] == {}
@@ -212,12 +231,22 @@ def test_ghosts_stay_behind() -> None:
     seed=st.integers(0, 1000),
 )
 def test_any_norm_sparsifier(
-    shape: tuple[int, int], block: tuple[int, int], level: float, later: float, part: bool, norm: str, seed: int
+    shape: tuple[int, int],
+    block: tuple[int, int],
+    level: float,
+    later: float,
+    part: bool,
+    norm: str,
+    seed: int,
 ) -> None:
     zeros = max(1, block[0] * block[1] // 2) if part else None
     data = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     theirs = AncestorNorm(
-        [("w", data)], sparsity_level=level, sparse_block_shape=block, zeros_per_block=zeros, norm=norm
+        [("w", data)],
+        sparsity_level=level,
+        sparse_block_shape=block,
+        zeros_per_block=zeros,
+        norm=norm,
     )
     theirs.step()
     ours = DataNormSparsifier(norm=norm)
@@ -235,7 +264,9 @@ class TestBack:
 
     def test_the_ancestor_goes_on(self, passed: Callable[[Any], Any]) -> None:
         torch.manual_seed(0)
-        ours = DataNormSparsifier([("t", torch.randn(9, 7)), ("e", nn.Embedding(8, 4)), ("s", torch.randn(4, 4))])
+        ours = DataNormSparsifier(
+            [("t", torch.randn(9, 7)), ("e", nn.Embedding(8, 4)), ("s", torch.randn(4, 4))]
+        )
         ours.step()
         ours.squash_mask(names=["s"])
         theirs = AncestorNorm()
@@ -248,7 +279,8 @@ class TestBack:
         same(ours, theirs)
 
     def test_it_takes_new_names_only_into_defaultdicts(self) -> None:
-        """What docs/migrating.md says. A state of ours has plain dicts, for the safe load's sake."""
+        """What docs/migrating.md says. A state of ours has plain dicts, for the safe load's
+        sake."""
         from collections import defaultdict
 
         state = DataNormSparsifier([("w", torch.randn(4, 4))]).state_dict()
@@ -272,13 +304,17 @@ class _Grows:
     base_param: dict[str, float]
 
     def get_schedule_param(self) -> dict[str, float]:
-        return {name: base + self.step_size * self.last_epoch for name, base in self.base_param.items()}
+        return {
+            name: base + self.step_size * self.last_epoch for name, base in self.base_param.items()
+        }
 
 
 class TestSchedules:
     def saved(self, passed: Callable[[Any], Any], steps: int) -> tuple[Any, Any, Any, Any]:
         kind = type("Grows", (_Grows, schedulers.BaseDataScheduler), {})
-        theirs = AncestorNorm([("a", torch.randn(6, 8)), ("b", torch.randn(6, 8))], sparsity_level=0.0)
+        theirs = AncestorNorm(
+            [("a", torch.randn(6, 8)), ("b", torch.randn(6, 8))], sparsity_level=0.0
+        )
         scheduler = kind(theirs, "sparsity_level")
         scheduler.own = [1, 2]
         for _ in range(steps):
@@ -304,7 +340,8 @@ class TestSchedules:
         assert ours.data_groups["a"]["sparsity_level"] == pytest.approx(0.6)
 
     def test_a_ready_schedule_takes_over(self, passed: Callable[[Any], Any]) -> None:
-        """Of an ancestor's scheduler it takes the step that it had come to, and keeps its own plan."""
+        """Of an ancestor's scheduler it takes the step that it had come to, and keeps its own
+        plan."""
         _, _, state, plan = self.saved(passed, 3)
         ours = DataNormSparsifier()
         ours.load_state_dict(state)

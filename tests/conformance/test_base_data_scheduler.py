@@ -20,11 +20,16 @@ from torch import Tensor
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
-_REASON = "this torch has no data scheduler any more: NOTHING is compared with the ancestor; use torch 2.13 for that"
+_REASON = (
+    "this torch has no data scheduler any more: NOTHING is compared with the ancestor; use torch"
+    " 2.13 for that"
+)
 sparsifiers = pytest.importorskip(
     "torch.ao.pruning._experimental.data_sparsifier", reason=_REASON, exc_type=ImportError
 )
-schedulers = pytest.importorskip("torch.ao.pruning._experimental.data_scheduler", reason=_REASON, exc_type=ImportError)
+schedulers = pytest.importorskip(
+    "torch.ao.pruning._experimental.data_scheduler", reason=_REASON, exc_type=ImportError
+)
 
 
 class _Still:
@@ -42,7 +47,10 @@ class _Adds:
     def get_schedule_param(self) -> dict[str, float]:
         if self.last_epoch == 0:
             return {}
-        return {name: config[self.schedule_param] + 0.5 for name, config in self.data_sparsifier.data_groups.items()}
+        return {
+            name: config[self.schedule_param] + 0.5
+            for name, config in self.data_sparsifier.data_groups.items()
+        }
 
 
 class OurSparsifier(_Still, BaseDataSparsifier):
@@ -81,7 +89,9 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 class TestConstruction:
-    @pytest.mark.parametrize("not_a_sparsifier", [None, object(), torch.ones(2)], ids=["None", "object", "tensor"])
+    @pytest.mark.parametrize(
+        "not_a_sparsifier", [None, object(), torch.ones(2)], ids=["None", "object", "tensor"]
+    )
     def test_wants_a_sparsifier(self, library: Library, not_a_sparsifier: Any) -> None:
         with pytest.raises(TypeError):
             library.scheduler(not_a_sparsifier, "level")
@@ -98,7 +108,10 @@ class TestConstruction:
         assert scheduler.base_param == {"a": 1.0, "b": 1.0}
         assert scheduler.last_epoch == 0
         assert scheduler.state_dict()["_step_count"] == 1
-        assert scheduler.verbose is False and scheduler.state_dict()["_get_sp_called_within_step"] is False
+        assert (
+            scheduler.verbose is False
+            and scheduler.state_dict()["_get_sp_called_within_step"] is False
+        )
         assert scheduler.get_last_param() == {"a": 1.0, "b": 1.0}
         assert sparsifier.enable_mask_update is True
 
@@ -132,7 +145,10 @@ class TestStep:
         sparsifier.step()
         assert scheduler.step() is None
         assert scheduler.last_epoch == 1 and scheduler.state_dict()["_step_count"] == 2
-        assert {name: config["level"] for name, config in sparsifier.data_groups.items()} == {"a": 1.5, "b": 1.5}
+        assert {name: config["level"] for name, config in sparsifier.data_groups.items()} == {
+            "a": 1.5,
+            "b": 1.5,
+        }
         assert scheduler.get_last_param() == {"a": 1.5, "b": 1.5}
         assert sparsifier.get_mask("a").tolist() == [[0, 0], [1, 1]]
 
@@ -172,7 +188,10 @@ class TestStep:
         scheduler = Asks(sparsifier, "level")
         sparsifier.step()
         scheduler.step()
-        assert seen == [(True, 0), (True, 1)] and scheduler.state_dict()["_get_sp_called_within_step"] is False
+        assert (
+            seen == [(True, 0), (True, 1)]
+            and scheduler.state_dict()["_get_sp_called_within_step"] is False
+        )
 
     def test_enables_the_sparsifier_again(self, library: Library) -> None:
         sparsifier, scheduler = library.make()
@@ -194,7 +213,9 @@ class TestStep:
         quiet.step()
         assert capsys.readouterr().out == ""
 
-    def test_a_second_scheduler_needs_a_step_of_the_sparsifier_of_its_own(self, library: Library) -> None:
+    def test_a_second_scheduler_needs_a_step_of_the_sparsifier_of_its_own(
+        self, library: Library
+    ) -> None:
         sparsifier, _ = library.make()
         sparsifier.step()
         step = sparsifier.step
@@ -289,9 +310,13 @@ class TestState:
             gc.enable()
 
     @pytest.mark.parametrize(
-        "copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"]
+        "copied",
+        [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
+        ids=["deepcopy", "pickle"],
     )
-    def test_scheduled_sparsifiers_are_copied_unwrapped(self, library: Library, copied: Any) -> None:
+    def test_scheduled_sparsifiers_are_copied_unwrapped(
+        self, library: Library, copied: Any
+    ) -> None:
         sparsifier, scheduler = library.make()
         sparsifier.step()
         scheduler.step()
@@ -308,7 +333,9 @@ class TestState:
 
     def test_repr(self, library: Library) -> None:
         text = repr(library.make()[1])
-        assert text.startswith(library.scheduler.__name__) and "level" in text and "'a': 1.0" in text
+        assert (
+            text.startswith(library.scheduler.__name__) and "level" in text and "'a': 1.0" in text
+        )
 
 
 class TestAllOrNothing:
@@ -343,7 +370,9 @@ class TestAllOrNothing:
         sparsifier.step()
 
     @pytest.mark.parametrize(
-        "error", [KeyError("k"), RuntimeError("r"), KeyboardInterrupt()], ids=["key", "runtime", "interrupt"]
+        "error",
+        [KeyError("k"), RuntimeError("r"), KeyboardInterrupt()],
+        ids=["key", "runtime", "interrupt"],
     )
     def test_an_exception_comes_out_and_changes_nothing(self, error: BaseException) -> None:
         class Fails(self.Script):  # type: ignore[misc, name-defined]

@@ -1,7 +1,8 @@
 """`BaseDataSparsifier` equals its ancestor, its bugs aside.
 
-What both must do runs against both (``library`` is "ours" or "ancestor"), so that the tests are known to describe the
-ancestor. States are in test_base_data_sparsifier_state.py, the ancestor's bugs in test_base_data_sparsifier_bugs.py.
+What both must do runs against both (``library`` is "ours" or "ancestor"), so that the tests are
+known to describe the ancestor. States are in test_base_data_sparsifier_state.py, the ancestor's
+bugs in test_base_data_sparsifier_bugs.py.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class TestAddData:
         with torch.no_grad():
             parameter.add_(1)
         assert torch.equal(
-            sparsifier.get_data("p", return_original=False).detach(), torch.tensor([[0.0, 0], [2, 2], [2, 2]])
+            sparsifier.get_data("p", return_original=False).detach(),
+            torch.tensor([[0.0, 0], [2, 2], [2, 2]]),
         )
         parameter.data = torch.full((3, 2), 5.0)
         assert sparsifier.get_data("p") is parameter
@@ -204,7 +206,10 @@ class TestReading:
         mask = sparsifier.get_mask("w")
         mask[0] = 0
         mask *= torch.tensor([1.0, 0.0])
-        assert torch.equal(sparsifier.get_data("w", return_original=False), torch.tensor([[0.0, 0], [1, 0], [1, 0]]))
+        assert torch.equal(
+            sparsifier.get_data("w", return_original=False),
+            torch.tensor([[0.0, 0], [1, 0], [1, 0]]),
+        )
         mask.data = torch.eye(3, 2, dtype=torch.int8)
         assert sparsifier.get_mask("w") is mask and mask.dtype == torch.int8
         assert torch.equal(sparsifier.get_data("w", return_original=False), torch.eye(3, 2))

@@ -79,13 +79,17 @@ class TestMendedBugs:
         assert set(target.data_groups) == {"both", "mine", "theirs"}
         assert target.get_data("both") is kept
         assert target.get_mask("both").sum() == 6 and target.data_groups["both"] == {"level": 0.5}
-        assert target.get_mask("theirs").sum() == 4 and target.data_groups["theirs"] == {"level": 0.9}
+        assert target.get_mask("theirs").sum() == 4 and target.data_groups["theirs"] == {
+            "level": 0.9
+        }
 
     @pytest.mark.parametrize("missing", ["data_groups", "_container"])
     @pytest.mark.parametrize("strict", [True, False])
     def test_bug_5_refused_load_changes_nothing(self, missing: str, strict: bool) -> None:
         state = Ours([("a", torch.ones(3, 2)), ("b", torch.ones(3, 2))]).state_dict()
-        state[missing] = {key: value for key, value in state[missing].items() if "b" not in key.split(".")}
+        state[missing] = {
+            key: value for key, value in state[missing].items() if "b" not in key.split(".")
+        }
         data = torch.full((2, 2), 3.0)
         sparsifier = Ours([("mine", data)], level=0.5)
         sparsifier.step()
@@ -104,7 +108,9 @@ class TestMendedBugs:
             target = Ours()
             target.load_state_dict(source.state_dict())
         else:
-            target = copy.deepcopy(source) if how == "deepcopy" else pickle.loads(pickle.dumps(source))
+            target = (
+                copy.deepcopy(source) if how == "deepcopy" else pickle.loads(pickle.dumps(source))
+            )
         assert torch.equal(target.get_data("w", return_original=False), torch.full((2, 2), 2.0))
         assert torch.equal(target.get_data("v", return_original=False), torch.ones(2, 2))
 
@@ -127,7 +133,9 @@ class TestMendedBugs:
         assert target.data_groups["emb"] == {"level": 0.5, "shape": (1, 4)}
 
     @pytest.mark.parametrize(
-        "copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"]
+        "copied",
+        [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
+        ids=["deepcopy", "pickle"],
     )
     def test_bug_9_copies_are_whole(self, copied: Any) -> None:
         sparsifier = Ours([("w", torch.ones(3, 2))], level=0.5)

@@ -57,12 +57,16 @@ class TestState:
             assert torch.equal(masked, source.get_data(name, return_original=False))
             if name != "bag":
                 loaded = target.get_data(name)
-                assert torch.equal(loaded, source.get_data(name)) and loaded is not source.get_data(name)
+                assert torch.equal(loaded, source.get_data(name)) and loaded is not source.get_data(
+                    name
+                )
                 assert type(loaded) is Tensor and not loaded.requires_grad
         with pytest.raises(ValueError):
             target.get_data("bag")
 
-    @pytest.mark.parametrize("source, target", [(Ancestor, Ours), (Ours, Ancestor)], ids=["to ours", "from ours"])
+    @pytest.mark.parametrize(
+        "source, target", [(Ancestor, Ours), (Ours, Ancestor)], ids=["to ours", "from ours"]
+    )
     def test_states_are_interchangeable(self, source: type, target: type) -> None:
         saved = source(data_of_each_kind(), level=0.5)
         saved.step()
@@ -103,7 +107,9 @@ class TestState:
             library().load_state_dict(state)
 
     @pytest.mark.parametrize(
-        "copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"]
+        "copied",
+        [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
+        ids=["deepcopy", "pickle"],
     )
     def test_copies(self, library: type, copied: Any) -> None:
         sparsifier = library(data_of_each_kind(), level=0.5)
@@ -115,7 +121,8 @@ class TestState:
         for name in sparsifier.data_groups:
             assert torch.equal(twin.get_mask(name), sparsifier.get_mask(name))
             assert torch.equal(
-                twin.get_data(name, return_original=False), sparsifier.get_data(name, return_original=False)
+                twin.get_data(name, return_original=False),
+                sparsifier.get_data(name, return_original=False),
             )
         twin.get_mask("tensor").zero_()
         assert sparsifier.get_mask("tensor").sum() > 0
@@ -134,7 +141,8 @@ OPERATIONS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(OPERATIONS, max_size=12), st.integers(0, 1000))
 def test_any_sequence_of_calls(operations: list[tuple[Any, ...]], seed: int) -> None:
-    """The same calls on both leave the same state, outside of its bugs (nothing squashed is touched again)."""
+    """The same calls on both leave the same state, outside of its bugs (nothing squashed is touched
+    again)."""
     both: list[Any] = [Ours(level=0.5), Ancestor(level=0.5)]
     squashed: set[str] = set()
     with warnings.catch_warnings():
@@ -168,6 +176,10 @@ def test_any_sequence_of_calls(operations: list[tuple[Any, ...]], seed: int) -> 
     for name in ours.data_groups:
         assert torch.equal(ours.get_mask(name), theirs.get_mask(name))
         assert ours.get_mask(name).dtype == theirs.get_mask(name).dtype
-        assert torch.equal(ours.get_data(name, return_original=False), theirs.get_data(name, return_original=False))
+        assert torch.equal(
+            ours.get_data(name, return_original=False), theirs.get_data(name, return_original=False)
+        )
         assert set(mine["state"][name]) == set(other["state"][name])
-        assert torch.equal(mine["state"][name]["mask"].to_dense(), other["state"][name]["mask"].to_dense())
+        assert torch.equal(
+            mine["state"][name]["mask"].to_dense(), other["state"][name]["mask"].to_dense()
+        )

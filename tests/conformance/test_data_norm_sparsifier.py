@@ -1,7 +1,7 @@
 """`DataNormSparsifier` chooses the ancestor's masks, its bugs aside.
 
-Without ties the masks must be the ancestor's own, element by element; in every case they must be those of the plain
-oracle of the rules.
+Without ties the masks must be the ancestor's own, element by element; in every case they must be
+those of the plain oracle of the rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from tests.oracle import oracle_blocks, oracle_mask
 
 ancestors = pytest.importorskip(
     "torch.ao.pruning._experimental.data_sparsifier",
-    reason="this torch has no data sparsifier any more: NOTHING is compared with the ancestor; use torch 2.13 for that",
+    reason=(
+        "this torch has no data sparsifier any more: NOTHING is compared with the ancestor; use"
+        " torch 2.13 for that"
+    ),
 )
 Ancestor = ancestors.DataNormSparsifier
 
@@ -39,7 +42,9 @@ def library(request: pytest.FixtureRequest) -> Any:
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def mask_of(library: Any, data: Any, **config: Any) -> Tensor:
@@ -60,7 +65,11 @@ class TestConfig:
         assert sparsifier.defaults["sparsity_level"] == 0.5
         assert sparsifier.defaults["sparse_block_shape"] == (1, 4)
         assert sparsifier.defaults["zeros_per_block"] == 4
-        assert set(sparsifier.defaults) == {"sparsity_level", "sparse_block_shape", "zeros_per_block"}
+        assert set(sparsifier.defaults) == {
+            "sparsity_level",
+            "sparse_block_shape",
+            "zeros_per_block",
+        }
         assert sparsifier.norm == "L1"
 
     def test_positional_arguments(self, library: Any) -> None:
@@ -140,7 +149,9 @@ class TestMask:
         mask = mask_of(library, random(blocks, 4), sparsity_level=0.5)
         assert int((mask.sum(1) == 0).sum()) == removed
 
-    @pytest.mark.parametrize("level, kept", [(0.0, 64), (-5.0, 64), (1.0, 0), (3.0, 0), (np.float32(0.5), 32)])
+    @pytest.mark.parametrize(
+        "level, kept", [(0.0, 64), (-5.0, 64), (1.0, 0), (3.0, 0), (np.float32(0.5), 32)]
+    )
     def test_level_is_clipped(self, library: Any, level: float, kept: int) -> None:
         assert mask_of(library, random(8, 8), sparsity_level=level).sum() == kept
 
@@ -148,23 +159,30 @@ class TestMask:
         assert mask_of(library, random(8, 8), sparsity_level=0.9, zeros_per_block=0).sum() == 64
 
     def test_edge_blocks_compete_by_mean(self, library: Any) -> None:
-        # Blocks of 4, 4 and 1 elements. Their means are 2, 3 and 2.5: the last has the least sum, the first is removed.
+        # Blocks of 4, 4 and 1 elements. Their means are 2, 3 and 2.5: the last has the least sum,
+        # the first is removed.
         data = torch.tensor([[2.0, 2, 2, 2, 3, 3, 3, 3, 2.5]])
         mask = mask_of(library, data, sparsity_level=1 / 3)
         assert mask.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 1]]
         data[0, 8] = 1.5
-        assert mask_of(library, data, sparsity_level=1 / 3).tolist() == [[1, 1, 1, 1, 1, 1, 1, 1, 0]]
+        assert mask_of(library, data, sparsity_level=1 / 3).tolist() == [
+            [1, 1, 1, 1, 1, 1, 1, 1, 0]
+        ]
 
     def test_edge_blocks_lose_real_elements_first(self, library: Any) -> None:
         # The edge block has two real elements: with two zeros per block it is removed whole.
         data = torch.tensor([[4.0, 1, 3, 2, 0.5, 0.1]])
-        assert mask_of(library, data, sparsity_level=1.0, zeros_per_block=2).tolist() == [[1, 0, 1, 0, 0, 0]]
+        assert mask_of(library, data, sparsity_level=1.0, zeros_per_block=2).tolist() == [
+            [1, 0, 1, 0, 0, 0]
+        ]
 
     @pytest.mark.parametrize("block", BLOCKS)
     @pytest.mark.parametrize("norm", ["L1", "L2"])
     def test_same_as_the_ancestor_and_the_oracle(self, norm: str, block: tuple[int, int]) -> None:
         zeros = sorted({1, (area(block) + 1) // 2, area(block)})
-        for number, (shape, level, zeros_per_block) in enumerate(itertools.product(SHAPES, LEVELS, zeros)):
+        for number, (shape, level, zeros_per_block) in enumerate(
+            itertools.product(SHAPES, LEVELS, zeros)
+        ):
             data = random(*shape, seed=number)
             config: dict[str, Any] = {
                 "sparsity_level": level,
@@ -187,31 +205,46 @@ class TestMask:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("block", BLOCKS)
     @pytest.mark.parametrize("norm", ["L1", "L2"])
-    def test_half_types_follow_the_float64_rule(self, dtype: torch.dtype, block: tuple[int, int], norm: str) -> None:
+    def test_half_types_follow_the_float64_rule(
+        self, dtype: torch.dtype, block: tuple[int, int], norm: str
+    ) -> None:
         for level in LEVELS:
             data = random(33, 17, dtype=dtype)
-            ours = mask_of(DataNormSparsifier, data, sparsity_level=level, sparse_block_shape=block, norm=norm)
+            ours = mask_of(
+                DataNormSparsifier, data, sparsity_level=level, sparse_block_shape=block, norm=norm
+            )
             assert torch.equal(ours, oracle_mask(data, level, block, norm=norm))
             assert_count_of_blocks(ours, level, block)
 
     def test_magnitudes_that_float32_sums_would_lose(self) -> None:
         # 2**24 + 1 + 1 + 1 + 1: summed in float32 the ones vanish.
         data = torch.tensor([[1.0, 1, 1, 1, 2.0**24], [0, 0, 0, 0, 2.0**24 + 2]])
-        mask = mask_of(DataNormSparsifier, data, sparsity_level=0.5, sparse_block_shape=(1, 5), zeros_per_block=5)
+        mask = mask_of(
+            DataNormSparsifier,
+            data,
+            sparsity_level=0.5,
+            sparse_block_shape=(1, 5),
+            zeros_per_block=5,
+        )
         assert mask.sum(1).tolist() == [5, 0]
 
 
 class TestTies:
-    """The ancestor promises counts and whole blocks; here the smaller row-major index is removed first."""
+    """The ancestor promises counts and whole blocks; here the smaller row-major index is removed
+    first."""
 
     @pytest.mark.parametrize("level", LEVELS)
     @pytest.mark.parametrize("block", BLOCKS)
     @pytest.mark.parametrize(
-        "data", [torch.ones(12, 10), torch.zeros(12, 10), -torch.ones(7, 7)], ids=["ones", "zeros", "minus"]
+        "data",
+        [torch.ones(12, 10), torch.zeros(12, 10), -torch.ones(7, 7)],
+        ids=["ones", "zeros", "minus"],
     )
     def test_all_equal(self, data: Tensor, block: tuple[int, int], level: float) -> None:
         for library in (DataNormSparsifier, Ancestor):
-            assert_count_of_blocks(mask_of(library, data, sparsity_level=level, sparse_block_shape=block), level, block)
+            assert_count_of_blocks(
+                mask_of(library, data, sparsity_level=level, sparse_block_shape=block), level, block
+            )
         ours = mask_of(DataNormSparsifier, data, sparsity_level=level, sparse_block_shape=block)
         assert torch.equal(ours, oracle_mask(data, level, block))
 
@@ -229,7 +262,11 @@ class TestTies:
         rows, cols = draw.draw(st.integers(1, 12)), draw.draw(st.integers(1, 12))
         block = draw.draw(st.integers(1, 5)), draw.draw(st.integers(1, 5))
         values = draw.draw(
-            st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 0.5]), min_size=rows * cols, max_size=rows * cols)
+            st.lists(
+                st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 0.5]),
+                min_size=rows * cols,
+                max_size=rows * cols,
+            )
         )
         config: dict[str, Any] = {
             "sparsity_level": draw.draw(st.floats(-0.2, 1.2)),
@@ -238,20 +275,26 @@ class TestTies:
             "norm": draw.draw(st.sampled_from(["L1", "L2"])),
         }
         data = torch.tensor(values).reshape(rows, cols)
-        expected = oracle_mask(data, config["sparsity_level"], block, config["zeros_per_block"], config["norm"])
+        expected = oracle_mask(
+            data, config["sparsity_level"], block, config["zeros_per_block"], config["norm"]
+        )
         assert torch.equal(mask_of(DataNormSparsifier, data, **config), expected)
 
 
 class TestMendedBugs:
     @pytest.mark.parametrize(
-        "copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"]
+        "copied",
+        [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
+        ids=["deepcopy", "pickle"],
     )
     def test_bug_9_copies_know_their_norm(self, copied: Any) -> None:
         data = random(16, 8)
         sparsifier = DataNormSparsifier([("w", data)], sparsity_level=0.3, norm="L2")
         twin = copied(sparsifier)
         twin.step()
-        assert twin.norm == "L2" and torch.equal(twin.get_mask("w"), oracle_mask(data, 0.3, norm="L2"))
+        assert twin.norm == "L2" and torch.equal(
+            twin.get_mask("w"), oracle_mask(data, 0.3, norm="L2")
+        )
         assert sparsifier.get_mask("w").sum() == 128
 
     @pytest.mark.parametrize("level", [-0.1, -0.5, -0.99, -1.0])
@@ -259,10 +302,14 @@ class TestMendedBugs:
         assert mask_of(DataNormSparsifier, random(16, 8), sparsity_level=level).sum() == 128
 
     @pytest.mark.parametrize(
-        "shape", [(12,), (12, 1), (1, 12), (1, 1), (1,), (), (1, 3, 4), (3, 1, 4), (3, 4, 1), (1, 1, 12)], ids=str
+        "shape",
+        [(12,), (12, 1), (1, 12), (1, 1), (1,), (), (1, 3, 4), (3, 1, 4), (3, 4, 1), (1, 1, 12)],
+        ids=str,
     )
     @pytest.mark.parametrize("block", [(1, 1), (1, 4), (4, 1)])
-    def test_bugs_13_to_16_mask_has_the_shape_of_the_data(self, shape: tuple[int, ...], block: tuple[int, int]) -> None:
+    def test_bugs_13_to_16_mask_has_the_shape_of_the_data(
+        self, shape: tuple[int, ...], block: tuple[int, int]
+    ) -> None:
         data = random(*shape)
         before = data.clone()
         sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block)
@@ -273,7 +320,9 @@ class TestMendedBugs:
         assert torch.equal(sparsifier.get_data("w", return_original=False), before * mask)
         if block == (1, 1):
             assert int((mask == 0).sum()) == round(0.5 * data.numel())
-            assert torch.equal(mask.flatten(), oracle_mask(before.reshape(1, -1), 0.5, (1, 1)).flatten())
+            assert torch.equal(
+                mask.flatten(), oracle_mask(before.reshape(1, -1), 0.5, (1, 1)).flatten()
+            )
         sparsifier.squash_mask()
         assert torch.equal(data, before * mask)
 

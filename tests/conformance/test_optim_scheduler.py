@@ -50,7 +50,15 @@ def by_hand(
 def test_signature_is_the_ancestors() -> None:
     known = dict(inspect.signature(OptimScheduler.__init__).parameters)
     assert list(known)[1:13] == [
-        *("optim_type", "optim_conf", "model", "distributed", "optim_loss", "updated_modules", "step_per_update"),
+        *(
+            "optim_type",
+            "optim_conf",
+            "model",
+            "distributed",
+            "optim_loss",
+            "updated_modules",
+            "step_per_update",
+        ),
         *("use_amp", "accum_grad", "ft_factor", "grad_clip", "grad_norm_type"),
     ]
     defaults = {name: known[name].default for name in list(known)[4:13]}
@@ -85,7 +93,9 @@ def test_signature_is_the_ancestors() -> None:
         {"grad_clip": 0.05, "grad_norm_type": math.inf},
     ],
 )
-def test_steps_are_those_of_a_plain_loop(optim: tuple[str, dict[str, Any]], accum_grad: int, more: Any) -> None:
+def test_steps_are_those_of_a_plain_loop(
+    optim: tuple[str, dict[str, Any]], accum_grad: int, more: Any
+) -> None:
     ours, theirs = Two(), Two()
     scheduler = Steady(*optim, ours, use_amp=False, accum_grad=accum_grad, **more)
     got = train(ours, [scheduler], 7)
@@ -100,24 +110,43 @@ def test_steps_are_those_of_a_plain_loop(optim: tuple[str, dict[str, Any]], accu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_amp_is_that_of_a_plain_loop(dtype: torch.dtype, accum_grad: int) -> None:
     ours, theirs = Two(), Two()
-    scheduler = Steady("Adam", {"lr": 0.05}, ours, accum_grad=accum_grad, grad_clip=0.05, amp_dtype=dtype)
+    scheduler = Steady(
+        "Adam", {"lr": 0.05}, ours, accum_grad=accum_grad, grad_clip=0.05, amp_dtype=dtype
+    )
     assert (scheduler.scaler is not None) == (dtype is torch.float16)
     assert scheduler.scaler is None or scheduler.scaler.is_enabled()
     got = train(ours, [scheduler], 6)
     wanted = by_hand(
-        theirs, torch.optim.Adam(theirs.parameters(), 0.05), 6, accum_grad=accum_grad, grad_clip=0.05, amp=dtype
+        theirs,
+        torch.optim.Adam(theirs.parameters(), 0.05),
+        6,
+        accum_grad=accum_grad,
+        grad_clip=0.05,
+        amp=dtype,
     )
     assert same(got, wanted)
     in_full = Two()
-    plain = Steady("Adam", {"lr": 0.05}, in_full, accum_grad=accum_grad, grad_clip=0.05, use_amp=False)
+    plain = Steady(
+        "Adam", {"lr": 0.05}, in_full, accum_grad=accum_grad, grad_clip=0.05, use_amp=False
+    )
     assert not same(got, train(in_full, [plain], 6)), "nothing ran in half precision"
 
 
-@pytest.mark.parametrize("names", ["decoder", ["decoder"], ("decoder",), ["encoder", "decoder"], ["encoder.0"], None])
+@pytest.mark.parametrize(
+    "names", ["decoder", ["decoder"], ("decoder",), ["encoder", "decoder"], ["encoder.0"], None]
+)
 def test_only_the_modules_named_are_updated(names: Any) -> None:
     ours, theirs = Two(), Two()
-    scheduler = Steady("SGD", {"lr": 0.3}, ours, updated_modules=names, use_amp=False, optim_loss="other")
-    listed = ["encoder", "decoder"] if names is None else [names] if isinstance(names, str) else list(names)
+    scheduler = Steady(
+        "SGD", {"lr": 0.3}, ours, updated_modules=names, use_amp=False, optim_loss="other"
+    )
+    listed = (
+        ["encoder", "decoder"]
+        if names is None
+        else [names]
+        if isinstance(names, str)
+        else list(names)
+    )
     mine = [p for name in listed for p in theirs.get_submodule(name).parameters()]
     held = [p for group in scheduler.optimizer.param_groups for p in group["params"]]
     assert {p.data_ptr() for p in held} == {
@@ -138,9 +167,12 @@ def test_the_schedule_is_made_last_and_reads_the_learning_rate() -> None:
 
 
 def test_which_steps_are_updates_and_what_the_schedule_is_asked() -> None:
-    """accum_grad 2, step_per_update 3: real steps 3 and 6 are updates, from steps 5, 6 and 11, 12."""
+    """accum_grad 2, step_per_update 3: real steps 3 and 6 are updates, from steps 5, 6 and 11,
+    12."""
     model = Two()
-    scheduler = Steady("SGD", {"lr": 0.1}, model, use_amp=False, accum_grad=2, step_per_update=3, ft_factor=0.5)
+    scheduler = Steady(
+        "SGD", {"lr": 0.1}, model, use_amp=False, accum_grad=2, step_per_update=3, ft_factor=0.5
+    )
     moved, differentiated, clock = [], [], Clock()
     model.decoder.weight.register_hook(lambda grad: differentiated.append(step_num))
     for step_num in range(1, 14):
@@ -158,7 +190,11 @@ def test_which_steps_are_updates_and_what_the_schedule_is_asked() -> None:
 def test_what_the_clocks_time() -> None:
     model, seen = Two(), []
     weight = model.decoder.weight
-    clock = Clock(lambda name: seen.append((name, weight.grad is not None, bool(weight.detach().ne(before).any()))))
+    clock = Clock(
+        lambda name: seen.append(
+            (name, weight.grad is not None, bool(weight.detach().ne(before).any()))
+        )
+    )
     before = weight.detach().clone()
     Steady("SGD", {"lr": 0.1}, model, use_amp=False).step(model(batch(1)), clock, "a", 1, 1)
     assert seen == [("loss_backward_time", True, False), ("optim_time", False, True)]
@@ -190,23 +226,34 @@ def test_states_and_repr() -> None:
     model = Two()
     plain = Steady("SGD", {"lr": 0.1}, model, use_amp=False, updated_modules="encoder")
     assert plain.state_dict() == {"optimizer": plain.optimizer.state_dict(), "scaler": None}
-    amp = Noamlr("Adam", {"lr": 0.1}, model, updated_modules="decoder", optim_loss="x", warmup_steps=7)
+    amp = Noamlr(
+        "Adam", {"lr": 0.1}, model, updated_modules="decoder", optim_loss="x", warmup_steps=7
+    )
     assert amp.scaler is not None
-    assert amp.state_dict() == {"optimizer": amp.optimizer.state_dict(), "scaler": amp.scaler.state_dict()}
+    assert amp.state_dict() == {
+        "optimizer": amp.optimizer.state_dict(),
+        "scaler": amp.scaler.state_dict(),
+    }
     assert repr(plain) == "Steady(optimizer=SGD, optim_loss=None, updated_modules=['encoder'])"
     extra = amp.extra_repr_fn()
-    assert repr(amp) == f"Noamlr(optimizer=Adam, optim_loss=x, updated_modules=['decoder'], {extra})"
+    assert (
+        repr(amp) == f"Noamlr(optimizer=Adam, optim_loss=x, updated_modules=['decoder'], {extra})"
+    )
     assert "warmup_steps=7" in extra and "d_model=None" in extra
     assert "decay_factor=0.5" in repr(ExponentDecayLr("SGD", {"lr": 0.1}, model, decay_factor=0.5))
 
 
 @pytest.mark.parametrize(
-    ("conf", "peak"), [({"warmup_steps": 4}, 0.25), ({"d_model": 16, "warmup_steps": 4}, 0.125)], ids=["own", "d_model"]
+    ("conf", "peak"),
+    [({"warmup_steps": 4}, 0.25), ({"d_model": 16, "warmup_steps": 4}, 0.125)],
+    ids=["own", "d_model"],
 )
 @pytest.mark.parametrize("accum_grad", [1, 2])
 def test_noam(conf: dict[str, Any], peak: float, accum_grad: int) -> None:
     model = Two()
-    scheduler = Noamlr("SGD", {"lr": 0.25}, model, use_amp=False, accum_grad=accum_grad, ft_factor=0.5, **conf)
+    scheduler = Noamlr(
+        "SGD", {"lr": 0.25}, model, use_amp=False, accum_grad=accum_grad, ft_factor=0.5, **conf
+    )
     for step_num in range(1, 12 * accum_grad + 1):
         scheduler.step(model(batch(step_num)), None, "a", step_num, 1 + step_num // 5)
         t = (step_num - 1) // accum_grad + 1
@@ -216,9 +263,12 @@ def test_noam(conf: dict[str, Any], peak: float, accum_grad: int) -> None:
 
 
 def test_exponential_decay_is_by_epoch_and_from_the_first_learning_rate() -> None:
-    """Bug 26: the ancestor decays the rate it wrote itself at every step, and applies ft_factor again."""
+    """Bug 26: the ancestor decays the rate it wrote itself at every step, and applies ft_factor
+    again."""
     model = Two()
-    scheduler = ExponentDecayLr("SGD", {"lr": 0.8}, model, use_amp=False, decay_factor=0.5, ft_factor=0.5)
+    scheduler = ExponentDecayLr(
+        "SGD", {"lr": 0.8}, model, use_amp=False, decay_factor=0.5, ft_factor=0.5
+    )
     seen = []
     for step_num in range(1, 7):
         scheduler.step(model(batch(step_num)), None, "a", step_num, 1 + (step_num - 1) // 2)
@@ -232,7 +282,10 @@ def test_exponential_decay_is_by_epoch_and_from_the_first_learning_rate() -> Non
     [
         *((Noamlr, {"warmup_steps": value}) for value in (0, math.nan, math.inf, "4e3", None)),
         *((Noamlr, {"d_model": value}) for value in (0, "512")),
-        *((ExponentDecayLr, {"decay_factor": value}) for value in (0.0, math.nan, math.inf, "0.5", None)),
+        *(
+            (ExponentDecayLr, {"decay_factor": value})
+            for value in (0.0, math.nan, math.inf, "0.5", None)
+        ),
     ],
 )
 def test_schedules_that_make_no_sense(kind: Any, conf: dict[str, Any]) -> None:
@@ -242,7 +295,9 @@ def test_schedules_that_make_no_sense(kind: Any, conf: dict[str, Any]) -> None:
 
 def test_every_group_gets_the_learning_rate() -> None:
     model = Two()
-    scheduler = Steady("SGD", {"lr": 0.5}, model, use_amp=False, updated_modules="encoder", ft_factor=0.5)
+    scheduler = Steady(
+        "SGD", {"lr": 0.5}, model, use_amp=False, updated_modules="encoder", ft_factor=0.5
+    )
     scheduler.optimizer.add_param_group({"params": model.decoder.parameters(), "lr": 9.0})
     scheduler.step(model(batch(1)), None, "a", 1, 1)
     assert [group["lr"] for group in scheduler.optimizer.param_groups] == [0.25, 0.25]
@@ -266,7 +321,9 @@ def test_bug_19_the_losses_stay_as_they_are() -> None:
 @pytest.mark.parametrize("value", [100.0, math.inf])
 def test_bug_20_foreign_gradients_neither_count_nor_change(value: float, use_amp: bool) -> None:
     ours, theirs = Two(), Two()
-    scheduler = Steady("SGD", {"lr": 0.1}, ours, updated_modules="encoder", use_amp=use_amp, grad_clip=0.01)
+    scheduler = Steady(
+        "SGD", {"lr": 0.1}, ours, updated_modules="encoder", use_amp=use_amp, grad_clip=0.01
+    )
     ours.decoder.weight.grad = torch.full_like(ours.decoder.weight, value)
     got = train(ours, [scheduler], 1)
     wanted = by_hand(
@@ -283,9 +340,11 @@ def test_bug_20_foreign_gradients_neither_count_nor_change(value: float, use_amp
 
 @pytest.mark.parametrize("order", [("encoder", "decoder"), ("decoder", "encoder")])
 @pytest.mark.parametrize("names", [("loss", "other"), ("loss", "loss")])
-def test_bug_21_two_schedulers_share_a_forward(order: tuple[str, str], names: tuple[str, str]) -> None:
-    """Each gets the gradients of its own loss at the weights of the forward. In the ancestor the second backward of one
-    loss fails, and those of two losses add up."""
+def test_bug_21_two_schedulers_share_a_forward(
+    order: tuple[str, str], names: tuple[str, str]
+) -> None:
+    """Each gets the gradients of its own loss at the weights of the forward. In the ancestor the
+    second backward of one loss fails, and those of two losses add up."""
     ours = Two()
     conf = {"use_amp": False, "grad_clip": None}
     schedulers = [
@@ -294,7 +353,9 @@ def test_bug_21_two_schedulers_share_a_forward(order: tuple[str, str], names: tu
     ]
     got = train(ours, schedulers, 4)
     theirs = Two()
-    optimizers = [torch.optim.SGD(theirs.get_submodule(module).parameters(), 0.1) for module in order]
+    optimizers = [
+        torch.optim.SGD(theirs.get_submodule(module).parameters(), 0.1) for module in order
+    ]
     for step_num in range(1, 5):
         losses = theirs(batch(step_num))
         for optimizer, name in zip(optimizers, names, strict=True):
@@ -302,7 +363,10 @@ def test_bug_21_two_schedulers_share_a_forward(order: tuple[str, str], names: tu
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert all(torch.allclose(value, got[name], rtol=1e-6, atol=1e-7) for name, value in copied(theirs).items())
+    assert all(
+        torch.allclose(value, got[name], rtol=1e-6, atol=1e-7)
+        for name, value in copied(theirs).items()
+    )
 
 
 @pytest.mark.parametrize("use_amp", [True, False])
@@ -324,11 +388,14 @@ def test_bug_22_what_is_not_finite_updates_nothing(bad: float, use_amp: bool) ->
 
 
 def test_bug_23_a_norm_that_overflows_updates_nothing() -> None:
-    """Every gradient is finite, so GradScaler sees nothing; it must back off as after any skipped step."""
+    """Every gradient is finite, so GradScaler sees nothing; it must back off as after any skipped
+    step."""
     model, log = nn.Linear(1, 2), Log()
     scheduler = Steady("SGD", {"lr": 1e-30}, model, grad_norm_type=2.0)
     assert scheduler.scaler is not None
-    scheduler.scaler.load_state_dict({**scheduler.scaler.state_dict(), "scale": 1.0, "growth_interval": 3})
+    scheduler.scaler.load_state_dict(
+        {**scheduler.scaler.state_dict(), "scale": 1.0, "growth_interval": 3}
+    )
     small, large = torch.ones(1, 1), torch.full((1, 1), 3e38)
     for step_num in (1, 2):
         scheduler.step({"loss": model(small).sum()}, None, "a", step_num, 1, log)
@@ -349,7 +416,10 @@ def test_bug_24_states_pass_between_runs_with_and_without_amp(saved_with: bool) 
     second.load_state_dict(first.state_dict())
     assert repr(second.optimizer.state_dict()) == repr(first.optimizer.state_dict())
     train(other, [second], 4, first=4)
-    disabled = {"optimizer": first.optimizer.state_dict(), "scaler": {}}  # the ancestor's without CUDA
+    disabled = {
+        "optimizer": first.optimizer.state_dict(),
+        "scaler": {},
+    }  # the ancestor's without CUDA
     second.load_state_dict(disabled)
 
 
@@ -369,7 +439,9 @@ def test_a_runner_that_leaves_out_empty_batches() -> None:
     """Several by name with the same losses; one step number is skipped."""
     model = Two()
     runner = {
-        "dec": ExponentDecayLr("SGD", {"lr": 0.1}, model, updated_modules="decoder", optim_loss="other"),
+        "dec": ExponentDecayLr(
+            "SGD", {"lr": 0.1}, model, updated_modules="decoder", optim_loss="other"
+        ),
         "enc": Noamlr("Adam", {"lr": 0.1}, model, updated_modules="encoder", warmup_steps=4),
     }
     rates: dict[str, list[float]] = {name: [] for name in runner}

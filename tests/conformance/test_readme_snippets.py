@@ -1,7 +1,8 @@
 """Code of the ancestors' READMEs runs here, with nothing but the import changed.
 
-The READMEs are those of torch.ao.pruning's data_sparsifier and data_scheduler. Each test is one of their examples, in
-the same calls, with the one-line fixes without which they run nowhere (marked where they are).
+The READMEs are those of torch.ao.pruning's data_sparsifier and data_scheduler. Each test is one of
+their examples, in the same calls, with the one-line fixes without which they run nowhere (marked
+where they are).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class GammaScheduler(BaseDataScheduler):
     As printed, gamma is set after super().__init__(), which calls get_schedule_param() already.
     """
 
-    def __init__(self, data_sparsifier: BaseDataSparsifier, gamma: float, threshold_sl: float) -> None:
+    def __init__(
+        self, data_sparsifier: BaseDataSparsifier, gamma: float, threshold_sl: float
+    ) -> None:
         super().__init__(data_sparsifier, "sparsity_level")
         self.gamma = gamma
         self.threshold_sl = threshold_sl
@@ -42,7 +45,8 @@ class GammaScheduler(BaseDataScheduler):
         groups = self.data_sparsifier.data_groups
         if self.last_epoch > 0:
             return {
-                name: min(self.threshold_sl, config["sparsity_level"] * self.gamma) for name, config in groups.items()
+                name: min(self.threshold_sl, config["sparsity_level"] * self.gamma)
+                for name, config in groups.items()
             }
         return dict.fromkeys(groups, 0.0)
 
@@ -92,7 +96,9 @@ def test_model_embeddings() -> None:
 
 
 def test_training_data() -> None:
-    batches = [torch.randn(8, 4) for _ in range(3)]  # of equal length: the README's loop fails at a short last batch
+    batches = [
+        torch.randn(8, 4) for _ in range(3)
+    ]  # of equal length: the README's loop fails at a short last batch
     data_sparsifier = ImplementedDataSparsifier(threshold=0.2)
     removed = torch.zeros(8, 4, dtype=torch.bool)
     for number, batch in enumerate(batches):
@@ -103,7 +109,9 @@ def test_training_data() -> None:
                 x = data_sparsifier.add_data(name="train_data", data=batch)
         assert torch.equal(x, torch.where(removed, 0.0, batch))
         data_sparsifier.step()
-        removed |= batch.abs() < 0.2  # the example only ever clears, so the reused mask loses more with every batch
+        removed |= (
+            batch.abs() < 0.2
+        )  # the example only ever clears, so the reused mask loses more with every batch
         assert torch.equal(data_sparsifier.get_mask("train_data") == 0, removed)
 
 
@@ -117,7 +125,9 @@ def test_gamma_scheduler_on_data_added_in_the_loop() -> None:
             data_sparsifier.add_data(name="train_data", data=torch.randn(10, 4))
             data_sparsifier.step()
         levels.append(data_sparsifier.data_groups["train_data"]["sparsity_level"])
-        assert int((data_sparsifier.get_mask("train_data") == 0).sum()) == 4 * round(10 * levels[-1])
+        assert int((data_sparsifier.get_mask("train_data") == 0).sum()) == 4 * round(
+            10 * levels[-1]
+        )
         data_scheduler.step()
     assert levels == [0.2, 0.4, 0.7, 0.7]
     assert data_scheduler.get_last_param() == {"train_data": 0.7}

@@ -1,8 +1,8 @@
 """The sharded models of the tests: one real DistributedModelParallel for each sharding cell.
 
-A cell is a set of tables, a plan for a world and a kind of collection. The same global weights can be put under every
-cell, so that results can be compared over shardings and with one process. A world of 4 is two "hosts" of two ranks
-(``LOCAL[4]``).
+A cell is a set of tables, a plan for a world and a kind of collection. The same global weights can
+be put under every cell, so that results can be compared over shardings and with one process. A
+world of 4 is two "hosts" of two ranks (``LOCAL[4]``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -65,15 +71,17 @@ class TableSpec:
     features: tuple[str, ...]
 
 
-# Row counts that no world divides, a table that is smaller than a world of 4 (row-wise: 1, 1, 1 and 0 rows), one that
-# two features share.
+# Row counts that no world divides, a table that is smaller than a world of 4 (row-wise: 1, 1, 1 and
+# 0 rows), one that two features share.
 TABLES: Final = (
     TableSpec("user", 37, 8, ("user_id",)),
     TableSpec("item", 10, 16, ("item_id", "last_item_id")),
     TableSpec("tiny", 3, 8, ("genre",)),
     TableSpec("word", 29, 12, ("query",)),
 )
-SEQUENCES: Final = tuple(replace(table, dim=16) for table in TABLES)  # an EmbeddingCollection has one dim
+SEQUENCES: Final = tuple(
+    replace(table, dim=16) for table in TABLES
+)  # an EmbeddingCollection has one dim
 WIDE: Final = (TableSpec("wide", 11, 256, ("wide_id",)), TableSpec("flat", 3, 256, ("flat_id",)))
 
 
@@ -99,37 +107,61 @@ class Cell:
 
 
 class Net(nn.Module):
-    """A small model: a collection of tables below ``sparse``, and a dense layer over the sum of what it gives."""
+    """A small model: a collection of tables below ``sparse``, and a dense layer over the sum of
+    what it gives."""
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
         self.bags = cell.bags
         self.sparse = nn.Module()
         self.sparse.tables = _collection(cell)
-        width = sum(table.dim * len(table.features) for table in cell.tables) if cell.bags else SEQUENCES[0].dim
+        width = (
+            sum(table.dim * len(table.features) for table in cell.tables)
+            if cell.bags
+            else SEQUENCES[0].dim
+        )
         self.over = nn.Linear(width, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """One number per sample (bags) or in all (sequences)."""
         found = self.sparse.tables(features)
         if self.bags:
-            return self.over(torch.cat([found[key] for key in sorted(found.keys())], dim=1).float()).squeeze(1)
-        return self.over(torch.stack([found[key].values().float().sum(0) for key in sorted(found.keys())]).sum(0))
+            return self.over(
+                torch.cat([found[key] for key in sorted(found.keys())], dim=1).float()
+            ).squeeze(1)
+        return self.over(
+            torch.stack([found[key].values().float().sum(0) for key in sorted(found.keys())]).sum(0)
+        )
 
 
 def cells(world: int) -> dict[str, Cell]:
-    """Every cell that exists in this world, by name. To be run with ``local_world_size=LOCAL[world]``."""
+    """Every cell that exists in this world, by name. To be run with
+    ``local_world_size=LOCAL[world]``."""
     last, ranks = world - 1, list(range(world))
     halves = [0, last]
     by_columns = {"user": halves, "item": ranks, "tiny": halves, "word": [last, 0, last]}
     made = [
-        Cell("table_wise", world, {t.name: table_wise(rank=(last - i) % world) for i, t in enumerate(TABLES)}),
+        Cell(
+            "table_wise",
+            world,
+            {t.name: table_wise(rank=(last - i) % world) for i, t in enumerate(TABLES)},
+        ),
         Cell("table_wise_one_rank", world, _each(lambda t: table_wise(rank=last))),
         Cell("row_wise", world, _each(lambda t: row_wise())),
         Cell("row_wise_dense_kernel", world, _each(lambda t: row_wise()), fused=False),
         Cell("row_wise_fp16", world, _each(lambda t: row_wise()), data_type=DataType.FP16),
-        Cell("row_wise_bf16", world, _each(lambda t: row_wise()), data_type=DataType.BF16, trains=False),
-        Cell("column_wise", world, {name: column_wise(ranks=over) for name, over in by_columns.items()}),
+        Cell(
+            "row_wise_bf16",
+            world,
+            _each(lambda t: row_wise()),
+            data_type=DataType.BF16,
+            trains=False,
+        ),
+        Cell(
+            "column_wise",
+            world,
+            {name: column_wise(ranks=over) for name, over in by_columns.items()},
+        ),
         Cell(
             "column_wise_fp16",
             world,
@@ -144,7 +176,13 @@ def cells(world: int) -> dict[str, Cell]:
         ),
         Cell("table_column_wise", world, _each(lambda t: _table_column_wise(_host(world)))),
         Cell("data_parallel", world, _each(lambda t: data_parallel()), fused=False),
-        Cell("data_parallel_fp16", world, _each(lambda t: data_parallel()), fused=False, data_type=DataType.FP16),
+        Cell(
+            "data_parallel_fp16",
+            world,
+            _each(lambda t: data_parallel()),
+            fused=False,
+            data_type=DataType.FP16,
+        ),
         Cell(
             "mixed",
             world,
@@ -163,8 +201,20 @@ def cells(world: int) -> dict[str, Cell]:
             bags=False,
         ),
         Cell("ec_row_wise", world, _each(lambda t: row_wise()), SEQUENCES, bags=False),
-        Cell("ec_column_wise", world, _each(lambda t: column_wise(ranks=halves)), SEQUENCES, bags=False),
-        Cell("ec_two_shards", world, _each(lambda t: column_wise(ranks=[last, last])), SEQUENCES, bags=False),
+        Cell(
+            "ec_column_wise",
+            world,
+            _each(lambda t: column_wise(ranks=halves)),
+            SEQUENCES,
+            bags=False,
+        ),
+        Cell(
+            "ec_two_shards",
+            world,
+            _each(lambda t: column_wise(ranks=[last, last])),
+            SEQUENCES,
+            bags=False,
+        ),
         Cell(
             "ec_data_parallel",
             world,
@@ -179,16 +229,28 @@ def cells(world: int) -> dict[str, Cell]:
         # Shards of different widths, on ranks 0 and 1.
         widths = {"user": [4, 4], "item": [4, 12], "tiny": [4, 4], "word": [8, 4]}
         made.append(
-            Cell("column_wise_uneven", world, {name: column_wise(size_per_rank=each) for name, each in widths.items()})
+            Cell(
+                "column_wise_uneven",
+                world,
+                {name: column_wise(size_per_rank=each) for name, each in widths.items()},
+            )
         )
     if _hosts(world) > 1:
         hosts = list(range(_hosts(world)))
-        made.append(Cell("grid_shard", world, {"wide": grid_shard(hosts), "flat": grid_shard(hosts[::-1])}, WIDE))
+        made.append(
+            Cell(
+                "grid_shard",
+                world,
+                {"wide": grid_shard(hosts), "flat": grid_shard(hosts[::-1])},
+                WIDE,
+            )
+        )
     return {cell.name: cell for cell in made}
 
 
 def plain(cell: Cell) -> Net:
-    """The model of a cell, unsharded: all of it in this process, with the weights of :func:`weights`."""
+    """The model of a cell, unsharded: all of it in this process, with the weights of
+    :func:`weights`."""
     net = Net(cell)
     set_weights(net, weights(cell))
     return net
@@ -213,8 +275,13 @@ def build(
     collection = net.sparse.tables
     tables = collection.embedding_bags if cell.bags else collection.embeddings
     if cell.fused:
-        # Data-parallel tables have no fused optimizer in TorchRec; they are told by the helper that made their plan.
-        fused = [tables[t.name].weight for t in cell.tables if "data_parallel" not in cell.plan[t.name].__qualname__]
+        # Data-parallel tables have no fused optimizer in TorchRec; they are told by the helper that
+        # made their plan.
+        fused = [
+            tables[t.name].weight
+            for t in cell.tables
+            if "data_parallel" not in cell.plan[t.name].__qualname__
+        ]
         apply_optimizer_in_backward(optimizer, fused, dict(optimizer_args or {"lr": 0.1}))
     sharder = EmbeddingBagCollectionSharder() if cell.bags else EmbeddingCollectionSharder()
     plan = construct_module_sharding_plan(
@@ -239,7 +306,8 @@ def build(
 
 
 def weights(cell: Cell, seed: int = 0) -> dict[str, Tensor]:
-    """Global weights by table name: the same for the same name, shape and seed, whatever the cell."""
+    """Global weights by table name: the same for the same name, shape and seed, whatever the
+    cell."""
     made = {}
     for table in cell.tables:
         generator = torch.Generator().manual_seed(seed + zlib.crc32(table.name.encode()))
@@ -248,7 +316,8 @@ def weights(cell: Cell, seed: int = 0) -> dict[str, Tensor]:
 
 
 def batch(cell: Cell, seed: int = 0, size: int = 6) -> KeyedJaggedTensor:
-    """A batch with 0 to 3 ids per sample and feature; another one for each seed (give every rank its own)."""
+    """A batch with 0 to 3 ids per sample and feature; another one for each seed (give every rank
+    its own)."""
     generator = torch.Generator().manual_seed(seed)
     ids, lengths = [], []
     for table in cell.tables:
@@ -263,7 +332,8 @@ def batch(cell: Cell, seed: int = 0, size: int = 6) -> KeyedJaggedTensor:
 def gathered(source: nn.Module | Sequence[ShardedData]) -> dict[str, Tensor]:
     """The global weights by table name, on every rank. Collective in a sharded world.
 
-    From a model they come through its state_dict, so that what ``locate()`` says can be checked against them.
+    From a model they come through its state_dict, so that what ``locate()`` says can be checked
+    against them.
     """
     mine: list[tuple[str, tuple[int, ...], list[tuple[tuple[int, int], Tensor]]]] = []
     if isinstance(source, nn.Module):
@@ -279,7 +349,13 @@ def gathered(source: nn.Module | Sequence[ShardedData]) -> dict[str, Tensor]:
             mine.append((name, tuple(value.shape), pieces))
     else:
         for data in source:
-            mine.append((data.name, data.shape, [((s.rect.row, s.rect.col), s.tensor.clone()) for s in data.shards]))
+            mine.append(
+                (
+                    data.name,
+                    data.shape,
+                    [((s.rect.row, s.rect.col), s.tensor.clone()) for s in data.shards],
+                )
+            )
     everyone: list[Any] = [mine]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
@@ -293,7 +369,8 @@ def gathered(source: nn.Module | Sequence[ShardedData]) -> dict[str, Tensor]:
 
 
 def set_weights(model: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Writes these global weights into the model's tables, sharded or not. Each rank writes what it holds."""
+    """Writes these global weights into the model's tables, sharded or not. Each rank writes what it
+    holds."""
     for name, value in _table_entries(model).items():
         if name not in full:
             continue
@@ -354,7 +431,8 @@ def _host(world: int) -> list[int]:
 
 
 def _table_column_wise(ranks: list[int]) -> Generator:
-    """TorchRec has no helper for this type: column-wise over the ranks of one host, under the other name."""
+    """TorchRec has no helper for this type: column-wise over the ranks of one host, under the other
+    name."""
     columns = column_wise(ranks=ranks)
 
     def generate(*args: Any) -> Any:

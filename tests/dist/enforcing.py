@@ -1,7 +1,8 @@
-"""For tests of the enforcer: every row is checked from inside the lookup that reads it, in a loop that trains.
+"""For tests of the enforcer: every row is checked from inside the lookup that reads it, in a loop
+that trains.
 
-Masks are taken from the oracle, and pieces of them from TorchRec's own metadata, so that nothing here relies on what is
-tested.
+Masks are taken from the oracle, and pieces of them from TorchRec's own metadata, so that nothing
+here relies on what is tested.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 def trained_cells(world: int) -> dict[str, Cell]:
     """The cells that a CPU can train, and trains rightly.
 
-    In FBGEMM's backward on a CPU a table without rows passes its width on to the table behind it, whose updates land
-    in other rows then. So a row-wise table has a row for every rank, where widths differ.
+    In FBGEMM's backward on a CPU a table without rows passes its width on to the table behind it,
+    whose updates land in other rows then. So a row-wise table has a row for every rank, where
+    widths differ.
     """
     found = {}
     for name, cell in cells(world).items():
@@ -68,10 +70,17 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.05, eps=1e-3)
 
 
-def optimizer_of(model: nn.Module, tables: Optimizers = adam, layers: Optimizers = adam) -> CombinedOptimizer:
-    """All that steps a sharded model: TorchRec's fused optimizers, one for data-parallel tables, one for layers."""
+def optimizer_of(
+    model: nn.Module, tables: Optimizers = adam, layers: Optimizers = adam
+) -> CombinedOptimizer:
+    """All that steps a sharded model: TorchRec's fused optimizers, one for data-parallel tables,
+    one for layers."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    of_tables = {name: dense.pop(name) for name in list(dense) if ".embedding_bags." in name or ".embeddings." in name}
+    of_tables = {
+        name: dense.pop(name)
+        for name in list(dense)
+        if ".embedding_bags." in name or ".embeddings." in name
+    }
     parts: list[Any] = [model.fused_optimizer]
     for params, make in ((of_tables, tables), (dense, layers)):
         if params:
@@ -81,15 +90,23 @@ def optimizer_of(model: nn.Module, tables: Optimizers = adam, layers: Optimizers
 
 def kernels(model: nn.Module) -> list[Any]:
     """TorchRec's modules around FBGEMM's batches of tables, fused or not, on this rank."""
-    lookups = [lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())]  # a plain list
-    return [module for lookup in lookups for module in lookup.modules() if hasattr(module, "emb_module")]
+    lookups = [
+        lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())
+    ]  # a plain list
+    return [
+        module for lookup in lookups for module in lookup.modules() if hasattr(module, "emb_module")
+    ]
 
 
 def pieces(kernel: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
     """``(table, (row, column), live shard)`` of a kernel, in its order."""
     found = []
-    for config, view in zip(kernel._config.embedding_tables, kernel.emb_module.split_embedding_weights(), strict=True):
-        row, col = config.local_metadata.shard_offsets if config.local_metadata is not None else (0, 0)
+    for config, view in zip(
+        kernel._config.embedding_tables, kernel.emb_module.split_embedding_weights(), strict=True
+    ):
+        row, col = (
+            config.local_metadata.shard_offsets if config.local_metadata is not None else (0, 0)
+        )
         found.append((config.name, (row, col), view.data))
     return found
 
@@ -110,7 +127,8 @@ class Reads:
     """What lookups read, looked at below all hooks: in place of ``emb_module.forward``.
 
     Args:
-        model: its kernels of this moment are followed; :meth:`follow` again after they were replaced.
+        model: its kernels of this moment are followed; :meth:`follow` again after they were
+            replaced.
         masks: global ones by table, 0 = removed; to be kept up to date.
 
     Attributes:
@@ -130,7 +148,9 @@ class Reads:
         """Looks into the lookups of these kernels, and of no others any more."""
         self.close()
         for kernel in kernels(model):
-            self._undo.append(kernel.register_forward_pre_hook(self._before_hooks, prepend=True).remove)
+            self._undo.append(
+                kernel.register_forward_pre_hook(self._before_hooks, prepend=True).remove
+            )
             kernel.emb_module.forward = self._forward(kernel, kernel.emb_module.forward)
             self._undo.append(lambda batch=kernel.emb_module: delattr(batch, "forward"))
 
@@ -166,7 +186,9 @@ class Reads:
             ids = indices[offsets[number * size] : offsets[(number + 1) * size]].long()
             if name not in self.masks or not ids.numel():
                 continue
-            rows = torch.where((ids < 0) | (ids >= weight.shape[0]), 0, ids).unique()  # FBGEMM reads row 0
+            rows = torch.where(
+                (ids < 0) | (ids >= weight.shape[0]), 0, ids
+            ).unique()  # FBGEMM reads row 0
             gone = cut(self.masks[name], at, weight)[rows] == 0
             removed += int(gone.sum())
             alive += int((weight[rows][gone] != 0).sum())
@@ -188,12 +210,16 @@ def given_out(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Tensor]]
 
 
 def loss_of(out: Tensor) -> Tensor:
-    """Of one rank; that of the world is their mean. A square at first, then a line, so that no step is too long."""
+    """Of one rank; that of the world is their mean. A square at first, then a line, so that no step
+    is too long."""
     return (1 + (out / 16 - 1) ** 2).sqrt().mean() * 16
 
 
-def features_of(tables: Sequence[TableSpec], ids: Mapping[str, list[list[int]]], size: int = 6) -> KeyedJaggedTensor:
-    """A batch of ``size`` samples from the ids of the first of them, by feature; there are no others."""
+def features_of(
+    tables: Sequence[TableSpec], ids: Mapping[str, list[list[int]]], size: int = 6
+) -> KeyedJaggedTensor:
+    """A batch of ``size`` samples from the ids of the first of them, by feature; there are no
+    others."""
     keys = [feature for table in tables for feature in table.features]
     samples = [sample for key in keys for sample in (*ids.get(key, ()), *[[]] * size)[:size]]
     return KeyedJaggedTensor(
@@ -211,7 +237,10 @@ class Small(nn.Module):
         self.tables = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
-                    name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=list(t.features)
+                    name=t.name,
+                    num_embeddings=t.rows,
+                    embedding_dim=t.dim,
+                    feature_names=list(t.features),
                 )
                 for t in SMALL
             ],
@@ -226,9 +255,13 @@ class Small(nn.Module):
 
 
 def small(
-    generators: Mapping[str, Any], *, weighted: bool = False, fused_params: dict[str, Any] | None = None
+    generators: Mapping[str, Any],
+    *,
+    weighted: bool = False,
+    fused_params: dict[str, Any] | None = None,
 ) -> DistributedModelParallel:
-    """:class:`Small` on the ranks of this world, with SGD if ``fused_params`` do not say otherwise. Collective."""
+    """:class:`Small` on the ranks of this world, with SGD if ``fused_params`` do not say otherwise.
+    Collective."""
     torch.manual_seed(0)
     net = Small(weighted)
     sharder = EmbeddingBagCollectionSharder(
@@ -238,7 +271,12 @@ def small(
     )
     world = dist.get_world_size()
     plan = construct_module_sharding_plan(
-        net.tables, dict(generators), sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+        net.tables,
+        dict(generators),
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
     )
     for sharding in plan.values():
         sharding.compute_kernel = "fused"
@@ -253,7 +291,8 @@ class Run:
     Args:
         model: sharded, or plain in one process.
         block, norm: of the sparsifier.
-        final, steps, every: of a cubic schedule from step 0 to ``steps``; without ``every`` nothing is scheduled.
+        final, steps, every: of a cubic schedule from step 0 to ``steps``; without ``every`` nothing
+            is scheduled.
         optimizer: all that steps the model.
         attach: False for a run in which removed weights come back.
         removed_rows: as MaskEnforcer has it.
@@ -274,7 +313,9 @@ class Run:
         removed_rows: str = "drop",
     ) -> None:
         self.model = model
-        self.sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=block, norm=norm)
+        self.sparsifier = DataNormSparsifier(
+            sparsity_level=0.0, sparse_block_shape=block, norm=norm
+        )
         self.names = self.sparsifier.add_model(model)
         self.block, self.norm = block, norm
         self.optimizer = optimizer_of(model) if optimizer is None else optimizer
@@ -294,7 +335,11 @@ class Run:
     def raw(self) -> dict[str, Tensor]:
         """The global weights past the model's state_dict, which would settle them."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        mine = [(name, at, view.clone()) for kernel in kernels(self.model) for name, at, view in pieces(kernel)]
+        mine = [
+            (name, at, view.clone())
+            for kernel in kernels(self.model)
+            for name, at, view in pieces(kernel)
+        ]
         dist.all_gather_object(everyone, mine)
         full = {name: torch.full(mask.shape, torch.nan) for name, mask in self.reads.masks.items()}
         for name, at, part in (piece for theirs in everyone for piece in theirs):
@@ -302,8 +347,8 @@ class Run:
         return full
 
     def train(self, features: KeyedJaggedTensor) -> Tensor:
-        """One step of the optimizer on this rank's batch, after which tables that are not fused are right. Returns the
-        loss."""
+        """One step of the optimizer on this rank's batch, after which tables that are not fused are
+        right. Returns the loss."""
         self.optimizer.zero_grad()
         out = self.model(features)
         loss = out[0] if isinstance(out, tuple) else loss_of(out)
@@ -316,20 +361,28 @@ class Run:
         return loss.detach()
 
     def step(self) -> None:
-        """Moves the masks if they are due; they must be those of the oracle on the weights of this moment."""
+        """Moves the masks if they are due; they must be those of the oracle on the weights of this
+        moment."""
         if not self.sparsifier.enable_mask_update:
             self.sparsifier.step()
         else:
             raw = self.raw()
-            before = {name: torch.where(self.reads.masks[name] != 0, full, 0.0) for name, full in raw.items()}
+            before = {
+                name: torch.where(self.reads.masks[name] != 0, full, 0.0)
+                for name, full in raw.items()
+            }
             self.sparsifier.step()
             self.moves += 1
-            wanted: list[Any] = [None] * dist.get_world_size()  # the oracle is slow: every table is left to one rank
+            wanted: list[Any] = [
+                None
+            ] * dist.get_world_size()  # the oracle is slow: every table is left to one rank
             dist.all_gather_object(wanted, self._wanted(before))
             self.reads.masks = {name: mask for theirs in wanted for name, mask in theirs.items()}
             for name, want in self.reads.masks.items():
                 got = self.sparsifier.full_mask(name)
-                assert torch.equal(got, want), f"{name}: {int((got != want).sum())} elements of the mask differ"
+                assert torch.equal(got, want), (
+                    f"{name}: {int((got != want).sum())} elements of the mask differ"
+                )
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -349,18 +402,23 @@ class Run:
         self.step()
 
     def check_reads(self, *, revived: bool = True, dropped: bool = False) -> None:
-        """Lookups have read removed elements, over all ranks, and every one was 0; or ``revived`` is not to be seen, or
-        whole rows were ``dropped``, which nothing reads."""
+        """Lookups have read removed elements, over all ranks, and every one was 0; or ``revived``
+        is not to be seen, or whole rows were ``dropped``, which nothing reads."""
         assert not self.faults, f"{len(self.faults)} faults: {self.faults[:5]}"
-        assert self.reads.wrong == 0, f"{self.reads.wrong} of {self.reads.removed} removed elements read were not 0"
+        assert self.reads.wrong == 0, (
+            f"{self.reads.wrong} of {self.reads.removed} removed elements read were not 0"
+        )
         assert total(self.reads.removed) > 0 or dropped
         if revived and not dropped:
             assert total(self.reads.revived) > 0, "nothing was revived, so nothing was tested"
 
     def check_given_out(self) -> None:
-        """Neither the model's state_dict nor ``get_data`` shows a removed element that is not 0. What is wrong is
-        noted for :meth:`check_reads`, so that the ranks stay together."""
-        looks = [self._check_data, self._check_state]  # the first one settles all, so they take turns
+        """Neither the model's state_dict nor ``get_data`` shows a removed element that is not 0.
+        What is wrong is noted for :meth:`check_reads`, so that the ranks stay together."""
+        looks = [
+            self._check_data,
+            self._check_state,
+        ]  # the first one settles all, so they take turns
         self.looked += 1
         for look in looks if self.looked % 2 else looks[::-1]:
             look()
@@ -368,7 +426,9 @@ class Run:
     def _check_data(self) -> None:
         for name in self.names:
             if len(self.sparsifier.local_masks(name)) == 1:
-                self._check_zero(name, self.sparsifier.local_masks(name)[0][0], self.sparsifier.get_data(name))
+                self._check_zero(
+                    name, self.sparsifier.local_masks(name)[0][0], self.sparsifier.get_data(name)
+                )
 
     def _check_state(self) -> None:
         for name, at, weight in given_out(self.model):
@@ -377,4 +437,6 @@ class Run:
     def _check_zero(self, name: str, at: tuple[int, int], weight: Tensor) -> None:
         alive = weight[cut(self.reads.masks[name], at, weight) == 0]
         if bool((alive != 0).any()):
-            self.faults.append(f"{name} at {at}: {int((alive != 0).sum())} removed elements are not 0")
+            self.faults.append(
+                f"{name} at {at}: {int((alive != 0).sum())} removed elements are not 0"
+            )

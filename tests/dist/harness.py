@@ -1,7 +1,8 @@
 """Gloo ranks on this machine: processes that are forked from one warm server, and that always end.
 
-The server imports torch and torchrec once, so that a start costs well under a second. Ranks answer over pipes; a rank
-that hangs gives its stack, and after a failure all are killed: they may be at different collectives.
+The server imports torch and torchrec once, so that a start costs well under a second. Ranks answer
+over pipes; a rank that hangs gives its stack, and after a failure all are killed: they may be at
+different collectives.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from tests import seeds
 __all__ = ["LOCAL", "Ranks", "RanksFailed", "context", "run_ranks"]
 
 LOCAL: Final = {1: 1, 2: 2, 3: 3, 4: 2}
-"""``local_world_size`` for a world of this size. TorchRec keeps its host groups for the life of a process: one each."""
+"""``local_world_size`` for a world of this size. TorchRec keeps its host groups for the life of a
+process: one each."""
 
 # Seconds. They end a hang, on the slowest machine that is busy with other things too.
 _CALL_ENDS = 300.0  # below the timeout of pytest, in pyproject.toml, which shows no stacks of ranks
 _COLLECTIVES_END = 200.0  # in the default group and in those of the library
 _GRACE = 10.0  # for the other ranks to end by themselves, after one of them failed
 
-# DMP.reshard matches its messages by hash() of strings; gloo would otherwise bind the address of the host name.
+# DMP.reshard matches its messages by hash() of strings; gloo would otherwise bind the address of
+# the host name.
 _SERVER_ENV = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
@@ -49,15 +52,19 @@ class RanksFailed(AssertionError):
 
     def __init__(self, failures: Mapping[int, str]) -> None:
         self.failures = dict(failures)
-        super().__init__("\n".join(f"---- rank {rank} ----\n{text}" for rank, text in self.failures.items()))
+        super().__init__(
+            "\n".join(f"---- rank {rank} ----\n{text}" for rank, text in self.failures.items())
+        )
 
 
 class Ranks:
-    """Processes with a gloo process group over them. They run one function at a time, all the same one.
+    """Processes with a gloo process group over them. They run one function at a time, all the same
+    one.
 
     Args:
         world: number of ranks.
-        local_world_size: ranks of one "host", for table-row-wise and grid sharding; None is ``LOCAL[world]``.
+        local_world_size: ranks of one "host", for table-row-wise and grid sharding; None is
+            ``LOCAL[world]``.
     """
 
     def __init__(self, world: int, local_world_size: int | None = None) -> None:
@@ -84,7 +91,8 @@ class Ranks:
             fn: a module-level function of an importable module. Arguments and results must pickle.
 
         Raises:
-            RanksFailed: a rank raised, died or hung. The first to fail comes first, and all ranks are gone.
+            RanksFailed: a rank raised, died or hung. The first to fail comes first, and all ranks
+                are gone.
         """
         work = pickle.dumps((seeds.current(), fn, args, kwargs))
         logged = [self._tail("log", rank)[0] for rank in range(len(self._pipes))]
@@ -110,13 +118,16 @@ class Ranks:
         self._folder.cleanup()
 
     def _collect(self, logged: list[int]) -> tuple[dict[int, Any], dict[int, str]]:
-        """Answers and failures by rank, the first failure first; the wait is short once a rank has failed."""
+        """Answers and failures by rank, the first failure first; the wait is short once a rank has
+        failed."""
         deadline = time.monotonic() + _CALL_ENDS
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(enumerate(self._pipes))
         while waiting and time.monotonic() < deadline:
-            ready = multiprocessing.connection.wait(waiting.values(), max(deadline - time.monotonic(), 0))
+            ready = multiprocessing.connection.wait(
+                waiting.values(), max(deadline - time.monotonic(), 0)
+            )
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
                     answer = pickle.loads(waiting.pop(rank).recv_bytes())
@@ -124,7 +135,9 @@ class Ranks:
                     self._processes[rank].join()
                     answer = {"error": f"died with exit code {self._processes[rank].exitcode}"}
                 if "error" in answer:
-                    failures[rank] = f"{answer['error']}\n{self._tail('log', rank, logged[rank])[1]}"
+                    failures[rank] = (
+                        f"{answer['error']}\n{self._tail('log', rank, logged[rank])[1]}"
+                    )
                     deadline = min(deadline, time.monotonic() + _GRACE)
                 else:
                     answers[rank] = answer["value"]
@@ -132,9 +145,14 @@ class Ranks:
             os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)  # faulthandler writes the stack
         if waiting:
             time.sleep(0.5)
-        why = "killed after another rank had failed" if failures else f"killed after {_CALL_ENDS:g} s"
+        why = (
+            "killed after another rank had failed" if failures else f"killed after {_CALL_ENDS:g} s"
+        )
         for rank in waiting:
-            stack, log = self._tail("stack", rank, lines=60)[1], self._tail("log", rank, logged[rank])[1]
+            stack, log = (
+                self._tail("stack", rank, lines=60)[1],
+                self._tail("log", rank, logged[rank])[1],
+            )
             failures[rank] = f"{why}; it was here:\n{stack}\n{log}"
         return answers, failures
 
@@ -145,7 +163,9 @@ class Ranks:
         return len(text), "\n".join(text[start:].decode(errors="replace").splitlines()[-lines:])
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, local_world_size: int | None = None) -> list[Any]:
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, local_world_size: int | None = None
+) -> list[Any]:
     """As :meth:`Ranks.call`, on ranks that are started for this call and then end."""
     ranks = Ranks(world, local_world_size)
     try:
@@ -210,7 +230,9 @@ def _start(folder: Path, rank: int, world: int) -> None:
 
     from dist_sparse.groups import set_timeout
 
-    warnings.filterwarnings("ignore", message="Please use DTensor instead")  # ShardedTensor, at each attribute
+    warnings.filterwarnings(
+        "ignore", message="Please use DTensor instead"
+    )  # ShardedTensor, at each attribute
     set_timeout(_COLLECTIVES_END)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=_COLLECTIVES_END)

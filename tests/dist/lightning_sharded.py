@@ -1,7 +1,7 @@
 """A LightningModule with a sharded model, and a check that it is sparse on both ranks.
 
-Lightning has no strategy for TorchRec: this one leaves the module alone, because DistributedModelParallel wraps its
-dense part in DDP itself.
+Lightning has no strategy for TorchRec: this one leaves the module alone, because
+DistributedModelParallel wraps its dense part in DDP itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Inner(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         configs = [
-            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
+            EmbeddingBagConfig(
+                name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name]
+            )
             for name, rows in TABLES.items()
         ]
         self.tables = EmbeddingBagCollection(tables=configs)
@@ -83,9 +85,13 @@ class Sharded(pl.LightningModule):
         apply_optimizer_in_backward(RowWiseAdagrad, inner.tables.parameters(), {"lr": 0.1})
         kinds = {"item": row_wise(), "user": table_wise(rank=1)}
         kinds = {"item": table_wise(rank=0), "user": row_wise()} if self.moved else kinds
-        plan = construct_module_sharding_plan(inner.tables, kinds, sharder=Sharder(), device_type="cpu")
+        plan = construct_module_sharding_plan(
+            inner.tables, kinds, sharder=Sharder(), device_type="cpu"
+        )
         whole = ShardingPlan({"tables": plan})
-        self.dmp = DistributedModelParallel(inner, device=torch.device("cpu"), plan=whole, sharders=[Sharder()])
+        self.dmp = DistributedModelParallel(
+            inner, device=torch.device("cpu"), plan=whole, sharders=[Sharder()]
+        )
 
     def configure_optimizers(self) -> Any:
         dense = dict(in_backward_optimizer_filter(self.dmp.named_parameters()))
@@ -93,9 +99,15 @@ class Sharded(pl.LightningModule):
         return CombinedOptimizer([self.dmp.fused_optimizer, sgd])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(7 * self.trainer.global_step + self.trainer.global_rank)
-        ids = {name: torch.randint(rows, (9,), generator=generator) for name, rows in TABLES.items()}
-        keyed = KeyedJaggedTensor(list(ids), torch.cat(list(ids.values())), lengths=torch.ones(18, dtype=torch.int64))
+        generator = torch.Generator().manual_seed(
+            7 * self.trainer.global_step + self.trainer.global_rank
+        )
+        ids = {
+            name: torch.randint(rows, (9,), generator=generator) for name, rows in TABLES.items()
+        }
+        keyed = KeyedJaggedTensor(
+            list(ids), torch.cat(list(ids.values())), lengths=torch.ones(18, dtype=torch.int64)
+        )
         loss: Tensor = self.dmp(keyed)
         for name, mask in self.masks.items():
             rows = self.dmp.module.read[name][mask[ids[name], 0] == 0]
@@ -104,7 +116,8 @@ class Sharded(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Before each step of the callback: what its masks will have to be. After it: whether they are."""
+    """Before each step of the callback: what its masks will have to be. After it: whether they
+    are."""
 
     def __init__(self, sparse: SparsifyCallback) -> None:
         self.sparse = sparse
@@ -118,7 +131,9 @@ class Watch(pl.Callback):
             self.moved += 1
             for name in TABLES:
                 level = training.sparsifier.data_groups[name]["sparsity_level"]
-                expected[name] = oracle_mask(whole_table(pl_module.dmp, name), level, (1, "ROW"), norm="L2")
+                expected[name] = oracle_mask(
+                    whole_table(pl_module.dmp, name), level, (1, "ROW"), norm="L2"
+                )
         SparsifyCallback.on_train_batch_end(self.sparse, trainer, pl_module, *hook)
         for name, mask in expected.items():
             assert torch.equal(training.sparsifier.full_mask(name), mask)
@@ -128,10 +143,14 @@ class Watch(pl.Callback):
 def whole_table(dmp: Any, name: str) -> Tensor:
     """The rows of a table from all ranks."""
     sharded = dmp.state_dict()[f"tables.embedding_bags.{name}.weight"]
-    mine = [(shard.metadata.shard_offsets[0], shard.tensor.clone()) for shard in sharded.local_shards()]
+    mine = [
+        (shard.metadata.shard_offsets[0], shard.tensor.clone()) for shard in sharded.local_shards()
+    ]
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
-    return torch.cat([rows for _, rows in sorted((piece for part in told for piece in part), key=lambda p: p[0])])
+    return torch.cat(
+        [rows for _, rows in sorted((piece for part in told for piece in part), key=lambda p: p[0])]
+    )
 
 
 class Silent(SparsifyCallback):
@@ -142,8 +161,8 @@ class Silent(SparsifyCallback):
 
 
 def check_sharded(folder: Path) -> None:
-    """A row-wise and a table-wise table: the oracle's masks, zeros in every forward, a warning about checkpoints, and
-    one by torch.distributed.checkpoint that goes on with other shards."""
+    """A row-wise and a table-wise table: the oracle's masks, zeros in every forward, a warning
+    about checkpoints, and one by torch.distributed.checkpoint that goes on with other shards."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -156,8 +175,13 @@ def check_sharded(folder: Path) -> None:
         fitted.fit(module, batches(24))
     assert sparse.training is not None and sparse.training.scheduler.last_epoch == 12
     assert watch.moved == 5
-    assert ["'item', 'user'] are sharded" in each for each in said] == [True] * (dist.get_rank() == 0)
-    assert {name: int((mask[:, 0] == 0).sum()) for name, mask in module.masks.items()} == {"item": 24, "user": 18}
+    assert ["'item', 'user'] are sharded" in each for each in said] == [True] * (
+        dist.get_rank() == 0
+    )
+    assert {name: int((mask[:, 0] == 0).sum()) for name, mask in module.masks.items()} == {
+        "item": 24,
+        "user": 18,
+    }
     dcp.save({"model": module.dmp.state_dict(), "sparse": sparse}, checkpoint_id=folder / "saved")
     before = sparse.training.sparsifier.audit()
     moved, callback = Sharded(moved=True), SparsifyCallback(level=0.1, end=2, norm="L2")
@@ -166,7 +190,9 @@ def check_sharded(folder: Path) -> None:
     with quiet():
         again.fit(moved, batches(6))
     assert callback.training is not None and callback.training.scheduler.last_epoch == 15
-    assert resume.loaded == before and callback.training.sparsifier.audit() == before, "the schedule had ended"
+    assert resume.loaded == before and callback.training.sparsifier.audit() == before, (
+        "the schedule had ended"
+    )
 
 
 class Resume(pl.Callback):
@@ -177,6 +203,8 @@ class Resume(pl.Callback):
         self.loaded: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        dcp.load({"model": pl_module.dmp.state_dict(), "sparse": self.sparse}, checkpoint_id=self.saved)
+        dcp.load(
+            {"model": pl_module.dmp.state_dict(), "sparse": self.sparse}, checkpoint_id=self.saved
+        )
         assert self.sparse.training is not None
         self.loaded = self.sparse.training.sparsifier.audit()

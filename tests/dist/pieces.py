@@ -1,6 +1,7 @@
 """ShardedTensors of any tiling for tests, their gathered values, and counts of what was sent.
 
-Each rank knows the whole tensor of which it makes its shards, so only :func:`gathered` communicates.
+Each rank knows the whole tensor of which it makes its shards, so only :func:`gathered`
+communicates.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
 
 from dist_sparse import BaseDataSparsifier
 from dist_sparse.groups import reset_traffic, traffic
@@ -42,24 +48,36 @@ Tiling = Sequence[Sequence[Piece]]
 """The shards of every rank."""
 
 
-def sharded(full: Tensor, tiling: Tiling, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """A ShardedTensor that holds copies of pieces of ``full``, the same 1-D or 2-D tensor on every rank."""
+def sharded(
+    full: Tensor, tiling: Tiling, process_group: dist.ProcessGroup | None = None
+) -> ShardedTensor:
+    """A ShardedTensor that holds copies of pieces of ``full``, the same 1-D or 2-D tensor on every
+    rank."""
     mine: list[Shard] = []
     known: list[ShardMetadata] = []
     for rank, pieces in enumerate(tiling):
         for row, col, rows, cols in pieces:
             offsets, sizes = ([row, col], [rows, cols]) if full.dim() == 2 else ([col], [cols])
-            metadata = ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=f"rank:{rank}/cpu")
+            metadata = ShardMetadata(
+                shard_offsets=offsets, shard_sizes=sizes, placement=f"rank:{rank}/cpu"
+            )
             known.append(metadata)
             if rank == dist.get_rank():
-                part = full[row : row + rows, col : col + cols] if full.dim() == 2 else full[col : col + cols]
+                part = (
+                    full[row : row + rows, col : col + cols]
+                    if full.dim() == 2
+                    else full[col : col + cols]
+                )
                 mine.append(Shard(part.clone(memory_format=torch.contiguous_format), metadata))
     metadata = ShardedTensorMetadata(known, full.shape, TensorProperties(dtype=full.dtype))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata, process_group=process_group)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        mine, metadata, process_group=process_group
+    )
 
 
 def move(tensor: ShardedTensor, full: Tensor, tiling: Tiling) -> None:
-    """Reshards in place, as DMP.reshard does for tables: the same object holds other pieces, of ``full``."""
+    """Reshards in place, as DMP.reshard does for tables: the same object holds other pieces, of
+    ``full``."""
     other = sharded(full, tiling, tensor._process_group)
     tensor._local_shards, tensor._metadata = other._local_shards, other._metadata
 
@@ -76,13 +94,18 @@ def by_cols(rows: int, cols: int, *ends: int) -> list[list[Piece]]:
 
 
 def local_tensors(tensor: Any) -> list[tuple[tuple[int, int], Tensor]]:
-    """This rank's pieces of a ShardedTensor or DTensor as matrices: ((row, column), live tensor), in its own order."""
+    """This rank's pieces of a ShardedTensor or DTensor as matrices: ((row, column), live tensor),
+    in its own order."""
     if isinstance(tensor, ShardedTensor):
-        pieces = [(list(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+        pieces = [
+            (list(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()
+        ]
     else:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        _, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
         pieces = [(list(offsets), tensor.to_local())]
     if tensor.dim() == 1:
         return [((0, offsets[0]), local.view(1, -1)) for offsets, local in pieces]
@@ -113,7 +136,8 @@ def write(tensor: Any, full: Tensor) -> None:
 
 @dataclass
 class Sent:
-    """What went through torch.distributed: the name and bytes of each collective, and what the library says of it."""
+    """What went through torch.distributed: the name and bytes of each collective, and what the
+    library says of it."""
 
     calls: list[tuple[str, int]] = field(default_factory=list)
     counted: int = 0
@@ -128,7 +152,14 @@ _SENDS = {"all_reduce": 0, "all_gather": 1, "all_to_all_single": 1, "broadcast":
 """Collectives that the library uses, and which argument is sent."""
 
 _OTHERS = (
-    *("all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier", "broadcast_object_list", "gather"),
+    *(
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_to_all",
+        "barrier",
+        "broadcast_object_list",
+        "gather",
+    ),
     *("gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce", "reduce_scatter"),
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
 )
@@ -136,7 +167,8 @@ _OTHERS = (
 
 @contextmanager
 def watched() -> Iterator[Sent]:
-    """Counts the collectives that this rank takes part in, beside the library's own count, which it starts again."""
+    """Counts the collectives that this rank takes part in, beside the library's own count, which it
+    starts again."""
     sent = Sent()
 
     def spy(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +180,9 @@ def watched() -> Iterator[Sent]:
         return call
 
     reset_traffic()
-    with mock.patch.multiple(dist, **{name: spy(name, getattr(dist, name)) for name in (*_SENDS, *_OTHERS)}):
+    with mock.patch.multiple(
+        dist, **{name: spy(name, getattr(dist, name)) for name in (*_SENDS, *_OTHERS)}
+    ):
         yield sent
     sent.counted, sent.counted_bytes = traffic().collectives, traffic().bytes
 
@@ -156,9 +190,13 @@ def watched() -> Iterator[Sent]:
 def snapshot(sparsifier: BaseDataSparsifier, tensors: Mapping[str, Any]) -> Any:
     """This rank's masks, weights and configs, to be compared bit for bit. Sends nothing."""
     masks = {
-        name: [(at, mask.tolist()) for at, mask in sparsifier.local_masks(name)] for name in sparsifier.data_groups
+        name: [(at, mask.tolist()) for at, mask in sparsifier.local_masks(name)]
+        for name in sparsifier.data_groups
     }
-    weights = {name: [_bits(local) for _, local in local_tensors(tensor)] for name, tensor in tensors.items()}
+    weights = {
+        name: [_bits(local) for _, local in local_tensors(tensor)]
+        for name, tensor in tensors.items()
+    }
     return masks, weights, repr(sparsifier.data_groups), repr(sparsifier.defaults)
 
 

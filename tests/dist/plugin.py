@@ -12,19 +12,24 @@
     @pytest.mark.parametrize("block", ["rows", "small"])
     def test_masks(world: int, block: str, tmp_path: Path) -> None: ...
 
-The function runs on all ranks at the same time; pytest reports once. Ranks start with the first test of a module that
-needs a world of that size, run all its tests of that world, one after the other, and end with the module. A failure
-ends them (they may be at different collectives), and the next test gets new ones. So tests share what a module or a
-library keeps in a process, as they do without ranks. Each draws from its own name, as tests without ranks do: the same
-on every rank.
+The function runs on all ranks at the same time; pytest reports once. Ranks start with the first
+test of a module that needs a world of that size, run all its tests of that world, one after the
+other, and end with the module. A failure ends them (they may be at different collectives), and the
+next test gets new ones. So tests share what a module or a library keeps in a process, as they do
+without ranks. Each draws from its own name, as tests without ranks do: the same on every rank.
 
-- ``@on_ranks(1, 2, 4)`` runs the test once for each world; ``world`` may be one of its arguments, and need not be.
-- ``@on_ranks()`` takes the world from the test's own ``@pytest.mark.parametrize(("world", ...), ...)``.
-- ``local_world_size=`` sets the ranks of a "host"; by default a world of 4 is two hosts of 2 ranks (``harness.LOCAL``).
-- Parameters and fixtures are made by pytest and sent to the ranks, so they must pickle: a ``tmp_path`` is one folder
-  for all ranks, and functions and classes must be those of a module. For other things pass a name, and look it up.
+- ``@on_ranks(1, 2, 4)`` runs the test once for each world; ``world`` may be one of its arguments,
+  and need not be.
+- ``@on_ranks()`` takes the world from the test's own
+  ``@pytest.mark.parametrize(("world", ...), ...)``.
+- ``local_world_size=`` sets the ranks of a "host"; by default a world of 4 is two hosts of 2 ranks
+  (``harness.LOCAL``).
+- Parameters and fixtures are made by pytest and sent to the ranks, so they must pickle: a
+  ``tmp_path`` is one folder for all ranks, and functions and classes must be those of a module. For
+  other things pass a name, and look it up.
 
-Run one case with ``pytest tests/dist/test_x.py -k "case and 4"``; leave all of them out with ``-m "not dist"``.
+Run one case with ``pytest tests/dist/test_x.py -k "case and 4"``; leave all of them out with
+``-m "not dist"``.
 """
 
 from __future__ import annotations
@@ -49,18 +54,26 @@ def on_ranks(*worlds: int, local_world_size: int | None = None) -> Callable[[Tes
     """Run a test function on so many ranks at a time; see the module's docstring."""
 
     def mark(test: Test) -> Test:
-        return pytest.mark.dist(pytest.mark.on_ranks(*worlds, local_world_size=local_world_size)(test))
+        return pytest.mark.dist(
+            pytest.mark.on_ranks(*worlds, local_world_size=local_world_size)(test)
+        )
 
     return mark
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "on_ranks(*worlds): runs on gloo ranks; see tests/dist/plugin.py")
+    config.addinivalue_line(
+        "markers", "on_ranks(*worlds): runs on gloo ranks; see tests/dist/plugin.py"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("on_ranks")
-    if marker is None or not marker.args or (len(marker.args) == 1 and "world" not in metafunc.fixturenames):
+    if (
+        marker is None
+        or not marker.args
+        or (len(marker.args) == 1 and "world" not in metafunc.fixturenames)
+    ):
         return
     if "world" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world")
@@ -91,7 +104,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
     """End the ranks of a module after its last test."""
     try:
         return (yield)

@@ -1,7 +1,7 @@
 """Frame for tests of bad input: refused on every rank, within seconds, with nothing changed.
 
-It checks that every rank raises the words of a case, that masks, weights and configs are the same bit for bit, and that
-a good step works once the fault is fixed.
+It checks that every rank raises the words of a case, that masks, weights and configs are the same
+bit for bit, and that a good step works once the fault is fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from dist_sparse import BaseDataSparsifier, DataNormSparsifier
-from tests.dist.pieces import Tiling, by_cols, by_rows, gathered, local_tensors, sharded, snapshot, write
+from tests.dist.pieces import (
+    Tiling,
+    by_cols,
+    by_rows,
+    gathered,
+    local_tensors,
+    sharded,
+    snapshot,
+    write,
+)
 from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
 
@@ -120,7 +129,8 @@ class Scene:
             for name, whole in full.items():
                 config = self.sparsifier.data_groups[name]
                 level, block, zeros = (
-                    config[key] for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block")
+                    config[key]
+                    for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block")
                 )
                 want = oracle_mask(whole, level, block, zeros, self.sparsifier.norm)
                 assert torch.equal(self.sparsifier.full_mask(name), want), name
@@ -128,7 +138,9 @@ class Scene:
 
 def replica() -> DTensor:
     """A table of which ranks 0 and 1 hold a copy each."""
-    return distribute_tensor(weights(3), DeviceMesh("cpu", [0, 1]), [Replicate()], src_data_rank=None)
+    return distribute_tensor(
+        weights(3), DeviceMesh("cpu", [0, 1]), [Replicate()], src_data_rank=None
+    )
 
 
 def on_each_bad_rank(test: Test) -> Test:

@@ -1,4 +1,5 @@
-"""Every argument of sparsify() is agreed at the call: a rank that differs is named before anything is attached. (C6)"""
+"""Every argument of sparsify() is agreed at the call: a rank that differs is named before anything
+is attached. (C6)"""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         ("begin", 1, "begin is 1 on rank 1 and 0 on rank 0"),
         ("every", 3, "every is 3 on rank 1 and 2 on rank 0"),
         ("block", "1x4", "block is .*1, 4.* on rank 1 and .*ROW.* on rank 0"),
-        ("schedule", "linear", "schedule is LinearDataScheduler on rank 1 and CubicDataScheduler on rank 0"),
+        (
+            "schedule",
+            "linear",
+            "schedule is LinearDataScheduler on rank 1 and CubicDataScheduler on rank 0",
+        ),
         ("schedule", CosineDataScheduler, "schedule is CosineDataScheduler on rank 1"),
         ("min_rows", 35, "min_rows is 35 on rank 1 and 4 on rank 0"),
         ("protect", "item", "protect is .*item.* on rank 1"),
@@ -54,7 +59,9 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_an_argument_of_one_rank(key: str, value: Any, says: str) -> None:
     model, optimizer = model_and_optimizer()
     before = [weight.clone() for weight in model.parameters()]
-    message = raised_by(lambda: sparsify(model, optimizer, **(PLAN | ({key: value} if is_bad(1) else {}))))
+    message = raised_by(
+        lambda: sparsify(model, optimizer, **(PLAN | ({key: value} if is_bad(1) else {})))
+    )
     with pytest.raises(ValueError, match=says):
         raise ValueError(message)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
@@ -68,7 +75,9 @@ def test_an_argument_of_one_rank(key: str, value: Any, says: str) -> None:
 def test_a_budget_of_one_rank() -> None:
     model, optimizer = model_and_optimizer()
     budget = {"budget": "30%" if is_bad(1) else "40%", "end": 6, "min_rows": 4}
-    assert "budget is 0.3 on rank 1 and 0.4 on rank 0" in raised_by(lambda: sparsify(model, optimizer, **budget))
+    assert "budget is 0.3 on rank 1 and 0.4 on rank 0" in raised_by(
+        lambda: sparsify(model, optimizer, **budget)
+    )
 
 
 @on_ranks(2)

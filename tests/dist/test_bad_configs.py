@@ -1,7 +1,8 @@
-"""Configs, names and shapes that differ are refused on every rank. One rank is bad, each in turn. (C6, C7)
+"""Configs, names and shapes that differ are refused on every rank. One rank is bad, each in turn.
+(C6, C7)
 
-Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of the error; refusals.py
-checks the rest.
+Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of
+the error; refusals.py checks the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def other_config(bad: int, key: str, value: Any) -> None:
     def fix() -> None:
         scene.sparsifier.data_groups["a"][key] = good
 
-    message = scene.refused("config of table 'a'", "rank 0", "rank 1", re.escape(str(value).strip("(),")[:3]), fix=fix)
+    message = scene.refused(
+        "config of table 'a'", "rank 0", "rank 1", re.escape(str(value).strip("(),")[:3]), fix=fix
+    )
     assert "table 'b'" not in message
 
 
@@ -71,7 +74,12 @@ def test_unknown_level(bad: int) -> None:
     def fix() -> None:
         scene.sparsifier.data_groups["a"]["sparsity_level"] = 0.5
 
-    scene.refused(f"rank {bad}: ValueError", "sparsity_level='half' of 'a'", "must be a finite number", fix=fix)
+    scene.refused(
+        f"rank {bad}: ValueError",
+        "sparsity_level='half' of 'a'",
+        "must be a finite number",
+        fix=fix,
+    )
 
 
 @on_each_bad_rank
@@ -88,9 +96,13 @@ def test_other_norm(bad: int) -> None:
 
 @on_each_bad_rank
 def test_other_names(bad: int) -> None:
-    """The bad rank gives a table another name. Names can't be fixed afterwards: the good step has new sparsifiers."""
+    """The bad rank gives a table another name. Names can't be fixed afterwards: the good step has
+    new sparsifiers."""
     sparsifier = DataNormSparsifier()
-    tensors = {"a": sharded(weights(0), ROWWISE), "typo" if is_bad(bad) else "b": sharded(weights(1), ROWWISE)}
+    tensors = {
+        "a": sharded(weights(0), ROWWISE),
+        "typo" if is_bad(bad) else "b": sharded(weights(1), ROWWISE),
+    }
     for name, tensor in tensors.items():
         sparsifier.add_data(name, tensor)
     before = snapshot(sparsifier, tensors)
@@ -103,7 +115,9 @@ def test_other_names(bad: int) -> None:
 @on_each_bad_rank
 def test_more_names(bad: int) -> None:
     sparsifier = DataNormSparsifier()
-    tensors = {"a": sharded(weights(0), ROWWISE)} | ({"b": sharded(weights(1), ROWWISE)} if is_bad(bad) else {})
+    tensors = {"a": sharded(weights(0), ROWWISE)} | (
+        {"b": sharded(weights(1), ROWWISE)} if is_bad(bad) else {}
+    )
     for name, tensor in tensors.items():
         sparsifier.add_data(name, tensor)
     before = snapshot(sparsifier, tensors)
@@ -140,7 +154,9 @@ def test_other_shape(bad: int) -> None:
     sparsifier.add_data("a", tensors["a"])
     before = snapshot(sparsifier, tensors)
     message = raised_by(sparsifier.step)
-    assert "shape of table 'a'" in message and str(ROWS + 1) in message and "rank 1" in message, message
+    assert "shape of table 'a'" in message and str(ROWS + 1) in message and "rank 1" in message, (
+        message
+    )
     assert snapshot(sparsifier, tensors) == before
 
 
@@ -164,4 +180,6 @@ def test_zeros_over_a_column_border(bad: int) -> None:
     def fix() -> None:
         scene.sparsifier.data_groups["a"]["sparse_block_shape"] = (2, 1)
 
-    scene.refused("Table 'a'", "zeros_per_block=1", r"column border.* \[5\]", r"fit: \[1\]", fix=fix)
+    scene.refused(
+        "Table 'a'", "zeros_per_block=1", r"column border.* \[5\]", r"fit: \[1\]", fix=fix
+    )

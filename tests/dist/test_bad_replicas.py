@@ -1,7 +1,7 @@
 """Replicas that have drifted are refused on every rank. One rank is bad, each in turn. (C6, C7)
 
-Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of the error; refusals.py
-checks the rest.
+Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of
+the error; refusals.py checks the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from tests.dist.cells import build, cells
 from tests.dist.cells import gathered as gathered_model
 from tests.dist.pieces import by_rows, local_tensors, sharded, snapshot, write
 from tests.dist.plugin import on_ranks
-from tests.dist.refusals import COLS, ROWS, Scene, is_bad, on_each_bad_rank, raised_by, replica, weights
+from tests.dist.refusals import (
+    COLS,
+    ROWS,
+    Scene,
+    is_bad,
+    on_each_bad_rank,
+    raised_by,
+    replica,
+    weights,
+)
 from tests.oracle import oracle_mask
 
 
@@ -34,7 +43,9 @@ def test_drifted(bad: int) -> None:
     if is_bad(bad):
         kept = local[5].nonzero()[0]
         local[5, kept] = torch.nextafter(local[5, kept], torch.tensor(9.0))
-    message = scene.refused(r"drifted", r"twin rows \[0, 9\).*on ranks \[1\]", "broadcast weights", fix=lambda: None)
+    message = scene.refused(
+        r"drifted", r"twin rows \[0, 9\).*on ranks \[1\]", "broadcast weights", fix=lambda: None
+    )
     assert "a rows" not in message and "b rows" not in message
 
 
@@ -59,11 +70,18 @@ def test_drifted_table(bad: int) -> None:
     table = sparsifier.get_data("item")
     if is_bad(bad):
         table[7, 3] += 1
-    before = {name: (sparsifier.get_data(name).clone(), sparsifier.get_mask(name)) for name in sparsifier.data_groups}
+    before = {
+        name: (sparsifier.get_data(name).clone(), sparsifier.get_mask(name))
+        for name in sparsifier.data_groups
+    }
     message = raised_by(sparsifier.step)
-    assert re.search(r"drifted.*item rows.*on ranks \[1\]", message) and "user rows" not in message, message
+    assert (
+        re.search(r"drifted.*item rows.*on ranks \[1\]", message) and "user rows" not in message
+    ), message
     for name, (weight, mask) in before.items():
-        assert torch.equal(sparsifier.get_data(name), weight) and torch.equal(sparsifier.get_mask(name), mask)
+        assert torch.equal(sparsifier.get_data(name), weight) and torch.equal(
+            sparsifier.get_mask(name), mask
+        )
     good = [None, None]
     dist.all_gather_object(good, before["item"][0])
     table.copy_(good[0])  # as the message says
@@ -88,7 +106,9 @@ def test_drifted_dense(bad: int) -> None:
         net.module[0].bias.data[2] = 3.0
         net.module[1].weight.data[0, 0] = 3.0
     message = raised_by(sparsifier.step)
-    assert re.search(r"0/bias rows .*on ranks \[1\]", message) and "1/weight rows" in message, message
+    assert re.search(r"0/bias rows .*on ranks \[1\]", message) and "1/weight rows" in message, (
+        message
+    )
     assert "0/weight rows" not in message
 
 
@@ -101,13 +121,17 @@ def test_not_finite_replica(bad: int) -> None:
     scene.refused(f"rank {bad}: ValueError: Table 'twin'", "finite", fix=lambda: None)
 
 
-# -- groups of ranks that overlap --------------------------------------------------------------------------------------
+# -- groups of ranks that overlap
+# --------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("bad", "table"), [(0, "pair"), (1, "pair"), (0, "all"), (3, "all"), (1, "drifted pair")])
+@pytest.mark.parametrize(
+    ("bad", "table"), [(0, "pair"), (1, "pair"), (0, "all"), (3, "all"), (1, "drifted pair")]
+)
 def test_all_ranks_of_overlapping_groups_raise(bad: int, table: str) -> None:
-    """Table ``pair`` is on ranks 0 and 1, ``all`` on four. An error in either is raised on all four."""
+    """Table ``pair`` is on ranks 0 and 1, ``all`` on four. An error in either is raised on all
+    four."""
     sparsifier = DataNormSparsifier()
     tensors: dict[str, Any] = {"all": sharded(weights(0), by_rows(ROWS, COLS, 2, 4, 7))}
     mesh = DeviceMesh("cpu", [0, 1])
@@ -117,14 +141,22 @@ def test_all_ranks_of_overlapping_groups_raise(bad: int, table: str) -> None:
         sparsifier.add_data(name, tensor)
     sparsifier.step()
     if is_bad(bad):
-        local_tensors(tensors[table.removeprefix("drifted ")])[0][1][0, 1] = 7.0 if "drifted" in table else torch.nan
+        local_tensors(tensors[table.removeprefix("drifted ")])[0][1][0, 1] = (
+            7.0 if "drifted" in table else torch.nan
+        )
     before = snapshot(sparsifier, tensors)
     message = raised_by(sparsifier.step)
-    assert ("drifted" in message) if "drifted" in table else (f"rank {bad}: ValueError: Table '{table}'" in message)
+    assert (
+        ("drifted" in message)
+        if "drifted" in table
+        else (f"rank {bad}: ValueError: Table '{table}'" in message)
+    )
     assert snapshot(sparsifier, tensors) == before
     for name, tensor in tensors.items():
         write(tensor, weights(ord(name[0])))
     sparsifier.step()
     for name in tensors:
-        assert torch.equal(sparsifier.full_mask(name), oracle_mask(weights(ord(name[0])), 0.5)), name
+        assert torch.equal(sparsifier.full_mask(name), oracle_mask(weights(ord(name[0])), 0.5)), (
+            name
+        )
     sparsifier.audit()

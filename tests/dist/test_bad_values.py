@@ -1,7 +1,8 @@
-"""Weights and scores that are not finite are refused on every rank. One rank is bad, each in turn. (C6, C7)
+"""Weights and scores that are not finite are refused on every rank. One rank is bad, each in turn.
+(C6, C7)
 
-Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of the error; refusals.py
-checks the rest.
+Each case starts from a good sparsifier, spoils something on the bad rank, and names the words of
+the error; refusals.py checks the rest.
 """
 
 from __future__ import annotations
@@ -13,16 +14,32 @@ from torch import Tensor, nn
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
 from tests.dist.pieces import gathered, sharded, snapshot
-from tests.dist.refusals import COLS, COLWISE, ROWS, ROWWISE, Scene, is_bad, on_each_bad_rank, raised_by, weights
+from tests.dist.refusals import (
+    COLS,
+    COLWISE,
+    ROWS,
+    ROWWISE,
+    Scene,
+    is_bad,
+    on_each_bad_rank,
+    raised_by,
+    weights,
+)
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+# -- weights
+# -----------------------------------------------------------------------------------------------------------
 
 
 def not_finite(bad: int, value: float, row: int, col: int, scene: Scene) -> None:
     """``(row, col)`` is on rank 0; its mirror, counted from the last row and column, on rank 1."""
     row, col = (row, col) if bad == 0 else (ROWS - 1 - row, COLS - 1 - col)
     scene.put("a", row, col, value)
-    scene.refused(f"rank {bad}: ValueError: Table 'a'", "row [0-9]+, column [0-9]+", "must be finite", fix=lambda: None)
+    scene.refused(
+        f"rank {bad}: ValueError: Table 'a'",
+        "row [0-9]+, column [0-9]+",
+        "must be finite",
+        fix=lambda: None,
+    )
 
 
 @on_each_bad_rank
@@ -58,13 +75,17 @@ def test_nan_column_wise(bad: int) -> None:
 
 @on_each_bad_rank
 def test_nan_in_a_slab(bad: int) -> None:
-    """In a block cut by a row border, of which only some elements are pruned: element scores cross ranks."""
-    not_finite(bad, torch.nan, 3, 1, Scene(ROWWISE, {"sparse_block_shape": (6, 4), "zeros_per_block": 5}))
+    """In a block cut by a row border, of which only some elements are pruned: element scores cross
+    ranks."""
+    not_finite(
+        bad, torch.nan, 3, 1, Scene(ROWWISE, {"sparse_block_shape": (6, 4), "zeros_per_block": 5})
+    )
 
 
 @on_each_bad_rank
 def test_overflow_of_the_whole(bad: int) -> None:
-    """Each part of a cut row fits float32, their sum does not. No rank is at fault, so none is named."""
+    """Each part of a cut row fits float32, their sum does not. No rank is at fault, so none is
+    named."""
     scene = Scene(COLWISE, {"sparse_block_shape": (1, ROW), "norm": "L2"})
     for col in (1, COLS - 2):
         scene.put("a", 4, col, (2.5e38 * COLS) ** 0.5)
@@ -124,7 +145,8 @@ def test_nan_in_a_local_table(bad: int) -> None:
     sparsifier.step()
 
 
-# -- what users write --------------------------------------------------------------------------------------------------
+# -- what users write
+# --------------------------------------------------------------------------------------------------
 
 
 class Moody(BaseDataSparsifier):

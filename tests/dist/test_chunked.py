@@ -1,4 +1,5 @@
-"""Masks saved by torch.distributed.checkpoint load on any other world and sharding, bit for bit. (C8)"""
+"""Masks saved by torch.distributed.checkpoint load on any other world and sharding, bit for bit.
+(C8)"""
 
 from __future__ import annotations
 
@@ -33,8 +34,23 @@ from tests.dist.enforcing import loss_of, optimizer_of
 from tests.dist.harness import run_ranks
 from tests.dist.plugin import on_ranks
 
-TYPES = ("table_wise", "row_wise", "column_wise", "two_shards", "data_parallel", "table_row_wise", "mixed")
-BLOCKS = {"user": (1, ROW), "item": (1, 4), "tiny": (COL, 1), "word": (3, 5), "wide": (2, 5), "flat": (1, 16)}
+TYPES = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "two_shards",
+    "data_parallel",
+    "table_row_wise",
+    "mixed",
+)
+BLOCKS = {
+    "user": (1, ROW),
+    "item": (1, 4),
+    "tiny": (COL, 1),
+    "word": (3, 5),
+    "wide": (2, 5),
+    "flat": (1, 16),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(model: nn.Module, level: float) -> DataNormSparsifier:
     sparsifier = DataNormSparsifier(None, level, norm="L2")
     tables = {data.name for data in model_source(model).locate()}
-    config = {name: {"sparse_block_shape": block} for name, block in BLOCKS.items() if name in tables}
+    config = {
+        name: {"sparse_block_shape": block} for name, block in BLOCKS.items() if name in tables
+    }
     sparsifier.add_model(model, config=config)
     return sparsifier
 
@@ -58,7 +76,9 @@ def save_all(world: int, folder: Path) -> None:
     """Save on every sharding, half of them in the background."""
     for i, name in enumerate(TYPES):
         sparsifier = made(build(cells(world)[name]), 0.6)
-        scheduler = LinearDataScheduler(sparsifier, final={"user": 0.6, "w*": 0.7}, initial=0.6, end=9)
+        scheduler = LinearDataScheduler(
+            sparsifier, final={"user": 0.6, "w*": 0.7}, initial=0.6, end=9
+        )
         sparsifier.step()
         target: Any = {"checkpoint_id": folder / f"{world}-{name}"}
         if i % 2:
@@ -74,7 +94,8 @@ def save_all(world: int, folder: Path) -> None:
 
 @on_ranks(1, 2, 4)
 def test_load(world: int, folder: Path) -> None:
-    """Every sharding of this world reads every world's, each pair of shardings on one pair of worlds."""
+    """Every sharding of this world reads every world's, each pair of shardings on one pair of
+    worlds."""
     worlds = (1, 2, 4)
     for i, name in enumerate(TYPES):
         target = made(build(cells(world)[name]), 0.1)
@@ -93,7 +114,8 @@ def test_load(world: int, folder: Path) -> None:
 
 @on_ranks(4, 2)
 def test_grids(world: int, folder: Path) -> None:
-    """Of blocks that the borders of a grid cut, on four ranks and then on two, by rows and in whole tables."""
+    """Of blocks that the borders of a grid cut, on four ranks and then on two, by rows and in whole
+    tables."""
     first = cells(4)["grid_shard"]
     plan = {"wide": row_wise(), "flat": table_wise(rank=1)}
     sparsifier = made(build(first if world == 4 else replace(first, world=2, plan=plan)), 0.3)
@@ -106,7 +128,8 @@ def test_grids(world: int, folder: Path) -> None:
         assert sparsifier.audit() == torch.load(folder / "grid.pt")
 
 
-# -- what is refused, on every rank ------------------------------------------------------------------------------------
+# -- what is refused, on every rank
+# ------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -129,17 +152,34 @@ def test_refused(tmp_path: Path) -> None:
         assert re.search(match, str(raised.value)), raised.value
         assert target.audit() == before
 
-    refused(sparsifier, "Missing key in checkpoint state_dict: sparse.sharded", checkpoint_id=tmp_path / "dense")
+    refused(
+        sparsifier,
+        "Missing key in checkpoint state_dict: sparse.sharded",
+        checkpoint_id=tmp_path / "dense",
+    )
     refused(sparsifier, "Missing key.*sparse.sharded.masks", checkpoint_id=tmp_path / "lone")
     partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    refused(sparsifier, "no masks of the registered tables", checkpoint_id=tmp_path / "lone", planner=partial)
-    refused(lone, r"masks of tables \['user', 'tiny', 'word'\] that are not", checkpoint_id=tmp_path / "whole")
+    refused(
+        sparsifier,
+        "no masks of the registered tables",
+        checkpoint_id=tmp_path / "lone",
+        planner=partial,
+    )
+    refused(
+        lone,
+        r"masks of tables \['user', 'tiny', 'word'\] that are not",
+        checkpoint_id=tmp_path / "whole",
+    )
     wider = DataNormSparsifier(None, 0.5, (1, 5))
     wider.add_model(model, include="item")
     refused(wider, "saved by blocks.*registered by", checkpoint_id=tmp_path / "lone")
-    refused(sparsifier, "'item': the masks remove .* blocks over all ranks, but", storage_reader=hole)
+    refused(
+        sparsifier, "'item': the masks remove .* blocks over all ranks, but", storage_reader=hole
+    )
     before = sparsifier.audit()
-    dcp.load({"sparse": sparsifier}, checkpoint_id=tmp_path / "dense", planner=partial)  # DCP's flag for dense ones
+    dcp.load(
+        {"sparse": sparsifier}, checkpoint_id=tmp_path / "dense", planner=partial
+    )  # DCP's flag for dense ones
     assert sparsifier.audit() == before
 
 
@@ -156,7 +196,8 @@ class Holes(dcp.FileSystemReader):
         return metadata
 
 
-# -- what else is saved ------------------------------------------------------------------------------------------------
+# -- what else is saved
+# ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -169,16 +210,32 @@ def test_counts_and_schedules(tmp_path: Path) -> None:
     saved = {"sparse": sparse, "model": model.state_dict()}
     dcp.save(saved, checkpoint_id=tmp_path)
     sizes = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    masks = {key.rpartition(".")[2]: tuple(value.size) for key, value in sizes.items() if ".masks." in key}
+    masks = {
+        key.rpartition(".")[2]: tuple(value.size)
+        for key, value in sizes.items()
+        if ".masks." in key
+    }
     assert masks == {"user": (37, 1), "item": (10, 1), "tiny": (3, 1), "word": (29, 1)}, (
         "a row has up to 8 blocks: a byte"
     )
-    before = [sparse.sparsifier.audit(), sparse.scheduler.state_dict(), counts(sparse), gathered(model)]
+    before = [
+        sparse.sparsifier.audit(),
+        sparse.scheduler.state_dict(),
+        counts(sparse),
+        gathered(model),
+    ]
     for name in ("column_wise", "two_shards", "table_wise"):
         other, resumed = training(every[name], level={"*": 0.3}, end=50)
         dcp.load({"sparse": resumed, "model": other.state_dict()}, checkpoint_id=tmp_path)
-        now = [resumed.sparsifier.audit(), resumed.scheduler.state_dict(), counts(resumed), gathered(other)]
-        assert now[:2] == before[:2] and all(same(*pair) for pair in zip(now[2:], before[2:], strict=True)), name
+        now = [
+            resumed.sparsifier.audit(),
+            resumed.scheduler.state_dict(),
+            counts(resumed),
+            gathered(other),
+        ]
+        assert now[:2] == before[:2] and all(
+            same(*pair) for pair in zip(now[2:], before[2:], strict=True)
+        ), name
         resumed.detach()
     sparse.detach()
 
@@ -205,19 +262,24 @@ def counts(sparse: SparseTraining) -> dict[str, Tensor]:
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    found = {name: torch.zeros(data.shape[0], dtype=torch.int32) for name, data in store.locate().items()}
+    found = {
+        name: torch.zeros(data.shape[0], dtype=torch.int32) for name, data in store.locate().items()
+    }
     for name, row, count in (piece for pieces in everyone for piece in pieces):
         found[name][row : row + len(count)] = count
     return found
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) and bool(one[name].any()) for name in {*one, *other})
+    return all(
+        torch.equal(one[name], other[name]) and bool(one[name].any()) for name in {*one, *other}
+    )
 
 
 @on_ranks(4, local_world_size=2)
 def test_copies(tmp_path: Path) -> None:
-    """2-D parallelism, saved after ``sync()``: the first copy's masks and weights, on any sharding."""
+    """2-D parallelism, saved after ``sync()``: the first copy's masks and weights, on any
+    sharding."""
     cell = copied_cells()["mixed"]
     model = build_copies(cell)
     sparsifier = made(model, 0.6)
@@ -232,16 +294,22 @@ def test_copies(tmp_path: Path) -> None:
             loaded = made(other, 0.1)
             dcp.load({"sparse": loaded, "model": other.state_dict()}, checkpoint_id=tmp_path)
             assert loaded.audit() == sparsifier.audit()
-            assert same(first_copy(other) if isinstance(other, type(model)) else gathered(other), first_copy(model))
+            assert same(
+                first_copy(other) if isinstance(other, type(model)) else gathered(other),
+                first_copy(model),
+            )
 
 
 @on_ranks(2)
 def test_compact_models(tmp_path: Path) -> None:
-    """The masks before compact() make a model that the checkpoint after it fits; another model is refused."""
+    """The masks before compact() make a model that the checkpoint after it fits; another model is
+    refused."""
 
     def built(name: str, seed: int) -> tuple[Cell, nn.Module, DataNormSparsifier]:
         cell = cells(2)[name]
-        cell = replace(cell, tables=tuple(replace(table, rows=max(table.rows, 8)) for table in cell.tables))
+        cell = replace(
+            cell, tables=tuple(replace(table, rows=max(table.rows, 8)) for table in cell.tables)
+        )
         model = build(cell)
         set_weights(model, weights(cell, seed=seed))
         sparsifier = DataNormSparsifier(None, 0.5, (1, ROW), norm="L2")

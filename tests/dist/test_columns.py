@@ -1,4 +1,5 @@
-"""Whole columns, ``(COL, n)``: blocks that every row border cuts, on every sharding and world. (C1-C3, C5)"""
+"""Whole columns, ``(COL, n)``: blocks that every row border cuts, on every sharding and world.
+(C1-C3, C5)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ BLOCKS: tuple[tuple[Any, int], ...] = ((COL, 1), (COL, 3))
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
+)
 def test_masks_equal_the_oracle(world: int, name: str) -> None:
     cell = cells(world)[name]
     model = build(cell)
@@ -42,8 +45,12 @@ def test_masks_equal_the_oracle(world: int, name: str) -> None:
             after = gathered(model)
             for table, full in weights.items():
                 want = oracle_mask(full, level, block, None, norm)
-                assert torch.equal(sparsifier.full_mask(table), want), f"{table}, {block=}, {level=}"
-                assert torch.equal(after[table], torch.where(want != 0, full, torch.zeros_like(full)))
+                assert torch.equal(sparsifier.full_mask(table), want), (
+                    f"{table}, {block=}, {level=}"
+                )
+                assert torch.equal(
+                    after[table], torch.where(want != 0, full, torch.zeros_like(full))
+                )
         alone = DataNormSparsifier(list(weights.items()), 1.0, block, None, norm)  # type: ignore[arg-type]
         alone.step()
         assert sparsifier.audit() == {table: alone.fingerprint()[table] for table in names}
@@ -52,22 +59,28 @@ def test_masks_equal_the_oracle(world: int, name: str) -> None:
 
 @on_ranks(4)
 def test_a_mask_update_sends_no_elements() -> None:
-    """One float64 of each column and shard, unlike the elements of other blocks that a row border cuts."""
+    """One float64 of each column and shard, unlike the elements of other blocks that a row border
+    cuts."""
     sent = []
     for rows in (100, 30_000):
-        model = build(Cell("rows", 4, {"user": row_wise()}, (TableSpec("user", rows, 8, ("user_id",)),)))
+        model = build(
+            Cell("rows", 4, {"user": row_wise()}, (TableSpec("user", rows, 8, ("user_id",)),))
+        )
         sparsifier = DataNormSparsifier(sparse_block_shape="col")
         sparsifier.add_model(model)
         reset_traffic()
         sparsifier.step()
         assert traffic().collectives <= 10
         sent.append(traffic().bytes)
-    assert max(sent) < 30_000 * 8 / 4, sent  # histograms; the elements of a rank's rows take 8 bytes each
+    assert max(sent) < 30_000 * 8 / 4, (
+        sent
+    )  # histograms; the elements of a rank's rows take 8 bytes each
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("row_wise", 0), ("mixed", 1), ("ec_column_wise", 0), ("data_parallel", 1)]
+    ("name", "optimizer"),
+    [("row_wise", 0), ("mixed", 1), ("ec_column_wise", 0), ("data_parallel", 1)],
 )
 def test_removed_columns_stay_zero_while_training(name: str, optimizer: int) -> None:
     cell = trained_cells(2)[name]

@@ -1,4 +1,5 @@
-"""Masks are the same in all copies of a 2-D parallel model; removed weights are zero, averaged or not."""
+"""Masks are the same in all copies of a 2-D parallel model; removed weights are zero, averaged or
+not."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_copies(case: str) -> None:
 
 @on_ranks(WORLD, local_world_size=SHARE)
 def test_the_copies_differ_without_an_enforcer() -> None:
-    """Without an enforcer the average brings back what one copy has revived: what the other cases would show."""
+    """Without an enforcer the average brings back what one copy has revived: what the other cases
+    would show."""
     cell = copied_cells()["row_wise"]
     model = build_copies(cell)
     sparsifier = DataNormSparsifier(sparsity_level=LEVEL, sparse_block_shape=(1, ROW), norm="L2")
@@ -99,13 +101,15 @@ def test_what_torchrec_never_averages_is_refused() -> None:
     base = copied_cells()["row_wise"]
     cell = Cell(base.name, base.world, base.plan, fused=False)
     with pytest.raises(
-        ValueError, match=r"Table 'user'.*2-D parallelism never averages tables with the compute kernel"
+        ValueError,
+        match=r"Table 'user'.*2-D parallelism never averages tables with the compute kernel",
     ):
         build_copies(cell)  # it finds the tables as add_model() does, to fill them
 
 
 class _Reader:
-    """Reads the tables where the kernels have them, past the library; and, at each lookup, what it is about to read."""
+    """Reads the tables where the kernels have them, past the library; and, at each lookup, what it
+    is about to read."""
 
     def __init__(self, model: DMPCollection, sparsifier: DataNormSparsifier) -> None:
         self.model, self.sparsifier, self.checked = model, sparsifier, 0
@@ -118,7 +122,9 @@ class _Reader:
         """How many removed weights of this rank's shards are not zero."""
         count = 0
         for data in model_source(self.model).locate():
-            for (_, mask), shard in zip(self.sparsifier.local_masks(data.name), data.shards, strict=True):
+            for (_, mask), shard in zip(
+                self.sparsifier.local_masks(data.name), data.shards, strict=True
+            ):
                 count += int((shard.tensor[mask == 0] != 0).sum())
         return count
 
@@ -126,18 +132,25 @@ class _Reader:
         read = kernel.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            indices, offsets = kwargs.get("indices", args[0] if args else None), kwargs.get("offsets")
+            indices, offsets = (
+                kwargs.get("indices", args[0] if args else None),
+                kwargs.get("offsets"),
+            )
             offsets = args[1] if offsets is None else offsets
             size = (offsets.numel() - 1) // len(tables)
             masks = self._by_place()
             for feature, table in enumerate(tables):
                 view = kernel.split_embedding_weights()[table]
-                ids = indices[int(offsets[feature * size]) : int(offsets[(feature + 1) * size])].long()
+                ids = indices[
+                    int(offsets[feature * size]) : int(offsets[(feature + 1) * size])
+                ].long()
                 mask = masks.get(view.data_ptr())
                 if mask is not None:
                     gone = mask[ids] == 0
                     self.checked += int(gone.sum())
-                    assert bool((view[ids][gone] == 0).all()), "a lookup reads a removed weight that is not 0"
+                    assert bool((view[ids][gone] == 0).all()), (
+                        "a lookup reads a removed weight that is not 0"
+                    )
             return read(*args, **kwargs)
 
         kernel.forward = forward
@@ -146,7 +159,9 @@ class _Reader:
         return {
             shard.tensor.data_ptr(): mask
             for data in model_source(self.model).locate()
-            for (_, mask), shard in zip(self.sparsifier.local_masks(data.name), data.shards, strict=True)
+            for (_, mask), shard in zip(
+                self.sparsifier.local_masks(data.name), data.shards, strict=True
+            )
         }
 
 
@@ -168,12 +183,20 @@ def _masks_are(
     for name, full in weights.items():
         want = oracle_mask(full, level, block, None, "L2").bool()
         assert torch.equal(sparsifier.full_mask(name).bool(), want), name
-        for (row, col), mask in sparsifier.local_masks(name):  # of every copy, where full_mask reads the first
-            assert torch.equal(mask.bool(), want[row : row + mask.shape[0], col : col + mask.shape[1]]), name
+        for (row, col), mask in sparsifier.local_masks(
+            name
+        ):  # of every copy, where full_mask reads the first
+            assert torch.equal(
+                mask.bool(), want[row : row + mask.shape[0], col : col + mask.shape[1]]
+            ), name
 
 
 def _same_in_all_copies(model: DMPCollection) -> None:
-    mine = {(data.name, rect): tensor.clone() for data in model_source(model).locate() for rect, tensor in data.shards}
+    mine = {
+        (data.name, rect): tensor.clone()
+        for data in model_source(model).locate()
+        for rect, tensor in data.shards
+    }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for theirs in everyone:

@@ -20,11 +20,14 @@ from tests.dist.plugin import on_ranks
 
 def plain_model(full: dict[str, Tensor]) -> nn.ModuleDict:
     """The same tables in this process alone, under the same names."""
-    return nn.ModuleDict({name: nn.Embedding.from_pretrained(weight.clone()) for name, weight in full.items()})
+    return nn.ModuleDict(
+        {name: nn.Embedding.from_pretrained(weight.clone()) for name, weight in full.items()}
+    )
 
 
 class BelowMedianOfRow(BaseDataSparsifier):
-    """A user's own ``update_mask``: edits in place, adds to what was removed before, and notes its calls."""
+    """A user's own ``update_mask``: edits in place, adds to what was removed before, and notes its
+    calls."""
 
     def __init__(self, **defaults: Any) -> None:
         super().__init__(**defaults)
@@ -55,7 +58,8 @@ class ByIndex(ScoreSparsifier):
 
 
 class Seldom(ScoreSparsifier):
-    """A score that is not the weight: rows by how often they are read, so that removed rows can come back."""
+    """A score that is not the weight: rows by how often they are read, so that removed rows can
+    come back."""
 
     def __init__(self, counts: dict[str, Tensor], **options: Any) -> None:
         super().__init__(sparse_block_shape=(1, ROW), **options)
@@ -66,12 +70,14 @@ class Seldom(ScoreSparsifier):
         return self.counts[name][top : top + data.shape[0], None].expand(data.shape).double()
 
 
-# -- update_mask -------------------------------------------------------------------------------------------------------
+# -- update_mask
+# -------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 4)
 def test_own_update_mask(world: int) -> None:
-    """Once for each local shard, in the storage that is live, never for none; equal to one process."""
+    """Once for each local shard, in the storage that is live, never for none; equal to one
+    process."""
     for name, cell in some_cells(world).items():
         model = build(cell)
         sparsifier = BelowMedianOfRow(below=0.0)
@@ -83,7 +89,12 @@ def test_own_update_mask(world: int) -> None:
             sparsifier.step()
         assert len(sent.calls) == (1 if world > 1 else 0)
         expected = [
-            (table, tuple(shard.tensor.shape), shard.tensor.data_ptr(), sparsifier.data_groups[table])
+            (
+                table,
+                tuple(shard.tensor.shape),
+                shard.tensor.data_ptr(),
+                sparsifier.data_groups[table],
+            )
             for table in names
             for shard in held[table].shards
         ]
@@ -136,19 +147,28 @@ def test_mask_of_another_shape(world: int) -> None:
     assert torch.equal(whole(table), torch.ones(6, 4))
 
 
-# -- score -------------------------------------------------------------------------------------------------------------
+# -- score
+# -------------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 4)
 def test_own_score(world: int) -> None:
-    """The same masks as in one process, on every sharding; zeroed even where the score says nothing of the weight."""
+    """The same masks as in one process, on every sharding; zeroed even where the score says nothing
+    of the weight."""
     for name, cell in some_cells(world).items():
         model = build(cell)
         full = {table: weight.clone() for table, weight in gathered(model).items()}
         for block, zeros in (((1, ROW), None), ((3, 5), None), ((1, 1), None), ((4, 1), 2)):
-            weight = 0.0 if block == (1, ROW) else 0.25  # 0: all of the first row scores 0, whatever is in it
+            weight = (
+                0.0 if block == (1, ROW) else 0.25
+            )  # 0: all of the first row scores 0, whatever is in it
             sparsifier, alone = (
-                ByIndex(sparsity_level=0.4, sparse_block_shape=block, zeros_per_block=zeros, weight=weight)
+                ByIndex(
+                    sparsity_level=0.4,
+                    sparse_block_shape=block,
+                    zeros_per_block=zeros,
+                    weight=weight,
+                )
                 for _ in "ab"
             )
             names = sparsifier.add_model(model)
@@ -164,7 +184,9 @@ def test_own_score(world: int) -> None:
                     where = f"{name}, {table}, {block}, {seed}"
                     want = alone.full_mask(table)
                     assert torch.equal(sparsifier.full_mask(table), want), where
-                    assert torch.equal(after[table], torch.where(want.bool(), drawn[table], 0.0)), where
+                    assert torch.equal(after[table], torch.where(want.bool(), drawn[table], 0.0)), (
+                        where
+                    )
             assert sparsifier.audit() == alone.fingerprint()
 
 
@@ -192,7 +214,8 @@ def test_rows_come_back(world: int) -> None:
     assert torch.equal(whole(table)[:, 0], (~gone & ~now).float())
 
 
-# -- what one rank can see ---------------------------------------------------------------------------------------------
+# -- what one rank can see
+# ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 4)

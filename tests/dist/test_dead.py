@@ -1,4 +1,5 @@
-"""Dead rows over ranks are those of the gathered masks, of tables cut by columns too, at a bit a row and shard."""
+"""Dead rows over ranks are those of the gathered masks, of tables cut by columns too, at a bit a
+row and shard."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from dist_sparse.tables.modules import model_source
 from tests.dist.cells import build, cells, set_weights, weights
 from tests.dist.plugin import on_ranks
 
-BLOCKS: dict[str, tuple[int, int | str]] = {"rows": (1, ROW), "small": (1, 4), "tall": (3, 4), "elements": (1, 1)}
+BLOCKS: dict[str, tuple[int, int | str]] = {
+    "rows": (1, ROW),
+    "small": (1, 4),
+    "tall": (3, 4),
+    "elements": (1, 1),
+}
 
 
 def turns() -> list[tuple[int, str, str]]:

@@ -1,5 +1,5 @@
-"""Dropping the ids of removed rows equals reading, training and zeroing them: outputs, kept weights, masks, and the
-optimizer state of what is kept, bit for bit. (C15)"""
+"""Dropping the ids of removed rows equals reading, training and zeroing them: outputs, kept
+weights, masks, and the optimizer state of what is kept, bit for bit. (C15)"""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModule
@@ -51,13 +56,19 @@ CASES: list[tuple[int, str, Any, tuple[int, Any]]] = [
 class Side:
     """One of two equal models that train alike, with what their lookups read."""
 
-    def __init__(self, model: Any, removed_rows: str, block: tuple[int, Any], score: Any = "norm") -> None:
+    def __init__(
+        self, model: Any, removed_rows: str, block: tuple[int, Any], score: Any = "norm"
+    ) -> None:
         self.model = model
         self.optimizer = optimizer_of(model)
-        self.sparsifier = ImportanceSparsifier(sparsity_level=0.0, sparse_block_shape=block, score=score)
+        self.sparsifier = ImportanceSparsifier(
+            sparsity_level=0.0, sparse_block_shape=block, score=score
+        )
         self.names = self.sparsifier.add_model(model)
         self.reads = Reads(model, self.masks())
-        self.enforcer = MaskEnforcer(self.sparsifier, removed_rows=removed_rows).attach(self.optimizer)
+        self.enforcer = MaskEnforcer(self.sparsifier, removed_rows=removed_rows).attach(
+            self.optimizer
+        )
 
     def masks(self) -> dict[str, Tensor]:
         return {name: self.sparsifier.full_mask(name) for name in self.names}
@@ -88,8 +99,13 @@ class Side:
         for kernel in kernels(self.model):
             if hasattr(kernel.emb_module, "split_optimizer_states"):
                 weights = kernel.emb_module.split_embedding_weights()
-                for weight, of_table in zip(weights, kernel.emb_module.split_optimizer_states(), strict=False):
-                    found += [state * (weight != 0).any(1).view(-1, *[1] * (state.dim() - 1)) for state in of_table]
+                for weight, of_table in zip(
+                    weights, kernel.emb_module.split_optimizer_states(), strict=False
+                ):
+                    found += [
+                        state * (weight != 0).any(1).view(-1, *[1] * (state.dim() - 1))
+                        for state in of_table
+                    ]
         return found
 
 
@@ -117,7 +133,9 @@ def test_equals_zeroing(world: int, name: str, fused: Any, block: tuple[int, Any
     lr = {"lr": 0.02 if "16" in name else 0.1}
     sides = [Side(build(cell, fused, lr), removed_rows, block) for removed_rows in ("drop", "zero")]
     batches = [batch(cell, seed=world * step + rank, size=12) for step in range(6)]
-    some = features_of(cell.tables, {t.features[0]: [[0, 0, 1], [], [0]] for t in cell.tables}, size=12)
+    some = features_of(
+        cell.tables, {t.features[0]: [[0, 0, 1], [], [0]] for t in cell.tables}, size=12
+    )
     for level in (0.0, 0.4, 0.8):
         for side in sides:
             side.move(level)
@@ -157,7 +175,10 @@ def test_ids_outside() -> None:
         for size in (2, 3):
             both(
                 sides,
-                features_of(cell.tables, {t.features[0]: [[outside, 1], [2, 0, outside]][:size] for t in cell.tables}),
+                features_of(
+                    cell.tables,
+                    {t.features[0]: [[outside, 1], [2, 0, outside]][:size] for t in cell.tables},
+                ),
                 batch(cell, seed=dist.get_rank()),
             )
         check(sides)
@@ -167,11 +188,14 @@ def test_ids_outside() -> None:
 
 @on_ranks(2)
 def test_weighted_in_a_pipeline() -> None:
-    """TorchRec's pipeline over weighted bags with negative weights and zeros, masks updated while batches are on their
-    way; a table in two shards on one rank has each of its features twice."""
+    """TorchRec's pipeline over weighted bags with negative weights and zeros, masks updated while
+    batches are on their way; a table in two shards on one rank has each of its features twice."""
     generators: dict[str, Any] = {"a": column_wise(ranks=[0, 0]), "b": row_wise()}
     cell, outputs = Cell("small", 2, {}, SMALL), []
-    sides = [Side(small(generators, weighted=True), removed_rows, (1, ROW)) for removed_rows in ("drop", "zero")]
+    sides = [
+        Side(small(generators, weighted=True), removed_rows, (1, ROW))
+        for removed_rows in ("drop", "zero")
+    ]
     for side in sides:
         batches = []
         for step in range(14):
@@ -194,9 +218,13 @@ def test_weighted_in_a_pipeline() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("score", ["frequency", "accumulator"])
 def test_scores_of_removed_rows(score: str) -> None:
-    """Lookups of removed rows count, dropped or not; sums of squared gradients ask for zeroing, whatever is chosen."""
+    """Lookups of removed rows count, dropped or not; sums of squared gradients ask for zeroing,
+    whatever is chosen."""
     cell = trained_cells(2)["row_wise"]
-    sides = [Side(build(cell, RowWiseAdagrad), removed_rows, (1, ROW), score) for removed_rows in ("drop", "zero")]
+    sides = [
+        Side(build(cell, RowWiseAdagrad), removed_rows, (1, ROW), score)
+        for removed_rows in ("drop", "zero")
+    ]
     for level in (0.6, 0.7, 0.6):
         for step in range(3):
             both(sides, batch(cell, seed=2 * step + dist.get_rank(), size=20))
@@ -217,7 +245,8 @@ class Positioned(Small):
         super().__init__(weighted=True)
         features = [feature for table in SMALL for feature in table.features]
         self.tables = FeatureProcessedEmbeddingBagCollection(
-            self.tables, {feature: PositionWeightedModule(max_feature_length=3) for feature in features}
+            self.tables,
+            {feature: PositionWeightedModule(max_feature_length=3) for feature in features},
         )
 
 
@@ -226,7 +255,9 @@ def positioned() -> DistributedModelParallel:
     torch.manual_seed(0)
     net, world = Positioned(), dist.get_world_size()
     sharder = FeatureProcessedEmbeddingBagCollectionSharder(
-        EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+        EmbeddingBagCollectionSharder(
+            fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+        )
     )
     plan = construct_module_sharding_plan(
         net.tables,
@@ -245,8 +276,8 @@ def positioned() -> DistributedModelParallel:
 
 @on_ranks(2)
 def test_positions_and_all_rows_of_a_rank() -> None:
-    """Weights of positions, counted before ids are dropped, are trained alike. At last all rows of a rank are removed,
-    so that it looks nothing up, and the others go on."""
+    """Weights of positions, counted before ids are dropped, are trained alike. At last all rows of
+    a rank are removed, so that it looks nothing up, and the others go on."""
     cell = Cell("small", 2, {}, SMALL)
     sides = [Side(positioned(), removed_rows, (1, ROW)) for removed_rows in ("drop", "zero")]
     for level in (0.6, 1.0):
@@ -255,7 +286,10 @@ def test_positions_and_all_rows_of_a_rank() -> None:
         for step in range(3):
             both(sides, batch(cell, seed=2 * step + dist.get_rank()))
         check(sides)
-    found = [{k: v for k, v in side.model.named_parameters() if k.endswith("position_weight")} for side in sides]
+    found = [
+        {k: v for k, v in side.model.named_parameters() if k.endswith("position_weight")}
+        for side in sides
+    ]
     assert len(found[0]) == 3 and any(bool((weight != 1).any()) for weight in found[0].values())
     assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
     assert sides[0].reads.removed == 0

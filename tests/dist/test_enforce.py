@@ -1,4 +1,5 @@
-"""Every pruned weight that a forward reads is exactly 0, for every sharding, optimizer and kind of batch. (C5)
+"""Every pruned weight that a forward reads is exactly 0, for every sharding, optimizer and kind of
+batch. (C5)
 
 Read inside the lookups, below all hooks, in models that really train.
 """
@@ -44,20 +45,33 @@ STEPS, EVERY = 20, 4
 
 
 def trainings() -> list[tuple[int, str, int]]:
-    """World, cell and a number that draws optimizer, block and norm: every optimizer of a cell, each in one world."""
-    return [(world, name, i + j) for j, world in enumerate((1, 2, 4)) for i, name in enumerate(trained_cells(world))]
+    """World, cell and a number that draws optimizer, block and norm: every optimizer of a cell,
+    each in one world."""
+    return [
+        (world, name, i + j)
+        for j, world in enumerate((1, 2, 4))
+        for i, name in enumerate(trained_cells(world))
+    ]
 
 
 @on_ranks()
 @pytest.mark.parametrize(("world", "name", "turn"), trainings())
 def test_training(world: int, name: str, turn: int) -> None:
-    """Five mask updates; in the second half weights are read from outside after every step, before it never."""
+    """Five mask updates; in the second half weights are read from outside after every step, before
+    it never."""
     cell = trained_cells(world)[name]
     half = cell.data_type is not DataType.FP32
     fused = torch.optim.SGD if half else FUSED[turn % 3]
     model = build(cell, fused, {"lr": 0.02 if half else 0.1})
     block, removed_rows = BLOCKS[turn // 3 % 3], ("zero", "drop")[turn % 2]
-    run = Run(model, block, ("L1", "L2")[turn % 2], every=EVERY, steps=STEPS - EVERY, removed_rows=removed_rows)
+    run = Run(
+        model,
+        block,
+        ("L1", "L2")[turn % 2],
+        every=EVERY,
+        steps=STEPS - EVERY,
+        removed_rows=removed_rows,
+    )
     dropped = block[1] == ROW and removed_rows == "drop"
     for step in range(STEPS):
         run.train(batch(cell, seed=step * world + dist.get_rank()))
@@ -68,7 +82,10 @@ def test_training(world: int, name: str, turn: int) -> None:
             run.check_reads(revived=cell.fused, dropped=dropped)
     run.check_reads(revived=cell.fused, dropped=dropped)
     assert run.moves == 5
-    assert run.sparsifier.data_groups["wide" if "wide" in run.names else "user"]["sparsity_level"] == 0.8
+    assert (
+        run.sparsifier.data_groups["wide" if "wide" in run.names else "user"]["sparsity_level"]
+        == 0.8
+    )
 
 
 def everything(tables: Sequence[TableSpec]) -> KeyedJaggedTensor:
@@ -87,7 +104,9 @@ def hard_batches(tables: Sequence[TableSpec], rank: int) -> dict[str, KeyedJagge
         "ids of one feature": features_of(tables, {shared.features[1]: [[1], [2, 3]]}),
         "one id often": features_of(tables, {t.features[0]: [[1] * 10_000] for t in tables}),
         "more ids than rows": everything(tables),
-        "the same ids for both features": features_of(tables, {key: [[2, 1], [2], [4, 2]] for key in shared.features}),
+        "the same ids for both features": features_of(
+            tables, {key: [[2, 1], [2], [4, 2]] for key in shared.features}
+        ),
     }
 
 
@@ -110,7 +129,8 @@ def test_batches(name: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", FEW)
 def test_ids_outside(name: str) -> None:
-    """Ids that no table has: FBGEMM warns and reads row 0, in which something is removed. (-1 is an error to it.)"""
+    """Ids that no table has: FBGEMM warns and reads row 0, in which something is removed. (-1 is an
+    error to it.)"""
     cell = trained_cells(2)[name]
     full = weights(cell)
     for weight in full.values():
@@ -120,8 +140,12 @@ def test_ids_outside(name: str) -> None:
     run = Run(model, (1, 4))
     run.move(0.3)
     for outside in (999, -7, 10**12):
-        run.train(features_of(cell.tables, {t.features[0]: [[outside, 1], [2]] for t in cell.tables}))
-        run.train(features_of(cell.tables, {t.features[0]: [[outside], [outside]] for t in cell.tables}))
+        run.train(
+            features_of(cell.tables, {t.features[0]: [[outside, 1], [2]] for t in cell.tables})
+        )
+        run.train(
+            features_of(cell.tables, {t.features[0]: [[outside], [outside]] for t in cell.tables})
+        )
     run.check_given_out()
     run.check_reads()
 
@@ -129,7 +153,8 @@ def test_ids_outside(name: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_orders(name: str) -> None:
-    """Forwards and backwards in many orders, with mask updates and reads of weights between them."""
+    """Forwards and backwards in many orders, with mask updates and reads of weights between
+    them."""
     cell = trained_cells(2)[name]
     model = build(cell, FUSED[len(name) % 3])
     run = Run(model, (1, 4), "L1")

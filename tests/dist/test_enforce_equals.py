@@ -1,7 +1,8 @@
-"""An enforced model trains as one process with masks would; after ``detach()`` as a model without enforcer.
+"""An enforced model trains as one process with masks would; after ``detach()`` as a model without
+enforcer.
 
-The one process is :class:`Reference`: plain tables, the optimizers written out, masks of the oracle. Then what FBGEMM
-writes behind all hooks, and what becomes of the optimizers' state.
+The one process is :class:`Reference`: plain tables, the optimizers written out, masks of the
+oracle. Then what FBGEMM writes behind all hooks, and what becomes of the optimizers' state.
 """
 
 from __future__ import annotations
@@ -25,13 +26,32 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
 from tests.dist.cells import Cell, batch, build, gathered, plain, set_weights
-from tests.dist.enforcing import SMALL, Run, cut, kernels, loss_of, optimizer_of, pieces, small, total, trained_cells
+from tests.dist.enforcing import (
+    SMALL,
+    Run,
+    cut,
+    kernels,
+    loss_of,
+    optimizer_of,
+    pieces,
+    small,
+    total,
+    trained_cells,
+)
 from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
 
 FUSED = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 LR = 0.02
-IN_FOUR = ("row_wise", "column_wise", "table_row_wise", "table_column_wise", "mixed", "ec_row_wise", "grid_shard")
+IN_FOUR = (
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "mixed",
+    "ec_row_wise",
+    "grid_shard",
+)
 """Cells that a world of 4 compares with one process; a world of 2 compares all."""
 
 
@@ -40,14 +60,16 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Reference:
-    """One process: an unsharded model, a few lines for each optimizer, and masks multiplied in after every step.
+    """One process: an unsharded model, a few lines for each optimizer, and masks multiplied in
+    after every step.
 
     Args:
         cell: whose tables it has.
         fused: the optimizer of the tables in ``slices``; all else has SGD.
 
     Attributes:
-        slices: the widths of a table's column slices: row-wise Adagrad keeps one sum for each row of a slice.
+        slices: the widths of a table's column slices: row-wise Adagrad keeps one sum for each row
+            of a slice.
     """
 
     def __init__(self, cell: Cell, fused: type[torch.optim.Optimizer]) -> None:
@@ -80,7 +102,9 @@ class Reference:
         squares = grad**2
         if self.fused is RowWiseAdagrad:
             parts = torch.split(squares, widths, dim=1)
-            squares = torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in parts], dim=1)
+            squares = torch.cat(
+                [part.mean(1, keepdim=True).expand_as(part) for part in parts], dim=1
+            )
         self.sums[name] += squares
         return grad / (self.sums[name].sqrt() + 1e-8)
 
@@ -91,7 +115,8 @@ class Reference:
 
 
 def slices_of(run: Run) -> dict[str, list[int]]:
-    """The widths of the column slices of every table with a fused optimizer, from TorchRec's plan."""
+    """The widths of the column slices of every table with a fused optimizer, from TorchRec's
+    plan."""
     found = {}
     for name, sharding in run.model.module.sparse.tables.module_sharding_plan.items():
         if sharding.sharding_type != "data_parallel":
@@ -122,7 +147,9 @@ def test_as_one_process(world: int, name: str, turn: int) -> None:
     model = build(cell, fused, {"lr": LR})
     torch.manual_seed(0)
     alone = Reference(cell, fused)
-    for mine, theirs in zip(model.module.over.parameters(), alone.net.over.parameters(), strict=True):
+    for mine, theirs in zip(
+        model.module.over.parameters(), alone.net.over.parameters(), strict=True
+    ):
         mine.data.copy_(theirs)
     removed_rows = ("zero", "drop")[turn % 2]
     of_all = optimizer_of(model, sgd, sgd)
@@ -147,11 +174,15 @@ def test_as_one_process(world: int, name: str, turn: int) -> None:
         torch.testing.assert_close(world_losses[step] / world, loss, rtol=1e-5, atol=1e-5)
         if moved is not None:
             alone.step(moved[0], block, norm)
-            assert all(torch.equal(mask, moved[1][table]) for table, mask in alone.masks.items()), f"{step=}"
+            assert all(torch.equal(mask, moved[1][table]) for table, mask in alone.masks.items()), (
+                f"{step=}"
+            )
     assert sum(moved is not None for moved in masks) == 6
     for table, weight in trained.items():
         torch.testing.assert_close(weight, alone.tables[table].detach(), rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(model.module.over.parameters(), alone.net.over.parameters(), strict=True):
+    for mine, theirs in zip(
+        model.module.over.parameters(), alone.net.over.parameters(), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -167,22 +198,35 @@ def layers(model: nn.Module) -> list[Tensor]:
 
 
 def hooks(run: Run) -> list[Any]:
-    """How many hooks there are, of every kind, on every module and optimizer, and what is replaced in FBGEMM's."""
-    lookups = [lookup for module in run.model.modules() for lookup in getattr(module, "_lookups", ())]
+    """How many hooks there are, of every kind, on every module and optimizer, and what is replaced
+    in FBGEMM's."""
+    lookups = [
+        lookup for module in run.model.modules() for lookup in getattr(module, "_lookups", ())
+    ]
     modules = [*run.model.modules(), *(module for lookup in lookups for module in lookup.modules())]
     optimizers = [getattr(part, "_optimizer", part) for _, part in run.optimizer._optims]
     found: list[Any] = [
-        [(key, len(value)) for key, value in vars(each).items() if key.endswith("_hooks") and value is not None]
+        [
+            (key, len(value))
+            for key, value in vars(each).items()
+            if key.endswith("_hooks") and value is not None
+        ]
         for each in (*modules, *optimizers)
     ]
     batches = [vars(kernel.emb_module) for kernel in kernels(run.model)]
-    return found + [sorted(key for key, value in attributes.items() if callable(value)) for attributes in batches]
+    return found + [
+        sorted(key for key, value in attributes.items() if callable(value))
+        for attributes in batches
+    ]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["row_wise", "two_shards", "mixed", "ec_row_wise", "data_parallel"])
+@pytest.mark.parametrize(
+    "name", ["row_wise", "two_shards", "mixed", "ec_row_wise", "data_parallel"]
+)
 def test_detach(name: str) -> None:
-    """Before anything is removed, an attached model trains as any; after detach() too, whatever was removed."""
+    """Before anything is removed, an attached model trains as any; after detach() too, whatever was
+    removed."""
     cell, rank = trained_cells(2)[name], dist.get_rank()
     batches = [batch(cell, seed=2 * step + rank) for step in range(6)]
     fused = FUSED[len(name) % 2 + 1]
@@ -224,7 +268,8 @@ def test_detach(name: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["row_wise", "mixed"])
 def test_fbgemm_writes(name: str) -> None:
-    """FBGEMM writes half of every row in the middle of a forward, behind all hooks: read from below it."""
+    """FBGEMM writes half of every row in the middle of a forward, behind all hooks: read from below
+    it."""
     generators: dict[str, Any] = {"a": row_wise(), "b": row_wise()}
     if name == "mixed":
         generators = {"a": column_wise(ranks=[0, 0]), "b": table_wise(rank=1)}
@@ -240,7 +285,10 @@ def test_fbgemm_writes(name: str) -> None:
 
     def alive() -> int:
         held = [piece for kernel in kernels(model) for piece in pieces(kernel)]
-        return sum(int((weight[cut(run.reads.masks[name], at, weight) == 0] != 0).sum()) for name, at, weight in held)
+        return sum(
+            int((weight[cut(run.reads.masks[name], at, weight) == 0] != 0).sum())
+            for name, at, weight in held
+        )
 
     def counted(batches: Any, mode: Any) -> None:
         nonlocal written
@@ -252,8 +300,13 @@ def test_fbgemm_writes(name: str) -> None:
         for kernel in kernels(model):
             if kernel.emb_module.weights_host.data_ptr() == common.host_weights.data_ptr():
                 run.reads.wrong += run.reads.look(kernel, common.indices, common.offsets)[1]
-                if int(kernel.emb_module.iter_cpu) % 3 == 0 and int(kernel.emb_module.iter_cpu) >= 2:
-                    run.faults += [f"{alive()} removed elements are not 0 after an update"] * bool(alive())
+                if (
+                    int(kernel.emb_module.iter_cpu) % 3 == 0
+                    and int(kernel.emb_module.iter_cpu) >= 2
+                ):
+                    run.faults += [f"{alive()} removed elements are not 0 after an update"] * bool(
+                        alive()
+                    )
         return lookup(common, *args, **kwargs)
 
     cell = Cell("small", 2, {}, SMALL)
@@ -284,7 +337,9 @@ def test_fbgemm_writes(name: str) -> None:
         ("mixed", RowWiseAdagrad, (1, ROW)),
     ],
 )
-def test_states(name: str, fused: type[torch.optim.Optimizer], block: tuple[int, Any], optimizer_state: str) -> None:
+def test_states(
+    name: str, fused: type[torch.optim.Optimizer], block: tuple[int, Any], optimizer_state: str
+) -> None:
     """The fused optimizers' state over mask updates."""
     cell = trained_cells(2)[name]
     model = build(cell, fused, {"lr": LR})
@@ -316,7 +371,10 @@ def test_states(name: str, fused: type[torch.optim.Optimizer], block: tuple[int,
                 away = gone if now.shape == gone.shape else gone.all(1).view(now.shape)
                 expected = was.masked_fill(away, 0) if optimizer_state == "reset" else was
                 if not torch.equal(now, expected):
-                    run.faults.append(f"{table} at {at}, {level=}: {int((now != expected).sum())} states are wrong")
+                    run.faults.append(
+                        f"{table} at {at}, {level=}: {int((now != expected).sum())} states are"
+                        " wrong"
+                    )
                 cleared += int((was[away] != 0).sum())
                 kept += int((was[~away] != 0).sum())
     run.check_reads(revived=False)

@@ -1,7 +1,9 @@
-"""Pruned weights that plain optimizers step stay zero in every forward on every rank; replicas stay equal.
+"""Pruned weights that plain optimizers step stay zero in every forward on every rank; replicas stay
+equal.
 
-DDP, data-parallel and dense-kernel tables of TorchRec, and sharded tensors with optimizers of their own. The reference
-trains the same on the same ranks with the masks of the same moments: ``w.mul_(mask)`` after each step.
+DDP, data-parallel and dense-kernel tables of TorchRec, and sharded tensors with optimizers of their
+own. The reference trains the same on the same ranks with the masks of the same moments:
+``w.mul_(mask)`` after each step.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def torchrec(name: str, kind: Any) -> Case:
         stepped = dict(in_backward_optimizer_filter(model.named_parameters()))
         return [CombinedOptimizer([model.fused_optimizer, KeyedOptimizerWrapper(stepped, kind)])]
 
-    return Case(partial(build, cell), optimizers, lambda step: batch(cell, step * WORLD + dist.get_rank()))
+    return Case(
+        partial(build, cell), optimizers, lambda step: batch(cell, step * WORLD + dist.get_rank())
+    )
 
 
 SGD = partial(optim.SGD, lr=0.1)
@@ -119,7 +123,8 @@ CASES = {
 def pieces(model: nn.Module, dense: bool) -> dict[str, list[Tensor]]:
     """The live weights of this rank by name."""
     return {
-        data.name: [shard.tensor for shard in data.shards] for data in model_source(model, dense=dense or None).locate()
+        data.name: [shard.tensor for shard in data.shards]
+        for data in model_source(model, dense=dense or None).locate()
     }
 
 
@@ -151,7 +156,9 @@ def bits(tensors: Sequence[Tensor]) -> list[Any]:
     return [tensor.detach().contiguous().view(torch.uint8).tolist() for tensor in tensors]
 
 
-def train(case: Case, model: nn.Module, optimizers: Sequence[Any], after_step: Callable[[int], None]) -> None:
+def train(
+    case: Case, model: nn.Module, optimizers: Sequence[Any], after_step: Callable[[int], None]
+) -> None:
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -188,7 +195,9 @@ def test_models(name: str) -> None:
 
     history.append(masks_of(sparsifier, names))
     optimizers = case.optimizers(model)
-    handle = next(m for n, m in model.named_modules() if n.endswith("over")).register_forward_pre_hook(before_last)
+    handle = next(
+        m for n, m in model.named_modules() if n.endswith("over")
+    ).register_forward_pre_hook(before_last)
     with MaskEnforcer(sparsifier).attach(*optimizers):
         train(case, model, optimizers, after_step)
     handle.remove()
@@ -208,7 +217,9 @@ def test_models(name: str) -> None:
 
     multiply(history[0])
     others = case.optimizers(reference)
-    train(case, reference, others, lambda step: (multiply(history[step]), multiply(history[step + 1])))
+    train(
+        case, reference, others, lambda step: (multiply(history[step]), multiply(history[step + 1]))
+    )
     for table, of_table in pieces(reference, case.dense).items():
         assert all(torch.equal(a, b) for a, b in zip(found[table], of_table, strict=True)), table
 
@@ -230,13 +241,18 @@ def test_tensors(kind: str) -> None:
     for make in (SGD, partial(optim.Adam, lr=0.1), partial(optim.SGD, lr=0.1, momentum=0.9)):
         full = torch.randn(13, 8, generator=torch.Generator().manual_seed(3))
         (data, parameter), (_, other) = trained_tensor(kind, full), trained_tensor(kind, full)
-        sparsifier = DataNormSparsifier([("data", data)], sparsity_level=0.5, sparse_block_shape=(2, 4))
+        sparsifier = DataNormSparsifier(
+            [("data", data)], sparsity_level=0.5, sparse_block_shape=(2, 4)
+        )
         sparsifier.step()
         optimizer, unmasked = make([parameter]), make([other])
         with MaskEnforcer(sparsifier).attach(optimizer):
             for step in range(STEPS):
                 live(other).mul_(masks_of(sparsifier, ["data"])["data"][0])
-                check_zero({"data": [local for _, local in local_tensors(data)]}, masks_of(sparsifier, ["data"]))
+                check_zero(
+                    {"data": [local for _, local in local_tensors(data)]},
+                    masks_of(sparsifier, ["data"]),
+                )
                 for p, o in ((parameter, optimizer), (other, unmasked)):
                     o.zero_grad()
                     (p - 0.5).square().sum().backward()
@@ -270,7 +286,11 @@ def test_one_call() -> None:
     """All of it by sparsify(), resumed from each rank's state."""
     cell = cells(WORLD)["data_parallel"]
     plan: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4), "min_rows": 0}
-    whole = Case(partial(build, cell), CASES["data_parallel_adam"].optimizers, CASES["data_parallel_adam"].feed)
+    whole = Case(
+        partial(build, cell),
+        CASES["data_parallel_adam"].optimizers,
+        CASES["data_parallel_adam"].feed,
+    )
     model, again = whole.make(), whole.make()
     optimizers = whole.optimizers(model)
     training = sparsify(model, optimizers, **plan)
@@ -289,7 +309,13 @@ def test_one_call() -> None:
     resumed.load_state_dict(states[0])
     assert resumed.scheduler.last_epoch == 6
     rank = dist.get_rank()
-    faults: list[dict[str, Any]] = [{"norm": "L3"}, {"level": 2}, {"schedule": 5}, {"include": 3}, {"block": 3}]
+    faults: list[dict[str, Any]] = [
+        {"norm": "L3"},
+        {"level": 2},
+        {"schedule": 5},
+        {"include": 3},
+        {"block": 3},
+    ]
     faults += [{"optimizer_state": "bad"}, {"every": "a"}, {"schedule": lambda sparsifier: None}]
     for wrong in faults:
         with pytest.raises(ValueError, match="rank 1"):

@@ -17,7 +17,9 @@ from tests.dist.plugin import on_ranks
 from tests.states import edited
 
 
-def updated(cell: str, level: float = 0.5, **options: Any) -> tuple[DataNormSparsifier, torch.nn.Module]:
+def updated(
+    cell: str, level: float = 0.5, **options: Any
+) -> tuple[DataNormSparsifier, torch.nn.Module]:
     model = build(cells(2)[cell])
     sparsifier = DataNormSparsifier(sparsity_level=level, sparse_block_shape=(1, ROW), **options)
     sparsifier.add_model(model)
@@ -28,7 +30,8 @@ def updated(cell: str, level: float = 0.5, **options: Any) -> tuple[DataNormSpar
 @on_ranks(2)
 @pytest.mark.parametrize("checked", [True, False])
 def test_replicas_of_a_state_must_be_equal(checked: bool) -> None:
-    """Bits of one rank inverted: its own hash tells, and where there is none the comparison over ranks."""
+    """Bits of one rank inverted: its own hash tells, and where there is none the comparison over
+    ranks."""
     sparsifier, _ = updated("data_parallel")
     state = copy.deepcopy(sparsifier.state_dict())
     [piece] = state["sharded"]["masks"]["item"].kept
@@ -37,7 +40,9 @@ def test_replicas_of_a_state_must_be_equal(checked: bool) -> None:
     if dist.get_rank() == 1:
         piece["bits"] = ~piece["bits"]
     before = sparsifier.fingerprint()
-    with pytest.raises(ValueError, match="rank 1: .*hash differs" if checked else "do not fit together.*'item'"):
+    with pytest.raises(
+        ValueError, match="rank 1: .*hash differs" if checked else "do not fit together.*'item'"
+    ):
         sparsifier.load_state_dict(state)
     assert sparsifier.audit() == before
 
@@ -53,7 +58,10 @@ def test_states_of_different_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="the state of table 'item'"):
         sparsifier.load_state_dict(late if dist.get_rank() else early)
     assert sparsifier.fingerprint() == before
-    for state in (early, late):  # of two runs, with as many updates: the blocks that are removed do not add up
+    for state in (
+        early,
+        late,
+    ):  # of two runs, with as many updates: the blocks that are removed do not add up
         with edited(state["sharded"], "tables") as tables:
             for table in tables.values():
                 table["updates"] = 1
@@ -69,8 +77,14 @@ def test_calls_that_differ_between_ranks_are_named() -> None:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="name is item on rank 1 and user on rank 0"):
         sparsifier.full_mask("item" if rank else "user")
-    for first, second in (("table_stats", "dead_rows"), ("fingerprint", "step"), ("audit", "count_revived")):
-        with pytest.raises(ValueError, match=rf"rank 1 is at '{second}\(\)' while rank 0 is at '{first}\(\)'"):
+    for first, second in (
+        ("table_stats", "dead_rows"),
+        ("fingerprint", "step"),
+        ("audit", "count_revived"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"rank 1 is at '{second}\(\)' while rank 0 is at '{first}\(\)'"
+        ):
             getattr(sparsifier, second if rank else first)()
     reset_traffic()
     sparsifier.fingerprint()
@@ -88,12 +102,16 @@ def test_an_enforcer_on_one_rank_is_named() -> None:
         local = [torch.nn.Parameter(shard.tensor) for shard in table.local_shards()]
         MaskEnforcer(sparsifier).attach(torch.optim.SGD(local, lr=0.1))
     move(table, torch.randn(8, 4), by_rows(8, 4, 5))
-    with pytest.raises(ValueError, match=r"whether an enforcer is attached is True on rank 1 and False on rank 0"):
+    with pytest.raises(
+        ValueError, match=r"whether an enforcer is attached is True on rank 1 and False on rank 0"
+    ):
         sparsifier.step()
 
 
 @on_ranks(2)
-def test_memory_that_ends_while_replicas_are_hashed_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ends_while_replicas_are_hashed_is_an_error_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sparsifier, _ = updated("data_parallel")
     if dist.get_rank():
         monkeypatch.setattr("dist_sparse.sparsifiers.digest.hash_tensor", lambda _: [][1])

@@ -1,6 +1,8 @@
-"""Golden values: the fingerprint of every cell and what its mask updates send. A refactoring may not change them.
+"""Golden values: the fingerprint of every cell and what its mask updates send. A refactoring may
+not change them.
 
-``python -m tests.dist.test_golden`` writes ``golden.json`` again, for a change of masks or messages that is meant.
+``python -m tests.dist.test_golden`` writes ``golden.json`` again, for a change of masks or messages
+that is meant.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rows": {"sparse_block_shape": (1, ROW), "norm": "L2", "sparsity_level": 0.5},
     "1x4": {"sparse_block_shape": (1, 4), "norm": "L1", "sparsity_level": 0.8},
     "3x5": {"sparse_block_shape": (3, 5), "norm": "L2", "sparsity_level": 0.37},
-    "2 of 4": {"sparse_block_shape": (1, 4), "zeros_per_block": 2, "norm": "L1", "sparsity_level": 1.0},
+    "2 of 4": {
+        "sparse_block_shape": (1, 4),
+        "zeros_per_block": 2,
+        "norm": "L1",
+        "sparsity_level": 1.0,
+    },
 }
 
 
 def measure(world: int, name: str) -> dict[str, list[Any]]:
-    """Config -> ``[fingerprint, collectives, bytes of each rank]`` of two mask updates of a cell. Collective."""
+    """Config -> ``[fingerprint, collectives, bytes of each rank]`` of two mask updates of a cell.
+    Collective."""
     model = build(cells(world)[name])
     found: dict[str, list[Any]] = {}
     for label, config in CONFIGS.items():
@@ -54,7 +62,9 @@ def measure(world: int, name: str) -> dict[str, list[Any]]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
+)
 def test_fingerprints_and_traffic_are_golden(world: int, name: str) -> None:
     assert measure(world, name) == json.loads(GOLDEN.read_text())[str(world)][name]
 
@@ -69,7 +79,10 @@ if __name__ == "__main__":
     lines = []
     for world in (1, 2, 4):
         ranks = Ranks(world)
-        rows = [f'  "{name}": {json.dumps(ranks.call(measure, world, name)[0])}' for name in cells(world)]
+        rows = [
+            f'  "{name}": {json.dumps(ranks.call(measure, world, name)[0])}'
+            for name in cells(world)
+        ]
         ranks.close()
         lines.append(f'"{world}": {{\n' + ",\n".join(rows) + "\n}")
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

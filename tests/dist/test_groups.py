@@ -27,8 +27,13 @@ from tests.dist.pieces import by_rows, sharded
 from tests.dist.plugin import on_ranks
 
 
-def refused(words: str, error: BaseException | None = None, facts: dict[str, Any] | None = None) -> ValueError:
-    with pytest.raises(ValueError, match=words) as caught, group_over(world_ranks()).agreeing("load()") as mine:
+def refused(
+    words: str, error: BaseException | None = None, facts: dict[str, Any] | None = None
+) -> ValueError:
+    with (
+        pytest.raises(ValueError, match=words) as caught,
+        group_over(world_ranks()).agreeing("load()") as mine,
+    ):
         mine.update(facts or {})
         if error is not None:
             raise error
@@ -38,13 +43,18 @@ def refused(words: str, error: BaseException | None = None, facts: dict[str, Any
 @on_ranks(2)
 def test_an_exception_of_one_rank_is_raised_on_all() -> None:
     mine = KeyError("lost") if dist.get_rank() == 1 else None
-    raised = refused(r"load\(\) was refused on every rank, nothing was changed\. rank 1: KeyError: 'lost'", mine)
+    raised = refused(
+        r"load\(\) was refused on every rank, nothing was changed\. rank 1: KeyError: 'lost'", mine
+    )
     assert raised.__cause__ is mine
 
 
 @on_ranks(2)
 def test_other_facts() -> None:
-    raised = refused("level is 0.6 on rank 1 and 0.5 on rank 0", facts={"level": 0.5 + dist.get_rank() / 10, "same": 1})
+    raised = refused(
+        "level is 0.6 on rank 1 and 0.5 on rank 0",
+        facts={"level": 0.5 + dist.get_rank() / 10, "same": 1},
+    )
     assert isinstance(raised, Disagreement) and raised.keys == {"level"}
 
 
@@ -60,7 +70,13 @@ def test_one_exchange_when_all_is_well() -> None:
 def test_facts_that_json_can_not_hold() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    odd = {"keys": {1: 2, "a": 3, None: 4, (1, 2): 5}, "loop": loop, "long": 10**5000, "set": {1}, "nan": float("nan")}
+    odd = {
+        "keys": {1: 2, "a": 3, None: 4, (1, 2): 5},
+        "loop": loop,
+        "long": 10**5000,
+        "set": {1},
+        "nan": float("nan"),
+    }
     with group_over(world_ranks()).agreeing("load()") as facts:
         facts.update(odd)
     refused("long is ", facts={"long": 10**5000 + dist.get_rank()})
@@ -96,7 +112,9 @@ def test_errors_and_drift_reach_the_larger_group() -> None:
 
     def agree(on_drift: Callable[[dict[str, list[int]]], object] | None) -> dict[str, list[int]]:
         with agreeing("step()", groups) as (_, facts):
-            facts.replicas["bias"] = Replica(hash=7 + dist.get_rank(), first=dist.get_rank() == 0, holders=2)
+            facts.replicas["bias"] = Replica(
+                hash=7 + dist.get_rank(), first=dist.get_rank() == 0, holders=2
+            )
             facts.on_drift = on_drift
         return facts.drifted
 
@@ -133,10 +151,14 @@ def test_parcels_come_as_they_were_packed() -> None:
     group, rank = group_over(world_ranks()), dist.get_rank()
     parcels, expected = Parcels(group), []
     for receiver in range(2):
-        parcels.send(receiver, torch.full((3,), 10 * rank + receiver, dtype=torch.uint8))  # leaves doubles unaligned
+        parcels.send(
+            receiver, torch.full((3,), 10 * rank + receiver, dtype=torch.uint8)
+        )  # leaves doubles unaligned
         parcels.send(receiver, torch.full((rank + 1, 2), float(rank), dtype=torch.float64))
     for sender in range(2):
-        expected.append((parcels.expect(sender, (3,)), parcels.expect(sender, (sender + 1, 2), torch.float64)))
+        expected.append(
+            (parcels.expect(sender, (3,)), parcels.expect(sender, (sender + 1, 2), torch.float64))
+        )
     parcels.exchange(torch.device("cpu"))
     for sender, (bits, sums) in enumerate(expected):
         assert bits().tolist() == [10 * sender + rank] * 3
@@ -157,4 +179,6 @@ def _alone() -> str:
 @pytest.mark.dist
 def test_a_timeout_says_who_waited_where() -> None:
     message = run_ranks(2, _alone)[0]
-    assert re.search(r"^Rank 0: all_gather in step\(\) failed. Not all of ranks 0-1 made", message), message
+    assert re.search(
+        r"^Rank 0: all_gather in step\(\) failed. Not all of ranks 0-1 made", message
+    ), message

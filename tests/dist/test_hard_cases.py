@@ -1,4 +1,5 @@
-"""Cases that were wrong once: irregular tilings, drift, states and arguments of one rank of three."""
+"""Cases that were wrong once: irregular tilings, drift, states and arguments of one rank of
+three."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_irregular_tilings() -> None:
         sparsifier.add_data("items", sharded(full, tiling))  # a name that plain data can't have
         sparsifier.step()
         want = oracle_mask(full, level, block, zeros, norm).bool()
-        assert torch.equal(sparsifier.full_mask("items").bool(), want), f"{turn=} {tiling=} {block=} {zeros=} {level=}"
+        assert torch.equal(sparsifier.full_mask("items").bool(), want), (
+            f"{turn=} {tiling=} {block=} {zeros=} {level=}"
+        )
         sparsifier.audit()
 
 
@@ -65,7 +68,9 @@ def test_a_cut_row_that_lies_whole_elsewhere() -> None:
         sparsifier = DataNormSparsifier(None, 1.0, (4, 4), 5)
         sparsifier.add_data("t", sharded(full, tiling))
         sparsifier.step()
-        assert torch.equal(sparsifier.full_mask("t").bool(), oracle_mask(full, 1.0, (4, 4), 5, "L1").bool())
+        assert torch.equal(
+            sparsifier.full_mask("t").bool(), oracle_mask(full, 1.0, (4, 4), 5, "L1").bool()
+        )
 
 
 def drift(change: Callable[[Tensor], None]) -> None:
@@ -102,11 +107,14 @@ def test_changes_that_cancel() -> None:
 
 
 def describing() -> None:
-    """Rank 0 alone, in processes that have no process groups yet: one made now would wait for the others."""
+    """Rank 0 alone, in processes that have no process groups yet: one made now would wait for the
+    others."""
     sparsifier = DataNormSparsifier()
     sparsifier.add_data("t", sharded(torch.randn(6, 4), [[(2 * r, 0, 2, 4)] for r in range(3)]))
     if dist.get_rank() == 0:
-        with mock.patch.object(dist, "new_group", side_effect=AssertionError("describe() makes a process group")):
+        with mock.patch.object(
+            dist, "new_group", side_effect=AssertionError("describe() makes a process group")
+        ):
             assert "over 3 ranks" in describe(sparsifier)
 
 

@@ -1,4 +1,5 @@
-"""Scores that know traffic equal an oracle on gathered weights and optimizer state, on every sharding. (C1, C2, C11)"""
+"""Scores that know traffic equal an oracle on gathered weights and optimizer state, on every
+sharding. (C1, C2, C11)"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.dist
 
 
 def trained(cell: Cell, steps: int = 3) -> tuple[nn.Module, CombinedOptimizer]:
-    """A model that row-wise Adagrad has trained a little: some rows are touched often, some never."""
+    """A model that row-wise Adagrad has trained a little: some rows are touched often, some
+    never."""
     model = build(cell)
     optimizer = optimizer_of(model, tables=lambda params: RowWiseAdagrad(params, lr=0.1))
     for step in range(steps):
@@ -37,8 +39,11 @@ def learn(model: nn.Module, optimizer: CombinedOptimizer, cell: Cell, step: int)
     optimizer.step()
 
 
-def totals(model: nn.Module, optimizer: CombinedOptimizer, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Adagrad's sums for each element, by table, from TorchRec's kernels and torch's optimizers. Collective."""
+def totals(
+    model: nn.Module, optimizer: CombinedOptimizer, shapes: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Adagrad's sums for each element, by table, from TorchRec's kernels and torch's optimizers.
+    Collective."""
     mine: list[tuple[str, tuple[int, int], Tensor]] = []
     for kernel in kernels(model):
         batch_ = kernel.emb_module
@@ -65,7 +70,8 @@ def totals(model: nn.Module, optimizer: CombinedOptimizer, shapes: Mapping[str, 
 
 
 def oracle(scores: Tensor, level: float, width: int) -> Tensor:
-    """Of element scores, float64, the mask that removes the blocks of ``width`` columns with the smallest means."""
+    """Of element scores, float64, the mask that removes the blocks of ``width`` columns with the
+    smallest means."""
     blocks = scores.view(scores.shape[0], -1, width).mean(-1).float().flatten().tolist()
     order = sorted(range(len(blocks)), key=lambda i: (blocks[i], i))
     mask = torch.ones(len(blocks), dtype=torch.int8)
@@ -77,7 +83,13 @@ def oracle(scores: Tensor, level: float, width: int) -> Tensor:
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        *((1, "two_shards"), (1, "data_parallel"), (2, "column_wise"), (2, "mixed"), (2, "ec_row_wise")),
+        *(
+            (1, "two_shards"),
+            (1, "data_parallel"),
+            (2, "column_wise"),
+            (2, "mixed"),
+            (2, "ec_row_wise"),
+        ),
         *((4, "row_wise"), (4, "column_wise"), (4, "table_row_wise"), (4, "table_wise")),
     ],
 )
@@ -88,7 +100,11 @@ def test_masks_are_those_of_an_oracle(world: int, name: str) -> None:
     full = gathered(model)
     sums = totals(model, optimizer, {name: weight.shape for name, weight in full.items()})
     assert (sums["user"] == 0).any() and (sums["user"] > 0).any()
-    for score, block in (("accumulator", (1, ROW)), ("norm_accumulator", (1, ROW)), ("norm_accumulator", (1, 4))):
+    for score, block in (
+        ("accumulator", (1, ROW)),
+        ("norm_accumulator", (1, ROW)),
+        ("norm_accumulator", (1, 4)),
+    ):
         set_weights(model, full)
         sparsifier = ImportanceSparsifier(sparsity_level=0.6, sparse_block_shape=block, score=score)
         sparsifier.add_model(model)
@@ -105,7 +121,8 @@ def test_masks_are_those_of_an_oracle(world: int, name: str) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world", "name"), [(1, "two_shards"), (2, "ec_row_wise"), (4, "table_wise"), (4, "row_wise"), (4, "column_wise")]
+    ("world", "name"),
+    [(1, "two_shards"), (2, "ec_row_wise"), (4, "table_wise"), (4, "row_wise"), (4, "column_wise")],
 )
 def test_lookups_are_counted(world: int, name: str) -> None:
     cell = trained_cells(world)[name]
@@ -122,7 +139,9 @@ def test_lookups_are_counted(world: int, name: str) -> None:
                     features = batch(cell, seed=100 * (2 * step + turn) + rank, size=2)
                     for table in cell.tables:
                         for feature in table.features:
-                            counts[table.name] += torch.bincount(features[feature].values(), minlength=table.rows)
+                            counts[table.name] += torch.bincount(
+                                features[feature].values(), minlength=table.rows
+                            )
             with torch.no_grad():
                 model(batch(cell, seed=7))  # no training
             reset_traffic()
@@ -142,11 +161,15 @@ def check_counts(sparsifier: ImportanceSparsifier, counts: Mapping[str, Tensor])
         parts = sparsifier.packed_store.counts(name) or ()
         for mask, part in zip(sparsifier.packed_store.masks(name), parts, strict=True):
             assert part.dtype == sparsifier.count_dtype
-            assert torch.equal(part.double(), count[mask.rect.row : mask.rect.row_end].double()), name
+            assert torch.equal(part.double(), count[mask.rect.row : mask.rect.row_end].double()), (
+                name
+            )
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("kind", "decay"), [("table_wise", 1.0), ("column_wise", 1.0), ("table_wise", 0.75)])
+@pytest.mark.parametrize(
+    ("kind", "decay"), [("table_wise", 1.0), ("column_wise", 1.0), ("table_wise", 0.75)]
+)
 def test_counts_follow_their_rows(world: int, kind: str, decay: float) -> None:
     """Through DMP.reshard, with the masks' message; and through a state."""
     cell, move = moves(world)[kind]
@@ -162,7 +185,9 @@ def test_counts_follow_their_rows(world: int, kind: str, decay: float) -> None:
         for seed in (100 * step + rank for step in range(2) for rank in range(world)):
             for table in cell.tables:
                 for feature in table.features:
-                    counts[table.name] += torch.bincount(batch(cell, seed, 2)[feature].values(), minlength=table.rows)
+                    counts[table.name] += torch.bincount(
+                        batch(cell, seed, 2)[feature].values(), minlength=table.rows
+                    )
         counts = {name: decay * count for name, count in counts.items()}
         check_counts(sparsifier, counts)
         assert all(count.any() for count in counts.values())
@@ -180,7 +205,9 @@ def test_counts_follow_their_rows(world: int, kind: str, decay: float) -> None:
         sparsifier.load_state_dict(state)
         check_counts(sparsifier, counts)
         if dist.get_rank() == 0:
-            for piece in (piece for counts in state["sharded"]["counts"].values() for piece in counts.kept):
+            for piece in (
+                piece for counts in state["sharded"]["counts"].values() for piece in counts.kept
+            ):
                 piece["counts"] = piece["counts"].float()
         with pytest.raises(ValueError, match=r"rank.* 0.*int32 or float64 >= 0"):
             sparsifier.load_state_dict(state)
@@ -203,14 +230,18 @@ def test_what_is_not_known_is_refused_on_all_ranks() -> None:
         with pytest.raises(ValueError, match="needs an attached MaskEnforcer"):
             sparsifier.step()
         before = gathered(model)
-        with MaskEnforcer(sparsifier).attach(optimizer_of(model)), pytest.raises(ValueError, match=says):
+        with (
+            MaskEnforcer(sparsifier).attach(optimizer_of(model)),
+            pytest.raises(ValueError, match=says),
+        ):
             sparsifier.step()
         assert all(torch.equal(weight, before[name]) for name, weight in gathered(model).items())
 
 
 @on_ranks(2)
 def test_replicas_of_the_state_must_be_equal() -> None:
-    """Else their masks would differ: a checkpoint of the optimizer that one rank alone has loaded."""
+    """Else their masks would differ: a checkpoint of the optimizer that one rank alone has
+    loaded."""
     model, optimizer = trained(cells(2)["data_parallel"])
     sparsifier = ImportanceSparsifier(sparsity_level=0.5, score="accumulator")
     sparsifier.add_model(model)
@@ -219,7 +250,9 @@ def test_replicas_of_the_state_must_be_equal() -> None:
         before = sparsifier.audit()
         for total, _ in sparsifier.enforcer.accumulators().values() if dist.get_rank() else ():
             total[: len(total) // 2] += 1
-        with pytest.raises(ValueError, match=r"optimizer state of \w+ rows .* on ranks \[1\].*state from the first"):
+        with pytest.raises(
+            ValueError, match=r"optimizer state of \w+ rows .* on ranks \[1\].*state from the first"
+        ):
             sparsifier.step()
         assert sparsifier.audit() == before
     assert len(before) == len(TABLES)
@@ -271,9 +304,13 @@ def test_counts_are_integers(world: int) -> None:
         counts.copy_((1 << 24) + 1 + 2 * rows)
         before, version = counts.clone(), counts._version
         sparsifier.step()
-        assert torch.equal(counts, before) and counts._version == version, "at decay 1 nothing is written"
+        assert torch.equal(counts, before) and counts._version == version, (
+            "at decay 1 nothing is written"
+        )
         state = sparsifier.state_dict()
-        for piece in (piece for saved in state["sharded"]["counts"].values() for piece in saved.kept):
+        for piece in (
+            piece for saved in state["sharded"]["counts"].values() for piece in saved.kept
+        ):
             piece["counts"].fill_(2**31 - 1)
         sparsifier.load_state_dict(state)
         for step in range(2):

@@ -22,10 +22,16 @@ from tests.dist.enforcing import Run, kernels, loss_of, optimizer_of, pieces
 from tests.dist.plugin import on_ranks
 from tests.dist.test_reshard import reshard
 
-TABLES = (TableSpec("user", 1100, 32, ("user_id",)), TableSpec("item", 300, 64, ("item_id", "last_item_id")))
+TABLES = (
+    TableSpec("user", 1100, 32, ("user_id",)),
+    TableSpec("item", 300, 64, ("item_id", "last_item_id")),
+)
 PLANS = {
     "row_wise": lambda: {"user": row_wise(), "item": table_wise(rank=0)},
-    "column_wise": lambda: {"user": table_wise(rank=0), "item": column_wise(ranks=[0, dist.get_world_size() - 1])},
+    "column_wise": lambda: {
+        "user": table_wise(rank=0),
+        "item": column_wise(ranks=[0, dist.get_world_size() - 1]),
+    },
     "table_wise": lambda: {"user": table_wise(rank=1), "item": table_wise(rank=0)},
 }
 MOVED = {"user": table_wise(rank=0), "item": table_wise(rank=1)}
@@ -33,10 +39,16 @@ MOVED = {"user": table_wise(rank=0), "item": table_wise(rank=1)}
 Action = tuple[str, Any, float]
 TRAIN = st.tuples(
     st.just("train"),
-    st.sampled_from([2, 8, 8, 8, 40]),  # samples; of 40 many rows are touched, so that all are scored
+    st.sampled_from(
+        [2, 8, 8, 8, 40]
+    ),  # samples; of 40 many rows are touched, so that all are scored
     st.sampled_from([0.0, 0.01, 0.02, 0.03, 0.03, -0.1, 0.25]),  # what the level changes by
 )
-OTHER = st.tuples(st.sampled_from(["nothing", "preview", "write", "load", "move", "move"]), st.none(), st.just(0.0))
+OTHER = st.tuples(
+    st.sampled_from(["nothing", "preview", "write", "load", "move", "move"]),
+    st.none(),
+    st.just(0.0),
+)
 ACTIONS = st.one_of(TRAIN, TRAIN, TRAIN, OTHER)
 
 
@@ -44,7 +56,13 @@ def drawn(examples: int) -> list[list[Action]]:
     """Lists of actions, the same at each call and on every rank."""
     found: list[list[Action]] = []
 
-    @settings(max_examples=examples, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+    )
     @given(st.lists(ACTIONS, min_size=4, max_size=6))
     def collect(actions: list[Action]) -> None:
         found.append(actions)
@@ -59,7 +77,8 @@ def keep_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Keep scores, and return the ages of kept ones after each of their updates: 0 where every row was scored."""
+    """Keep scores, and return the ages of kept ones after each of their updates: 0 where every row
+    was scored."""
     keep_small(monkeypatch)
     ages: list[int] = []
     update = KeptScores.update
@@ -95,10 +114,14 @@ def step_checked(sparsifier: ScoreSparsifier) -> None:
     ],
 )
 def test_masks_are_those_of_the_oracle(
-    world: int, plan: str, block: tuple[int, int | str], examples: int, monkeypatch: pytest.MonkeyPatch
+    world: int,
+    plan: str,
+    block: tuple[int, int | str],
+    examples: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After some actions that the ranks share, with ids of their own; and after each of them masks and kept scores are
-    those of a pass over all rows."""
+    """After some actions that the ranks share, with ids of their own; and after each of them masks
+    and kept scores are those of a pass over all rows."""
     ages = counted(monkeypatch)
     user, item = TABLES
     cell = Cell(plan, world, PLANS[plan](), (replace(user, rows=550 * world), item))
@@ -117,7 +140,10 @@ def test_masks_are_those_of_the_oracle(
             elif action == "write":  # torch counts it
                 with torch.no_grad():
                     for kernel in kernels(model):
-                        for stored in (kernel.emb_module.weights_dev, kernel.emb_module.weights_host):
+                        for stored in (
+                            kernel.emb_module.weights_dev,
+                            kernel.emb_module.weights_host,
+                        ):
                             stored.mul_(1.5)
             elif action == "load":
                 model.load_state_dict(build(placed).state_dict())
@@ -216,7 +242,9 @@ def test_what_is_not_seen_is_found_by_an_audit(monkeypatch: pytest.MonkeyPatch) 
     run.move(0.5)
     run.sparsifier.audit()
     if dist.get_rank() == 1:
-        [(_, _, view)] = [piece for kernel in kernels(model) for piece in pieces(kernel) if piece[0] == "user"]
+        [(_, _, view)] = [
+            piece for kernel in kernels(model) for piece in pieces(kernel) if piece[0] == "user"
+        ]
         view.data[3] += 1.0
     with pytest.raises(ValueError, match=r"'user': 1 kept scores differ .* in row 553"):
         run.sparsifier.audit()
@@ -227,7 +255,8 @@ def test_what_is_not_seen_is_found_by_an_audit(monkeypatch: pytest.MonkeyPatch) 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["row_wise", "column_wise", "data_parallel"])
 def test_an_audit_counts_removed_weights_that_are_not_zero(name: str) -> None:
-    """Not those that an optimizer has revived since the last forward, which the enforcer zeroes before the next."""
+    """Not those that an optimizer has revived since the last forward, which the enforcer zeroes
+    before the next."""
     model = build(cells(2)[name])
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4), norm="L2")
     sparsifier.add_model(model)
@@ -244,10 +273,15 @@ def test_an_audit_counts_removed_weights_that_are_not_zero(name: str) -> None:
         set_weights(model, {"user": full})
         holders = 2 if name == "data_parallel" else 1
         number = holders * int((sparsifier.full_mask("user") == 0).sum())
-        with pytest.raises(ValueError, match=rf"'user': {number} removed weights are not zero.*data.*apply_masks"):
+        with pytest.raises(
+            ValueError, match=rf"'user': {number} removed weights are not zero.*data.*apply_masks"
+        ):
             sparsifier.audit()
         sparsifier.apply_masks()
         assert sparsifier.audit() == before
     set_weights(model, {"user": full})
-    with pytest.warns(UserWarning, match=rf"'user': {number} removed weights are not zero.*no enforcer is attached"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"'user': {number} removed weights are not zero.*no enforcer is attached",
+    ):
         assert sparsifier.audit() == before

@@ -1,4 +1,5 @@
-"""SparsifyCallback under Lightning's DDP: the same masks on both ranks, zeros in every forward, one file."""
+"""SparsifyCallback under Lightning's DDP: the same masks on both ranks, zeros in every forward, one
+file."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from dist_sparse.lightning import SparsifyCallback
 from tests.dist.harness import run_ranks
 from tests.dist.lightning_sharded import check_sharded
 from tests.dist.plugin import on_ranks
-from tests.lightning.lightning_fits import PLAN, Collected, Net, Numbered, batches, quiet, trainer, zero_rows
+from tests.lightning.lightning_fits import (
+    PLAN,
+    Collected,
+    Net,
+    Numbered,
+    batches,
+    quiet,
+    trainer,
+    zero_rows,
+)
 from tests.oracle import oracle_mask
 
 WORLD = 2
@@ -31,7 +41,8 @@ class NumberedCollected(Numbered, Collected):
 
 
 class Before(pl.Callback):
-    """Notes the weights that masks are made from, and the level; before the callback that updates them."""
+    """Notes the weights that masks are made from, and the level; before the callback that updates
+    them."""
 
     def __init__(self, sparse: SparsifyCallback, name: str) -> None:
         self.sparse, self.name = sparse, name
@@ -88,7 +99,11 @@ def fit(module: Net, callbacks: list[Any], folder: Path, **options: Any) -> pl.T
 
 MASKS: dict[str, tuple[type[Net], str, dict[str, Any]]] = {
     "every batch": (Numbered, "bag", {}),
-    "accumulated, clipped": (Numbered, "bag", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "accumulated, clipped": (
+        Numbered,
+        "bag",
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
     "unused parameters": (Numbered, "bag", {"strategy": "ddp_find_unused_parameters_true"}),
     "mixed precision": (Numbered, "bag", {"precision": "bf16-mixed"}),
     "a collection of TorchRec's": (NumberedCollected, "item", {}),
@@ -120,7 +135,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @on_ranks(WORLD)
 def test_resumes(folder: Path) -> None:
-    """From the middle of an epoch and from its end: the same bits as the uninterrupted run, on both ranks."""
+    """From the middle of an epoch and from its end: the same bits as the uninterrupted run, on both
+    ranks."""
     whole = Numbered()
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     callbacks = [SparsifyCallback(**PLAN), saving]
@@ -140,14 +156,20 @@ def test_resumes(folder: Path) -> None:
 class Drifting(pl.Callback):
     """Another weight on one rank."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 4 and trainer.global_rank == 1:
             with torch.no_grad():
                 pl_module.bag.weight[3] += 1
 
 
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "a level of one rank": ([], {"level": {"no": 0.5}}, "rank 1: ValueError: Invalid level: 'no' matches no table"),
+    "a level of one rank": (
+        [],
+        {"level": {"no": 0.5}},
+        "rank 1: ValueError: Invalid level: 'no' matches no table",
+    ),
     "a plan of one rank": ([], {"end": 11}, "The ranks disagree"),
     "a table of one rank": ([], {"include": "nothing"}, "rank 1: .*matches none of the tables"),
     "replicas that drift": ([Drifting()], {}, r"rank.*1"),

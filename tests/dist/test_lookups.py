@@ -1,4 +1,5 @@
-"""Masks that follow the traffic for good, and the share of lookups that removed rows have, against a count by hand."""
+"""Masks that follow the traffic for good, and the share of lookups that removed rows have, against
+a count by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
     model = build(cell)
     optimizer = optimizer_of(model)
     sparse = sparsify(
-        model, optimizer, level=0.5, score="frequency", end=None, every=2, decay=1, min_rows=0, optimizer_state="reset"
+        model,
+        optimizer,
+        level=0.5,
+        score="frequency",
+        end=None,
+        every=2,
+        decay=1,
+        min_rows=0,
+        optimizer_state="reset",
     )
     removed = {table.name: torch.zeros(table.rows, dtype=torch.bool) for table in cell.tables}
     wanted = []
@@ -48,7 +57,12 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
             optimizer.step()
             if step % 2 == 0:  # until now these rows were removed
                 counts = lookups_of(cell, range(step + 1))
-                wanted.append({name: (int(n.sum()), int(n[removed[name]].sum())) for name, n in counts.items()})
+                wanted.append(
+                    {
+                        name: (int(n.sum()), int(n[removed[name]].sum()))
+                        for name, n in counts.items()
+                    }
+                )
             sparse.step()
             log.step(step)
             removed = {name: sparse.sparsifier.full_mask(name)[:, 0] == 0 for name in removed}
@@ -61,7 +75,9 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
         assert f"lookups of removed rows: {percent(whole)} ({each})" in sparse.summary()
     dist.barrier()
     run = read_run(folder)
-    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due]
+    logged = [
+        {t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due
+    ]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
     assert f"lookups of removed rows: {percent(whole)}\n" in inspect_text(run) + "\n"
     sparse.detach()
@@ -70,7 +86,8 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["row_wise", "column_wise"])
 def test_the_default_score_samples_lookups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every forward counted, the log has the lookups since the last mask update, and those of removed rows."""
+    """With every forward counted, the log has the lookups since the last mask update, and those of
+    removed rows."""
     monkeypatch.setattr(sampled, "EVERY", 1)
     cell, folder = trained_cells(2)[name], Path(shared_folder())
     model = build(cell)
@@ -85,7 +102,12 @@ def test_the_default_score_samples_lookups(name: str, monkeypatch: pytest.Monkey
             optimizer.step()
             if step % 2 == 0:
                 counts = lookups_of(cell, range(seen, step + 1))
-                wanted.append({name: (int(n.sum()), int(n[removed[name]].sum())) for name, n in counts.items()})
+                wanted.append(
+                    {
+                        name: (int(n.sum()), int(n[removed[name]].sum()))
+                        for name, n in counts.items()
+                    }
+                )
                 seen = step + 1
             sparse.step()
             log.step(step)
@@ -97,7 +119,9 @@ def test_the_default_score_samples_lookups(name: str, monkeypatch: pytest.Monkey
         assert f"lookups of removed rows: {percent(share)} (" in sparse.summary()
     dist.barrier()
     run = read_run(folder)
-    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due]
+    logged = [
+        {t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due
+    ]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
     assert f"lookups of removed rows: {percent(share)}\n" in inspect_text(run) + "\n"
     sparse.detach()

@@ -1,7 +1,7 @@
 """Masks of every table are those of one process, bit for bit, on every sharding and world. (C1, C2)
 
-The reference is :func:`tests.oracle.oracle_mask` on the gathered weights of that very step: plain loops that share
-nothing with the library.
+The reference is :func:`tests.oracle.oracle_mask` on the gathered weights of that very step: plain
+loops that share nothing with the library.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ def _random(w: Tensor) -> Tensor:
     return w
 
 
-WEIGHTS: tuple[Callable[[Tensor], Tensor], ...] = (_random, _equal, _ties, _negative_zeros, _many_zeros)
+WEIGHTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    _random,
+    _equal,
+    _ties,
+    _negative_zeros,
+    _many_zeros,
+)
 
 
 _known: dict[Any, Tensor] = {}
@@ -58,12 +64,15 @@ def known_mask(full: Tensor, level: float, block: tuple[int, Any], norm: str) ->
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
+)
 def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
-    """Every block and norm on one model, with the next weights and level each time; other cells begin with others.
+    """Every block and norm on one model, with the next weights and level each time; other cells
+    begin with others.
 
-    A config is changed in place, as a schedule would. So every block meets every kind of weights over the cells of a
-    world, and every cell meets all kinds of weights and levels.
+    A config is changed in place, as a schedule would. So every block meets every kind of weights
+    over the cells of a world, and every cell meets all kinds of weights and levels.
     """
     cell = cells(world)[name]
     model = build(cell)
@@ -84,13 +93,22 @@ def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
             sparsifier.step()
             after = gathered(model)
             for i, (table, full) in enumerate(before.items()):
-                where = f"{name} on {world} ranks, table {table}, {block=}, {norm=}, {pattern.__name__}, {level=}"
+                where = (
+                    f"{name} on {world} ranks, table {table}, {block=}, {norm=},"
+                    f" {pattern.__name__}, {level=}"
+                )
                 got = sparsifier.full_mask(table).bool()
-                if (turn + i) % world == dist.get_rank():  # the oracle is slow: every table is checked by one rank
+                if (
+                    (turn + i) % world == dist.get_rank()
+                ):  # the oracle is slow: every table is checked by one rank
                     want = known_mask(full, level, block, norm)
-                    assert torch.equal(got, want), f"{where}: {int((got != want).sum())} elements differ"
+                    assert torch.equal(got, want), (
+                        f"{where}: {int((got != want).sum())} elements differ"
+                    )
                 effective = torch.where(got, full, torch.zeros((), dtype=full.dtype))
                 torch.testing.assert_close(after[table], effective, rtol=0, atol=0, msg=where)
             alone = DataNormSparsifier(list(before.items()), level, block, None, norm)
             alone.step()
-            assert sparsifier.audit() == alone.fingerprint(), f"{name}, {block=}, {norm=}, {pattern.__name__}, {level=}"
+            assert sparsifier.audit() == alone.fingerprint(), (
+                f"{name}, {block=}, {norm=}, {pattern.__name__}, {level=}"
+            )

@@ -1,4 +1,5 @@
-"""No mutated state is half loaded on some rank, or accepted and regretted: see tests/mutated_states.py."""
+"""No mutated state is half loaded on some rank, or accepted and regretted: see
+tests/mutated_states.py."""
 
 from __future__ import annotations
 

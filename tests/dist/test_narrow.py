@@ -1,4 +1,5 @@
-"""Compact tables of fewer columns, sharded: they give what the rotated model gave, and train on as it does."""
+"""Compact tables of fewer columns, sharded: they give what the rotated model gave, and train on as
+it does."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 )
 def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: Any) -> None:
     cell = trained_cells(world)[name]
-    if (not cell.fused and optimizer is not torch.optim.SGD) or (name in CUT and optimizer is torch.optim.SGD):
+    if (not cell.fused and optimizer is not torch.optim.SGD) or (
+        name in CUT and optimizer is torch.optim.SGD
+    ):
         return
     found = []
     for narrows in (False, True):
@@ -61,7 +64,9 @@ def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: An
                 model = compact(model, sparse)
                 after = sorted(float(state.sum()) for state in states(model) if state.dim() == 1)
                 if name in CUT:  # the numbers of columns that are left
-                    assert all(any(each == pytest.approx(known) for known in before) for each in after)
+                    assert all(
+                        any(each == pytest.approx(known) for known in before) for each in after
+                    )
                 else:
                     assert before == pytest.approx(after)
                 assert world != 1 or bool(after) is (optimizer is RowWiseAdagrad and cell.fused)
@@ -82,13 +87,22 @@ def test_narrow_equals_masked_and_trains_on(world: int, name: str, optimizer: An
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["row_wise", "column_wise_uneven", "table_row_wise", "grid_shard", "ec_two_shards"])
+@pytest.mark.parametrize(
+    "name", ["row_wise", "column_wise_uneven", "table_row_wise", "grid_shard", "ec_two_shards"]
+)
 def test_four_ranks(name: str) -> None:
     """A table smaller than the world, ranks that keep no columns, blocks of both."""
     cell = cells(4)[name]
     model: Any = build(cell)
     sparse = sparsify(
-        model, optimizer_of(model), level=0.9, block="col", end=0, min_rows=0, rotate="table", optimizer_state="reset"
+        model,
+        optimizer_of(model),
+        level=0.9,
+        block="col",
+        end=0,
+        min_rows=0,
+        rotate="table",
+        optimizer_state="reset",
     )
     sparse.step()
     features = batch(cell, seed=dist.get_rank())
@@ -104,7 +118,9 @@ def test_four_ranks(name: str) -> None:
 def test_an_artifact_turns_back_what_it_serves(name: str, tmp_path: Path) -> None:
     cell = cells(2)[name]
     model: Any = build(cell)
-    sparse = sparsify(model, optimizer_of(model), level=0.5, block="col", end=0, min_rows=0, rotate="table")
+    sparse = sparsify(
+        model, optimizer_of(model), level=0.5, block="col", end=0, min_rows=0, rotate="table"
+    )
     sparse.step()
     features = batch(cell, seed=dist.get_rank())
     model = compact(model, sparse)
@@ -112,5 +128,7 @@ def test_an_artifact_turns_back_what_it_serves(name: str, tmp_path: Path) -> Non
     want = want.wait() if isinstance(want, LazyAwaitable) else want
     got: Any = load_served(export(model, None, tmp_path / "served").path)(features)
     for key in got.keys():  # noqa: SIM118  (a KeyedTensor is no mapping)
-        found, wanted = (got[key], want[key]) if cell.bags else (got[key].values(), want[key].values())
+        found, wanted = (
+            (got[key], want[key]) if cell.bags else (got[key].values(), want[key].values())
+        )
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -38,7 +38,9 @@ def sharded() -> Two:
 
 def made(model: nn.Module, wanted: list[dict[str, Any]]) -> list[Steady]:
     conf = {"use_amp": False, "scale": 128.0}
-    return [Steady("SGD", {"lr": 0.2, "momentum": 0.5}, model, **{**conf, **plan}) for plan in wanted]
+    return [
+        Steady("SGD", {"lr": 0.2, "momentum": 0.5}, model, **{**conf, **plan}) for plan in wanted
+    ]
 
 
 def check_fsdp(wanted: list[dict[str, Any]]) -> None:
@@ -67,7 +69,10 @@ def check_not_finite(use_amp: bool) -> None:
             grad.to_local()[0, 0] = math.inf
 
     scheduler.step(model(batch(dist.get_rank())), Clock(spoil), "a", 1, 1, log)
-    assert all(torch.equal(value, before[name]) for name, value in whole(model).items()) and len(log.lines) == 1
+    assert (
+        all(torch.equal(value, before[name]) for name, value in whole(model).items())
+        and len(log.lines) == 1
+    )
     assert scheduler.scaler is None or scheduler.scaler.get_scale() == 64.0
     scheduler.step(model(batch(dist.get_rank())), None, "a", 2, 1, log)
     assert not torch.equal(whole(model)["decoder.weight"], before["decoder.weight"])
@@ -100,18 +105,23 @@ def check_norm(norm_type: float) -> None:
     clip_gradients(parameters, norm, 0.5)
     nn.utils.clip_grads_with_norm_([leaf(grad) for grad in grads], 0.5, norm)
     for parameter, grad in zip(parameters, grads, strict=True):
-        got = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        got = (
+            parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        )
         assert torch.allclose(got, grad * min(1, 0.5 / (float(norm) + 1e-6)), rtol=1e-5)
     alone = [parameters[3]]  # its one row is on rank 0
     total = gradient_norm(alone, pieces, norm_type)[0]
-    assert float(total) == pytest.approx(float(parameters[3].grad.full_tensor().norm(norm_type)), rel=1e-5)
+    assert float(total) == pytest.approx(
+        float(parameters[3].grad.full_tensor().norm(norm_type)), rel=1e-5
+    )
     if dist.get_rank() == 1:
         alone[0].grad = None
     assert gradient_norm(alone, pieces, norm_type)[1], "the other rank has one"
 
 
 def check_no_gradient(_: None) -> None:
-    """On any rank: an update of nothing, though the optimizer would make something even of zeros."""
+    """On any rank: an update of nothing, though the optimizer would make something even of
+    zeros."""
     mesh = init_device_mesh("cpu", (WORLD,))
     model = nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))])
     scheduler = Steady("SGD", {"lr": 0.5, "weight_decay": 0.1}, model, grad_clip=None, scale=128.0)
@@ -134,7 +144,9 @@ def check_placements(_: None) -> None:
     both = init_device_mesh("cpu", (WORLD,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(2), both, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.ones(2), both, [Partial()])
-    refuses("only Shard and Replicate", partial(gradient_norm, [parameter], frozenset([parameter]), 2.0))
+    refuses(
+        "only Shard and Replicate", partial(gradient_norm, [parameter], frozenset([parameter]), 2.0)
+    )
 
 
 def leaf(grad: Tensor) -> Tensor:
@@ -147,7 +159,11 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     **{
         f"fsdp: {which} {conf}": (check_fsdp, plans(which, **conf))
         for which in ("whole", "part", "one loss")
-        for conf in ({"grad_clip": 0.05}, {"accum_grad": 3, "grad_clip": 0.05}, {"use_amp": True, "grad_clip": 0.05})
+        for conf in (
+            {"grad_clip": 0.05},
+            {"accum_grad": 3, "grad_clip": 0.05},
+            {"use_amp": True, "grad_clip": 0.05},
+        )
     },
     **{f"not finite, AMP {amp}": (check_not_finite, amp) for amp in (True, False)},
     "refused": (check_refused, None),

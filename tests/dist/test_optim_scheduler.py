@@ -1,4 +1,5 @@
-"""OptimScheduler under DDP trains as one process with all ranks' batches, and sends no more than needed."""
+"""OptimScheduler under DDP trains as one process with all ranks' batches, and sends no more than
+needed."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def trained(model: nn.Module, schedulers: list[Steady], context: bool = True) ->
 
 
 def reference(wanted: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """One process: the gradients of a step are those of all ranks' batches, and all are taken before any update."""
+    """One process: the gradients of a step are those of all ranks' batches, and all are taken
+    before any update."""
     model = Two()
     optimizers = []
     for plan in wanted:
@@ -90,11 +92,14 @@ def reference(wanted: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def made(model: nn.Module, wanted: list[dict[str, Any]]) -> list[Steady]:
     conf = {"distributed": True, "use_amp": False, "scale": 128.0}
-    return [Steady("SGD", {"lr": 0.2, "momentum": 0.5}, model, **{**conf, **plan}) for plan in wanted]
+    return [
+        Steady("SGD", {"lr": 0.2, "momentum": 0.5}, model, **{**conf, **plan}) for plan in wanted
+    ]
 
 
 def check_equal(case: tuple[list[dict[str, Any]], dict[str, Any], bool]) -> None:
-    """One process with the same global batch gives the same weights; ranks agree to the last bit."""
+    """One process with the same global batch gives the same weights; ranks agree to the last
+    bit."""
     wanted, options, context = case
     model = DistributedDataParallel(Two(), **options)
     got = trained(model, made(model, wanted), context)
@@ -104,7 +109,9 @@ def check_equal(case: tuple[list[dict[str, Any]], dict[str, Any], bool]) -> None
         other = [torch.empty_like(value) for _ in range(WORLD)]
         dist.all_gather(other, got[name])
         assert torch.equal(*other), f"{name} has drifted"
-    assert not all(torch.allclose(value, got[name], atol=1e-3) for name, value in copied(Two()).items())
+    assert not all(
+        torch.allclose(value, got[name], atol=1e-3) for name, value in copied(Two()).items()
+    )
 
 
 def equal_cases() -> dict[str, Any]:
@@ -123,19 +130,30 @@ def equal_cases() -> dict[str, Any]:
     cases["every second"] = (plans("whole", step_per_update=2, accum_grad=2), {}, True)
     cases["no context"] = (plans("whole", accum_grad=3), {}, False)
     cases["amp"] = (plans("whole", accum_grad=3, grad_clip=0.05, use_amp=True), {}, False)
-    cases["amp, one loss"] = (plans("one loss", accum_grad=3, grad_clip=0.05, use_amp=True), {}, False)
+    cases["amp, one loss"] = (
+        plans("one loss", accum_grad=3, grad_clip=0.05, use_amp=True),
+        {},
+        False,
+    )
     scales = [
         {**plan, "scale": scale}
-        for plan, scale in zip(plans("one loss", accum_grad=3, use_amp=True), (128.0, 8.0), strict=True)
+        for plan, scale in zip(
+            plans("one loss", accum_grad=3, use_amp=True), (128.0, 8.0), strict=True
+        )
     ]
     cases["amp, two scales"] = (scales, {}, False)
     cases["amp, two scales, static"] = (scales[::-1], static, False)
-    cases["not said to be distributed"] = (plans("one loss", distributed=False, grad_clip=0.05), {}, True)
+    cases["not said to be distributed"] = (
+        plans("one loss", distributed=False, grad_clip=0.05),
+        {},
+        True,
+    )
     return cases
 
 
 def check_sent(case: tuple[list[dict[str, Any]], dict[str, Any], bool, int, int]) -> None:
-    """Bug 27. How many all-reduces DDP makes in 6 steps, and how many collectives are the library's own."""
+    """Bug 27. How many all-reduces DDP makes in 6 steps, and how many collectives are the library's
+    own."""
     wanted, options, context, by_ddp, by_us = case
     model = DistributedDataParallel(Two(), **options)
     schedulers = made(model, wanted)
@@ -148,7 +166,13 @@ def check_sent(case: tuple[list[dict[str, Any]], dict[str, Any], bool, int, int]
 SENT: dict[str, Any] = {
     "each step": (plans("whole"), {}, True, 6, 0),
     "each third": (plans("whole", accum_grad=3), {}, True, 2, 0),
-    "each third, not said to be distributed": (plans("whole", accum_grad=3, distributed=False), {}, True, 6, 0),
+    "each third, not said to be distributed": (
+        plans("whole", accum_grad=3, distributed=False),
+        {},
+        True,
+        6,
+        0,
+    ),
     "each third, no context": (plans("whole", accum_grad=3), {}, False, 6, 0),
     "each third, static": (plans("whole", accum_grad=3), {"static_graph": True}, True, 3, 0),
     "each second of those due": (plans("whole", accum_grad=2, step_per_update=3), {}, True, 1, 0),
@@ -158,7 +182,8 @@ SENT: dict[str, Any] = {
 
 
 def check_wrapped(_: None) -> None:
-    """Bug 25: modules are looked for in what DDP wraps; and the context of the forward is that of all of them."""
+    """Bug 25: modules are looked for in what DDP wraps; and the context of the forward is that of
+    all of them."""
     model = DistributedDataParallel(Two())
     one, other = made(model, plans("one loss", accum_grad=2))
     held = {id(p) for p in one.optimizer.param_groups[0]["params"]}
@@ -171,7 +196,9 @@ def check_wrapped(_: None) -> None:
     with one.forward_context(1), other.forward_context(1):
         assert not model.require_backward_grad_sync
     with one.forward_context(3):
-        assert model.require_backward_grad_sync, "the third one, which has the place of the other, updates after step 3"
+        assert model.require_backward_grad_sync, (
+            "the third one, which has the place of the other, updates after step 3"
+        )
     del third
 
 
@@ -199,15 +226,26 @@ class Sometimes(nn.Module):
 
     def forward(self, x: Tensor, aside: bool) -> Tensor:
         y = self.over(x)
-        return (y + self.aside(x) + self.table(torch.tensor([1]))).square().mean() if aside else y.square().mean()
+        return (
+            (y + self.aside(x) + self.table(torch.tensor([1]))).square().mean()
+            if aside
+            else y.square().mean()
+        )
 
 
 def check_unused_and_foreign(used: tuple[tuple[bool, bool], ...]) -> None:
-    """DDP remembers over accumulated steps what was used; parameters that no OptimScheduler owns are unchanged."""
+    """DDP remembers over accumulated steps what was used; parameters that no OptimScheduler owns
+    are unchanged."""
     model, alone = Sometimes(), Sometimes()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     scheduler = Steady(
-        "SGD", {"lr": 0.1}, wrapped, distributed=True, accum_grad=2, use_amp=False, updated_modules="over"
+        "SGD",
+        {"lr": 0.1},
+        wrapped,
+        distributed=True,
+        accum_grad=2,
+        use_amp=False,
+        updated_modules="over",
     )
     optimizer = torch.optim.SGD(alone.over.parameters(), 0.1)
     for step_num, asides in enumerate(used, start=1):
@@ -226,7 +264,8 @@ def check_unused_and_foreign(used: tuple[tuple[bool, bool], ...]) -> None:
 
 
 def check_unused(_: None) -> None:
-    """What is unused on one rank has the other one's half gradient; what is unused on both is not updated."""
+    """What is unused on one rank has the other one's half gradient; what is unused on both is not
+    updated."""
     model, alone = Forked(), Forked()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": 0.05}
@@ -238,14 +277,18 @@ def check_unused(_: None) -> None:
         torch.optim.Adam([*alone.left.parameters(), *alone.right.parameters()], 0.1),
         torch.optim.Adam(alone.over.parameters(), 0.1),
     ]
-    for step_num, branches in enumerate([(True, False), (True, True), (False, False), (False, True)], start=1):
+    for step_num, branches in enumerate(
+        [(True, False), (True, True), (False, False), (False, True)], start=1
+    ):
         losses = wrapped(batch(WORLD * step_num + dist.get_rank()), branches[dist.get_rank()])
         for scheduler in pair:
             scheduler.step(losses, None, "a", step_num, 1)
         theirs = [alone(batch(WORLD * step_num + rank), branches[rank]) for rank in range(WORLD)]
         for optimizer in optimizers:
             mine = optimizer.param_groups[0]["params"]
-            sum(losses["loss"] / WORLD for losses in theirs).backward(inputs=mine, retain_graph=True)
+            sum(losses["loss"] / WORLD for losses in theirs).backward(
+                inputs=mine, retain_graph=True
+            )
         for optimizer in optimizers:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
             optimizer.step()
@@ -261,7 +304,9 @@ def check_not_finite(case: tuple[str, bool]) -> None:
     schedulers = made(model, plans(which, use_amp=use_amp))
     trained(model, schedulers)
     before, log = copied(model.module), Log()
-    losses = {name: loss * (math.nan if dist.get_rank() else 1) for name, loss in model(batch(1)).items()}
+    losses = {
+        name: loss * (math.nan if dist.get_rank() else 1) for name, loss in model(batch(1)).items()
+    }
     for scheduler in schedulers:
         scheduler.step(losses, None, "a", STEPS + 1, 1, log)
     assert same(before, copied(model.module)) and len(log.lines) == len(schedulers)
@@ -280,14 +325,19 @@ def refuses(said: str, act: Callable[[], Any]) -> None:
 
 
 def check_refused(_: None) -> None:
-    """DDP averages one backward per forward. Nothing changes, and each can have a forward of its own."""
-    refuses("does not average gradients", lambda: Steady("SGD", {"lr": 0.1}, Two(), distributed=True))
+    """DDP averages one backward per forward. Nothing changes, and each can have a forward of its
+    own."""
+    refuses(
+        "does not average gradients", lambda: Steady("SGD", {"lr": 0.1}, Two(), distributed=True)
+    )
     model = DistributedDataParallel(Two())
     before = copied(model.module)
     for which in ("two losses", "other accumulation"):
         losses, pair = model(batch(dist.get_rank())), made(model, plans(which))
         for scheduler in pair:
-            refuses("must be one and the same tensor", partial(scheduler.step, losses, None, "a", 1, 1))
+            refuses(
+                "must be one and the same tensor", partial(scheduler.step, losses, None, "a", 1, 1)
+            )
     assert same(before, copied(model.module)) and model.module.decoder.weight.grad is None
     pair = made(model, plans("two losses"))
     for scheduler, name in zip(pair, ("loss", "other"), strict=True):
@@ -302,7 +352,8 @@ def check_refused(_: None) -> None:
 
 
 def check_foreign(views: bool) -> None:
-    """A backward leaves the gradients of other parameters, and of OptimSchedulers stepped later, unchanged."""
+    """A backward leaves the gradients of other parameters, and of OptimSchedulers stepped later,
+    unchanged."""
     model = DistributedDataParallel(Two(), gradient_as_bucket_view=views)
     late_plan = {"updated_modules": "decoder", "optim_loss": "late", "accum_grad": 2}
     mine, other = made(model, [{"updated_modules": "encoder"}, late_plan])
@@ -326,7 +377,10 @@ def check_ignored(_: None) -> None:
         scheduler.step(losses, None, "a", 1, 1)
     of_rank = [alone(batch(rank)) for rank in range(WORLD)]
     for name, parameter in alone.named_parameters():
-        grads = [torch.autograd.grad(losses["loss"], parameter, retain_graph=True)[0] for losses in of_rank]
+        grads = [
+            torch.autograd.grad(losses["loss"], parameter, retain_graph=True)[0]
+            for losses in of_rank
+        ]
         grad = grads[dist.get_rank()] if name == "decoder.weight" else sum(grads) / WORLD
         assert torch.allclose(model.get_parameter(name), parameter - 0.2 * grad, atol=1e-6), name
 

@@ -1,6 +1,7 @@
 """OptimScheduler trains a DistributedModelParallel as one process trains the plain model.
 
-With fused tables, which only take the learning rate, and with dense kernels, whose gradients are sharded.
+With fused tables, which only take the learning rate, and with dense kernels, whose gradients are
+sharded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from dist_sparse import CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr, OptimScheduler
+from dist_sparse import (
+    CubicDataScheduler,
+    DataNormSparsifier,
+    ExponentDecayLr,
+    MaskEnforcer,
+    Noamlr,
+    OptimScheduler,
+)
 from tests.dist.cells import Cell, Net, batch, build, cells, gathered, plain, set_weights, weights
 from tests.dist.plugin import on_ranks
 from tests.dist.test_optim_scheduler import refuses
@@ -38,11 +46,17 @@ def losses_of(model: nn.Module, cell: Cell, seed: int) -> dict[str, Tensor]:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """All weights, the same names for a sharded and for a plain model. Collective if it is sharded."""
+    """All weights, the same names for a sharded and for a plain model. Collective if it is
+    sharded."""
     state = model.state_dict()
-    over = {f"over.{name}": state[next(key for key in state if key.endswith(f"over.{name}"))] for name in OVER}
+    over = {
+        f"over.{name}": state[next(key for key in state if key.endswith(f"over.{name}"))]
+        for name in OVER
+    }
     if isinstance(model, Net):
-        tables = {name: bag.weight.detach() for name, bag in model.sparse.tables.embedding_bags.items()}
+        tables = {
+            name: bag.weight.detach() for name, bag in model.sparse.tables.embedding_bags.items()
+        }
     else:
         tables = gathered(model)
     return {name: value.clone() for name, value in {**tables, **over}.items()}
@@ -52,7 +66,9 @@ def dense(name: str) -> Cell:
     return replace(cells(WORLD)[name], fused=False)
 
 
-def trained(model: nn.Module, cell: Cell, schedulers: list[Any], context: bool = True, first: int = 1) -> None:
+def trained(
+    model: nn.Module, cell: Cell, schedulers: list[Any], context: bool = True, first: int = 1
+) -> None:
     """Three steps an epoch."""
     for step_num in range(first, STEPS + 1):
         epoch = 1 + (step_num - 1) // 3
@@ -74,17 +90,24 @@ def reference(
     """One process with the batches of all ranks. ``parts``: modules, loss, accum, clip."""
     torch.manual_seed(0)
     model = plain(cell)
-    groups = [[p for name in part["modules"] for p in model.get_submodule(name).parameters()] for part in parts]
+    groups = [
+        [p for name in part["modules"] for p in model.get_submodule(name).parameters()]
+        for part in parts
+    ]
     sums: list[list[Tensor]] = [[torch.zeros_like(p) for p in group] for group in groups]
     for step_num in range(1, STEPS + 1):
         seen = [losses_of(model, cell, WORLD * step_num + rank) for rank in range(WORLD)]
         for part, group, kept in zip(parts, groups, sums, strict=True):
-            loss = sum(losses[part.get("loss", "loss")] for losses in seen) / (WORLD * part.get("accum", 1))
+            loss = sum(losses[part.get("loss", "loss")] for losses in seen) / (
+                WORLD * part.get("accum", 1)
+            )
             grads = torch.autograd.grad(loss, group, retain_graph=True, allow_unused=True)
             kept[:] = [k if g is None else k + g for k, g in zip(kept, grads, strict=True)]
         for part, group, kept in zip(parts, groups, sums, strict=True):
             if step_num % part.get("accum", 1) == 0:
-                norm = float(torch.stack([k.norm(part.get("p", 2.0)) for k in kept]).norm(part.get("p", 2.0)))
+                norm = float(
+                    torch.stack([k.norm(part.get("p", 2.0)) for k in kept]).norm(part.get("p", 2.0))
+                )
                 factor = min(1.0, part.get("clip", math.inf) / (norm + 1e-6))
                 lr = rate((step_num - 1) // part.get("accum", 1) + 1, 1 + (step_num - 1) // 3)
                 with torch.no_grad():
@@ -94,16 +117,22 @@ def reference(
     return held(model)
 
 
-def check_close(got: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> None:
+def check_close(
+    got: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]
+) -> None:
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-5), (name, (got[name] - value).abs().max())
+        assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-5), (
+            name,
+            (got[name] - value).abs().max(),
+        )
     untrained = [name for name, value in wanted.items() if torch.equal(value, start[name])]
     assert untrained in ([], [f"over.{name}" for name in OVER])
 
 
 def check_dense(case: tuple[str, dict[str, Any], list[dict[str, Any]], bool]) -> None:
-    """The norm is global, each piece counted once; loss scales stay alike, on a rank without a table too."""
+    """The norm is global, each piece counted once; loss scales stay alike, on a rank without a
+    table too."""
     name, conf, parts, together = case
     cell = dense(name)
     model = build(cell)
@@ -126,22 +155,35 @@ def check_dense(case: tuple[str, dict[str, Any], list[dict[str, Any]], bool]) ->
     trained(model, cell, schedulers, context=not conf.get("use_amp"))
     check_close(held(model), reference(cell, parts), start)
     if schedulers[0].accum_grad > 1:
-        parts_of = (part for module in model.modules() for part in (module, *getattr(module, "_lookups", ())))
+        parts_of = (
+            part
+            for module in model.modules()
+            for part in (module, *getattr(module, "_lookups", ()))
+        )
         averaging = [part for part in parts_of if isinstance(part, DistributedDataParallel)]
         with schedulers[0].forward_context(STEPS + 1):
             assert not any(part.require_backward_grad_sync for part in averaging)
     for scheduler in schedulers:
         if (scaler := scheduler.scaler) is not None:
-            assert (scaler.get_scale(), scaler._get_growth_tracker()) == (128.0, STEPS // scheduler.accum_grad)
+            assert (scaler.get_scale(), scaler._get_growth_tracker()) == (
+                128.0,
+                STEPS // scheduler.accum_grad,
+            )
 
 
 def check_dense_losses(name: str) -> None:
-    """Gradients of sharded tables can't be taken one loss at a time, with a static graph of DDP's or without."""
+    """Gradients of sharded tables can't be taken one loss at a time, with a static graph of DDP's
+    or without."""
     cell = dense(name)
     torch.manual_seed(0)
     net, sharder = Net(cell), EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
-        net.sparse.tables, dict(cell.plan), sharder=sharder, local_size=WORLD, world_size=WORLD, device_type="cpu"
+        net.sparse.tables,
+        dict(cell.plan),
+        sharder=sharder,
+        local_size=WORLD,
+        world_size=WORLD,
+        device_type="cpu",
     )
     model = DistributedModelParallel(
         net,
@@ -172,7 +214,9 @@ def check_dense_not_finite(name: str) -> None:
     scheduler = Steady("SGD", {"lr": LR}, model, distributed=True, scale=128.0)
     assert scheduler.scaler is not None
     stepped = {id(p) for p in scheduler.optimizer.param_groups[0]["params"]}
-    tables = [p for key, p in model.named_parameters() if ".embedding_bags." in key and id(p) in stepped]
+    tables = [
+        p for key, p in model.named_parameters() if ".embedding_bags." in key and id(p) in stepped
+    ]
     piece = next((p for p in tables if p.numel()), None)
     before = held(model)
 
@@ -183,7 +227,9 @@ def check_dense_not_finite(name: str) -> None:
 
     scheduler.step(losses_of(model, cell, 9), Clock(spoil), "a", 1, 1, log)
     after = held(model)
-    assert all(torch.equal(after[key], value) for key, value in before.items()) and len(log.lines) == 1
+    assert (
+        all(torch.equal(after[key], value) for key, value in before.items()) and len(log.lines) == 1
+    )
     assert scheduler.scaler.get_scale() == 64.0
     trained(model, cell, [scheduler], context=False)
     assert all(bool(value.isfinite().all()) for value in held(model).values())
@@ -194,7 +240,9 @@ def check_dense_not_finite(name: str) -> None:
 
 
 def noam(model: nn.Module, **conf: Any) -> Noamlr:
-    return Noamlr("SGD", {"lr": 2 * LR}, model, distributed=True, use_amp=False, warmup_steps=3, **conf)
+    return Noamlr(
+        "SGD", {"lr": 2 * LR}, model, distributed=True, use_amp=False, warmup_steps=3, **conf
+    )
 
 
 def noam_rate(real_step: int, epoch: int) -> float:
@@ -211,11 +259,17 @@ def check_fused(name: str) -> None:
 
 
 def check_fused_epochs(_: None) -> None:
-    """A learning rate that changes with the epoch needs forward_context() to be told which one it is."""
+    """A learning rate that changes with the epoch needs forward_context() to be told which one it
+    is."""
     cell = cells(WORLD)["mixed"]
     model = build(cell, torch.optim.SGD, {"lr": 7.0})
     start = held(model)
-    conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": None, "decay_factor": 0.25}
+    conf: dict[str, Any] = {
+        "distributed": True,
+        "use_amp": False,
+        "grad_clip": None,
+        "decay_factor": 0.25,
+    }
     trained(model, cell, [ExponentDecayLr("SGD", {"lr": 2 * LR}, model, ft_factor=0.5, **conf)])
     wanted = reference(cell, [{"modules": BOTH}], lambda real_step, epoch: LR * 0.25 ** (epoch - 1))
     check_close(held(model), wanted, start)
@@ -257,7 +311,10 @@ def check_fused_pair(turned: bool) -> None:
     cell = cells(WORLD)["row_wise"]
     model = build(cell, torch.optim.SGD, {"lr": 7.0})
     start = held(model)
-    pair = [noam(model, updated_modules="sparse", grad_clip=None), noam(model, updated_modules="over", grad_clip=0.1)]
+    pair = [
+        noam(model, updated_modules="sparse", grad_clip=None),
+        noam(model, updated_modules="over", grad_clip=0.1),
+    ]
     trained(model, cell, pair[::-1] if turned else pair)
     parts: list[dict[str, Any]] = [{"modules": ["sparse"]}, {"modules": ["over"], "clip": 0.1}]
     check_close(held(model), reference(cell, parts, noam_rate), start)
@@ -274,7 +331,10 @@ def check_fused_refused(_: None) -> None:
         ("Invalid accum_grad=2", {"use_amp": False, "accum_grad": 2}),
         ("gradient_clipping", {"use_amp": False}),
         ("gradient_clipping", {"use_amp": False, "updated_modules": "sparse"}),
-        ("name the collections, ['sparse.tables']", {"updated_modules": "sparse.tables.embedding_bags.user"}),
+        (
+            "name the collections, ['sparse.tables']",
+            {"updated_modules": "sparse.tables.embedding_bags.user"},
+        ),
     ]:
         refuses(said, partial(make, **conf))
     tables = make(use_amp=False, grad_clip=None, updated_modules="sparse", step_per_update=2)
@@ -299,7 +359,9 @@ def check_bfloat16(_: None) -> None:
     cell = cells(WORLD)["row_wise"]
     model = build(cell, torch.optim.SGD, {"lr": 0.1})
     before = held(model)
-    scheduler = Steady("SGD", {"lr": 0.1}, model, distributed=True, grad_clip=None, amp_dtype=torch.bfloat16)
+    scheduler = Steady(
+        "SGD", {"lr": 0.1}, model, distributed=True, grad_clip=None, amp_dtype=torch.bfloat16
+    )
     assert scheduler.scaler is None
     trained(model, cell, [scheduler])
     assert not any(torch.equal(held(model)[name], value) for name, value in before.items())
@@ -321,7 +383,9 @@ def check_sparsity(case: tuple[str, bool, str | None]) -> None:
     cell = cells(WORLD)[name] if fused else dense(name)
     conf: dict[str, Any] = {"grad_clip": None if fused else 0.5, "updated_modules": modules}
     model, twin = (build(cell, torch.optim.SGD, {"lr": 0.1}) for _ in range(2))
-    for parameter in (p for each in (model, twin) for key, p in each.named_parameters() if key.startswith("over.")):
+    for parameter in (
+        p for each in (model, twin) for key, p in each.named_parameters() if key.startswith("over.")
+    ):
         parameter.requires_grad_(False)  # tables alone move, and that is enough of an update
     scheduler, enforcer = sparse(model, **conf)
     trained(model, cell, [scheduler])
@@ -334,7 +398,9 @@ def check_sparsity(case: tuple[str, bool, str | None]) -> None:
     state = scheduler.state_dict()
     broken = {k: v for k, v in state.items() if k != "optimizer" or dist.get_rank() == 0}
     lr = other.get_lr()
-    refuses("rank 1: ValueError: The state lacks ['optimizer']", partial(other.load_state_dict, broken))
+    refuses(
+        "rank 1: ValueError: The state lacks ['optimizer']", partial(other.load_state_dict, broken)
+    )
     assert other.get_lr() == lr and other.data_scheduler.last_epoch == 0  # type: ignore[union-attr]
     other.load_state_dict(state)
     for each, its in ((model, scheduler), (twin, other)):
@@ -350,11 +416,23 @@ def dense_cases() -> dict[str, Any]:
     cases: dict[str, Any] = {}
     clip = {"modules": BOTH, "clip": 0.1}
     apart = [{"modules": ["sparse"], "clip": 0.1}, {"modules": ["over"], "clip": 0.05}]
-    for name in ("table_wise_one_rank", "row_wise", "column_wise_uneven", "two_shards", "mixed", "data_parallel"):
+    for name in (
+        "table_wise_one_rank",
+        "row_wise",
+        "column_wise_uneven",
+        "two_shards",
+        "mixed",
+        "data_parallel",
+    ):
         cases[f"{name}, clip"] = (name, {}, [clip], True)
         cases[f"{name}, AMP, accum"] = (name, {"use_amp": True}, [{**clip, "accum": 3}], True)
     for p in (1.0, math.inf):
-        cases[f"table_wise_one_rank, norm {p}"] = ("table_wise_one_rank", {}, [{**clip, "p": p}], True)
+        cases[f"table_wise_one_rank, norm {p}"] = (
+            "table_wise_one_rank",
+            {},
+            [{**clip, "p": p}],
+            True,
+        )
     cases["no gradient on rank 0"] = ("table_wise_one_rank", {"use_amp": True}, apart[:1], False)
     cases["row_wise, no clip"] = ("row_wise", {}, [{"modules": BOTH}], True)
     for name in ("table_wise_one_rank", "mixed"):
@@ -367,7 +445,10 @@ CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     "dense losses": (check_dense_losses, "row_wise"),
     "dense, NaN": (check_dense_not_finite, "row_wise"),
     "dense, NaN, one rank": (check_dense_not_finite, "table_wise_one_rank"),
-    **{f"fused: {name}": (check_fused, name) for name in ("row_wise", "two_shards", "mixed", "table_wise_one_rank")},
+    **{
+        f"fused: {name}": (check_fused, name)
+        for name in ("row_wise", "two_shards", "mixed", "table_wise_one_rank")
+    },
     "fused, epochs": (check_fused_epochs, None),
     "fused, resumed": (check_fused_resumed, None),
     "fused, pair": (check_fused_pair, False),

@@ -20,19 +20,26 @@ WORLD = 2
 def test_untouched_rows(name: str) -> None:
     cell = cells(WORLD)[name]
     model, rank = build(cell), dist.get_rank()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)  # of the replicated table; it lists the fused ones too
+    optimizer = torch.optim.Adagrad(
+        model.parameters(), lr=0.1
+    )  # of the replicated table; it lists the fused ones too
     assert plan(model, "20%", optimizer=optimizer).untouched == {}, "nothing was trained"
     before = gathered(model)
     model(batch(cell, seed=rank)).sum().backward()
     optimizer.step()
     after = gathered(model)
-    same = {table.name: int((before[table.name] == after[table.name]).all(1).sum()) for table in cell.tables}
+    same = {
+        table.name: int((before[table.name] == after[table.name]).all(1).sum())
+        for table in cell.tables
+    }
     answer = plan(model, "20%", optimizer=optimizer, cold="user")
     told: list[Any] = [None] * WORLD
     dist.all_gather_object(told, answer)
     assert told == [answer] * WORLD and answer.untouched == same and 0 < same["user"] < 37
     known = plan(model, "20%").untouched
-    assert known == {name: rows for name, rows in same.items() if name != "tiny" or cell.name != "mixed"}
+    assert known == {
+        name: rows for name, rows in same.items() if name != "tiny" or cell.name != "mixed"
+    }
 
 
 @on_ranks(WORLD)

@@ -1,4 +1,5 @@
-"""The plugin for tests on ranks: what it runs and reports, that failures do not spread. In a pytest of its own."""
+"""The plugin for tests on ranks: what it runs and reports, that failures do not spread. In a pytest
+of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The quality benchmark: its kernel trains as TorchRec does, and every method runs and keeps to its bytes."""
+"""The quality benchmark: its kernel trains as TorchRec does, and every method runs and keeps to its
+bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ USERS, ITEMS, BATCH = 90, 60, 64
 
 def _npz(folder: Path, name: str = "tiny.npz", seed: int = 7, split: bool = True) -> Path:
     rng = np.random.default_rng(seed)
-    pairs = rng.permutation(np.unique(rng.integers((USERS, ITEMS), size=(2_000, 2)), axis=0)).astype(np.int32)
+    pairs = rng.permutation(
+        np.unique(rng.integers((USERS, ITEMS), size=(2_000, 2)), axis=0)
+    ).astype(np.int32)
     (user, item), (test_user, test_item) = pairs[:1000].T, pairs[1000:].T
     named = {"train_user": user, "train_item": item, "test_user": test_user, "test_item": test_item}
     if not split:
@@ -41,10 +44,14 @@ def _npz(folder: Path, name: str = "tiny.npz", seed: int = 7, split: bool = True
 
 
 def _trained(data: Interactions) -> tuple[list[torch.Tensor], torch.Tensor, Model]:
-    """Tables and biases after two epochs with TorchRec, and a model that started from the same weights."""
+    """Tables and biases after two epochs with TorchRec, and a model that started from the same
+    weights."""
     model, optimizer = build(Towers(USERS, ITEMS, 12), 1)
     tables = model.state_dict()
-    weights = [tables[f"collection.embedding_bags.{name}.weight"].local_shards()[0].tensor for name in ("user", "item")]
+    weights = [
+        tables[f"collection.embedding_bags.{name}.weight"].local_shards()[0].tensor
+        for name in ("user", "item")
+    ]
     same = Model((USERS, ITEMS), ITEMS, 12, 0)
     same.weights = [weight.numpy().copy() for weight in weights]
     for epoch in range(2):
@@ -89,7 +96,13 @@ def test_every_method_runs_and_keeps_to_its_bytes(tmp_path: Path) -> None:
         "batch_size": BATCH,
     }
     trial = {"seed": 0, "l2": 0.05, "lr": 0.2, "cut": 1, "recall": True}
-    full: dict[str, Any] = {"method": "full", "budget": "100%", "dim": 64, "dtype": "fp32", "kept": 64}
+    full: dict[str, Any] = {
+        "method": "full",
+        "budget": "100%",
+        "dim": 64,
+        "dtype": "fp32",
+        "kept": 64,
+    }
     cases = [full] + [
         {"method": method, "budget": budget, **form}
         for budget, limit in BUDGETS.items()
@@ -108,7 +121,8 @@ def test_every_method_runs_and_keeps_to_its_bytes(tmp_path: Path) -> None:
 
 
 class _Inline:
-    """A ProcessPoolExecutor without processes. The "AUC" of a training is that of its file, split and settings."""
+    """A ProcessPoolExecutor without processes. The "AUC" of a training is that of its file, split
+    and settings."""
 
     trained: ClassVar[list[str]] = []
 
@@ -121,12 +135,17 @@ class _Inline:
 
     def map(self, _: object, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         self.trained.extend(case["file"] for case in cases)
-        return [{"bytes": 1.0, "validation": _figures(case), "test": _figures(case)} for case in cases]
+        return [
+            {"bytes": 1.0, "validation": _figures(case), "test": _figures(case)} for case in cases
+        ]
 
 
 def _figures(case: dict[str, Any]) -> dict[str, float]:
     names = ("file", "split_seed", "epochs", "batch_size")
-    return {"auc": float(zlib.crc32(str([case[name] for name in names]).encode())), "auc_popular": 0.0}
+    return {
+        "auc": float(zlib.crc32(str([case[name] for name in names]).encode())),
+        "auc_popular": 0.0,
+    }
 
 
 def test_figures_are_those_of_the_data_the_split_and_the_settings(
@@ -167,7 +186,15 @@ def test_figures_are_those_of_the_data_the_split_and_the_settings(
 def test_saved_states_are_those_of_the_data(tmp_path: Path) -> None:
     """Two data sets that share a folder, and each in a folder of its own."""
     case = {"method": "narrowed", "dim": 16, "dtype": "int8", "kept": 8, "split_seed": 0}
-    case |= {"epochs": 2, "batch_size": BATCH, "seed": 0, "l2": 0.05, "lr": 0.2, "cut": 1, "recall": True}
+    case |= {
+        "epochs": 2,
+        "batch_size": BATCH,
+        "seed": 0,
+        "l2": 0.05,
+        "lr": 0.2,
+        "cut": 1,
+        "recall": True,
+    }
     found = []
     for number in (0, 1):
         data = {"file": str(_npz(tmp_path, f"{number}.npz", seed=number)), "data": f"key {number}"}
@@ -188,7 +215,11 @@ def test_saved_states_are_those_of_the_data(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_file_is_refused_before_a_worker_starts(
-    arrays: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arrays: Any,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delattr(quality, "ProcessPoolExecutor")
     file = tmp_path / "bad.npz"

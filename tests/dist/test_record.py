@@ -17,11 +17,18 @@ from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.pieces import by_rows, sharded, write
 from tests.dist.plugin import on_ranks
 
-BLOCKS: dict[str, tuple[int, int | str]] = {"rows": (1, ROW), "small": (1, 4), "tall": (3, 4), "elements": (1, 1)}
+BLOCKS: dict[str, tuple[int, int | str]] = {
+    "rows": (1, ROW),
+    "small": (1, 4),
+    "tall": (3, 4),
+    "elements": (1, 1),
+}
 LEVELS = (0.5, 0.8, 0.3, 0.0, 1.0, 0.6)
 
 
-def expected(name: str, before: Tensor, after: Tensor, block: tuple[int, int], cut: bool) -> dict[str, Any]:
+def expected(
+    name: str, before: Tensor, after: Tensor, block: tuple[int, int], cut: bool
+) -> dict[str, Any]:
     """From gathered element masks: a block is removed where its first element is."""
     old, new = before[:: block[0], :: block[1]] == 0, after[:: block[0], :: block[1]] == 0
     return {
@@ -79,7 +86,9 @@ def test_records(world: int, name: str, block: str) -> None:
             cut = any(rect.cols != shape[1] for rect in located[name].rects)
             wanted[-1][name] = expected(name, masks[name], after[name], size, cut)
         masks = after
-    assert len(records) < len(LEVELS) or world == 1, "over ranks the last counts wait for the next step"
+    assert len(records) < len(LEVELS) or world == 1, (
+        "over ranks the last counts wait for the next step"
+    )
     recorder.complete()
     records += recorder.take()
     assert recorder.take() == []
@@ -94,7 +103,10 @@ def test_records(world: int, name: str, block: str) -> None:
                 assert sum(count for _, count in change.scores) == change.blocks
                 below = sum(count for edge, count in change.scores if edge <= change.threshold)
                 above = sum(count for edge, count in change.scores if edge > change.threshold)
-                assert below >= change.removed_blocks and above <= change.blocks - change.removed_blocks
+                assert (
+                    below >= change.removed_blocks
+                    and above <= change.blocks - change.removed_blocks
+                )
             else:
                 assert change.scores == ()
 
@@ -110,7 +122,8 @@ def stepped(model: torch.nn.Module) -> tuple[DataNormSparsifier, Recorder]:
 
 @on_ranks(2)
 def test_no_message_of_its_own() -> None:
-    """The same number of collectives with a recorder as without, a few bytes more; none when nothing is due."""
+    """The same number of collectives with a recorder as without, a few bytes more; none when
+    nothing is due."""
     spent = {}
     for recorded in (False, True):
         cell = cells(2)["mixed"]
@@ -132,7 +145,9 @@ def test_no_message_of_its_own() -> None:
         spent[recorded] = counts
     assert [t.collectives for t in spent[True]] == [t.collectives for t in spent[False]]
     extra = [a.bytes - b.bytes for a, b in zip(spent[True], spent[False], strict=True)]
-    assert extra[0] == 0 and set(extra[1:]) == {4 * 6 * 8}, extra  # four tables, six counts of 8 bytes
+    assert extra[0] == 0 and set(extra[1:]) == {4 * 6 * 8}, (
+        extra
+    )  # four tables, six counts of 8 bytes
 
 
 class Alternate(BaseDataSparsifier):
@@ -145,7 +160,8 @@ class Alternate(BaseDataSparsifier):
 
 @on_ranks(2)
 def test_a_user_s_own_masks() -> None:
-    """Their updates send no sums, so what waits for one travels in the next as a message of its own: it never grows."""
+    """Their updates send no sums, so what waits for one travels in the next as a message of its
+    own: it never grows."""
     model = build(cells(2)["row_wise"])
     sparsifier = Alternate()
     sparsifier.add_model(model)
@@ -158,15 +174,22 @@ def test_a_user_s_own_masks() -> None:
     [second] = recorder.take()
     assert recorder.count == 3
     for change in first.tables:
-        assert change.flipped_blocks == change.removed_blocks == change.blocks and change.regrown_blocks == 0
+        assert (
+            change.flipped_blocks == change.removed_blocks == change.blocks
+            and change.regrown_blocks == 0
+        )
         assert change.threshold is None and change.target is None
     for change in second.tables:
-        assert change.flipped_blocks == change.regrown_blocks == change.blocks and change.removed_blocks == 0
+        assert (
+            change.flipped_blocks == change.regrown_blocks == change.blocks
+            and change.removed_blocks == 0
+        )
 
 
 @on_ranks(2)
 def test_another_block() -> None:
-    """Between masks of different blocks nothing can be said to have flipped, on any rank: one has no shard."""
+    """Between masks of different blocks nothing can be said to have flipped, on any rank: one has
+    no shard."""
     cell = cells(2)["table_wise"]
     model = build(cell)
     sparsifier, recorder = stepped(model)
@@ -178,7 +201,9 @@ def test_another_block() -> None:
         assert not weight[sparsifier.full_mask(name) == 0].any()
     recorder.complete()
     _, second = recorder.take()
-    assert [(c.flipped_blocks, c.regrown_blocks, c.churn) for c in second.tables] == [(None, None, None)] * 4
+    assert [(c.flipped_blocks, c.regrown_blocks, c.churn) for c in second.tables] == [
+        (None, None, None)
+    ] * 4
     assert all(c.removed_blocks == round(c.blocks / 2) for c in second.tables)
 
 
@@ -190,7 +215,9 @@ def test_one_rank_records() -> None:
     if torch.distributed.get_rank() == 1:
         sparsifier.record()
     before = {name: sparsifier.full_mask(name) for name in sparsifier.data_groups}
-    with pytest.raises(ValueError, match="whether steps are recorded is True on rank 1 and False on rank 0"):
+    with pytest.raises(
+        ValueError, match="whether steps are recorded is True on rank 1 and False on rank 0"
+    ):
         sparsifier.step()
     assert all(torch.equal(sparsifier.full_mask(name), mask) for name, mask in before.items())
 
@@ -201,7 +228,9 @@ def test_a_failed_step() -> None:
     cell = cells(2)["row_wise"]
     model = build(cell)
     sparsifier, recorder = stepped(model)
-    set_weights(model, {name: torch.full_like(w, float("nan")) for name, w in weights(cell).items()})
+    set_weights(
+        model, {name: torch.full_like(w, float("nan")) for name, w in weights(cell).items()}
+    )
     with pytest.raises(ValueError, match="finite"):
         sparsifier.step()
     set_weights(model, weights(cell, seed=3))
@@ -220,7 +249,9 @@ def test_squashed_in_between() -> None:
     set_weights(model, weights(cell, seed=1))
     sparsifier.step()
     [record] = recorder.take()
-    assert {c.name: c.removed_blocks for c in record.tables}["item"] == 5 and len(record.tables) == 4
+    assert {c.name: c.removed_blocks for c in record.tables}["item"] == 5 and len(
+        record.tables
+    ) == 4
 
 
 @on_ranks(2)
@@ -253,7 +284,9 @@ def test_overlapping_groups() -> None:
     pair = torch.distributed.new_group([0, 1])
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
     if rank < 2:
-        sparsifier.add_data("a", sharded(torch.randn(8, 4), by_rows(8, 4, 4), pair), sparsity_level=0.0)
+        sparsifier.add_data(
+            "a", sharded(torch.randn(8, 4), by_rows(8, 4, 4), pair), sparsity_level=0.0
+        )
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     pieces = [[(0, 0, 3, 4)], [(3, 0, 3, 4)], [(6, 0, 3, 4)]]
     table = sharded(whole, pieces)
@@ -265,7 +298,9 @@ def test_overlapping_groups() -> None:
     recorder.complete()
     records = recorder.take()
     assert [record.number for record in records] == [1, 2, 3, 4, 5]
-    assert all(c.removed_blocks == (0 if c.name == "a" else 4) for record in records for c in record.tables)
+    assert all(
+        c.removed_blocks == (0 if c.name == "a" else 4) for record in records for c in record.tables
+    )
 
 
 def test_one_process() -> None:

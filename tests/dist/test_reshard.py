@@ -1,4 +1,5 @@
-"""Masks follow tables that DMP.reshard moves between two steps: by global index, bit for bit. (C11)"""
+"""Masks follow tables that DMP.reshard moves between two steps: by global index, bit for bit.
+(C11)"""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    table_wise,
+)
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
@@ -30,16 +35,24 @@ pytestmark = pytest.mark.dist
 def moves(world: int) -> dict[str, tuple[Cell, dict[str, Any]]]:
     """By sharding type the model before, and what moves where.
 
-    TorchRec 1.8 can do this on gloo: the type stays, every shard of a changed table moves, no rank holds two of them.
+    TorchRec 1.8 can do this on gloo: the type stays, every shard of a changed table moves, no rank
+    holds two of them.
     """
     every = cells(world)
     columns = every["column_wise"]
-    # Forwards are right after a reshard only if the features were not in the order of the ranks before.
+    # Forwards are right after a reshard only if the features were not in the order of the ranks
+    # before.
     return {
-        "table_wise": (every["table_wise"], {"user": table_wise(rank=0), "tiny": table_wise(rank=2 % world)}),
+        "table_wise": (
+            every["table_wise"],
+            {"user": table_wise(rank=0), "tiny": table_wise(rank=2 % world)},
+        ),
         "column_wise": (
             replace(columns, plan={**columns.plan, "tiny": column_wise(ranks=[0, world - 1])}),
-            {"item": column_wise(ranks=list(range(world))[::-1]), "tiny": column_wise(ranks=[1, 2 % world])},
+            {
+                "item": column_wise(ranks=list(range(world))[::-1]),
+                "tiny": column_wise(ranks=[1, 2 % world]),
+            },
         ),
     }
 
@@ -74,11 +87,15 @@ class Accumulate(BaseDataSparsifier):
 def made(kind: str) -> BaseDataSparsifier:
     if kind == "own":
         return Accumulate()
-    block, zeros = {"rows": ((1, ROW), None), "blocks": ((2, 3), None), "elements": ((4, 4), 5)}[kind]
+    block, zeros = {"rows": ((1, ROW), None), "blocks": ((2, 3), None), "elements": ((4, 4), 5)}[
+        kind
+    ]
     return DataNormSparsifier(sparse_block_shape=block, zeros_per_block=zeros, norm="L2")
 
 
-def check_pieces(sparsifier: BaseDataSparsifier, model: nn.Module, full: Mapping[str, Tensor]) -> None:
+def check_pieces(
+    sparsifier: BaseDataSparsifier, model: nn.Module, full: Mapping[str, Tensor]
+) -> None:
     """This rank's masks are those of what it holds now."""
     for data in model_source(model).locate():
         name = data.name
@@ -103,12 +120,15 @@ def wanted(sparsifier: BaseDataSparsifier, name: str, before: Tensor, weight: Te
         return before & (weight >= 0).to(before.dtype)
     assert isinstance(sparsifier, DataNormSparsifier)
     config = sparsifier.data_groups[name]
-    level, block, zeros = (config[key] for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block"))
+    level, block, zeros = (
+        config[key] for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block")
+    )
     return oracle_mask(weight, level, block, zeros, sparsifier.norm)
 
 
 def moved() -> list[tuple[int, str, str, str]]:
-    """World, sharding, kind of sparsifier, what is read between the move and the next mask update."""
+    """World, sharding, kind of sparsifier, what is read between the move and the next mask
+    update."""
     looks = ["full", "stats", "apply", "state"]
     return [
         (world, sharding, kind, look)
@@ -136,7 +156,9 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
     assert all(int((mask == 0).sum()) for mask in before.values())
     tilings = {data.name: data.tiling for data in model_source(model).locate()}
     reshard(model, move, world)
-    assert {d.name for d in model_source(model).locate() if d.tiling != tilings[d.name]} == set(move)
+    assert {d.name for d in model_source(model).locate() if d.tiling != tilings[d.name]} == set(
+        move
+    )
     for name in move:  # not yet those of what is held here, so not handed out
         with pytest.raises(ValueError, match=rf"{name}.*have moved.*step"):
             sparsifier.local_masks(name)
@@ -144,7 +166,9 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
             sparsifier.get_data(name, return_original=False)
 
     if look == "stats":
-        assert {each.name: (each.removed_blocks, each.kept_bytes) for each in sparsifier.table_stats()} == stats
+        assert {
+            each.name: (each.removed_blocks, each.kept_bytes) for each in sparsifier.table_stats()
+        } == stats
     elif look == "apply":
         set_weights(model, weights(cell, seed=5))
         sparsifier.apply_masks()
@@ -153,7 +177,9 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
     elif look == "state":
         saved = sparsifier.state_dict()["sharded"]["masks"]
         for data in model_source(model).locate():
-            assert [piece["rect"] for piece in saved[data.name].kept] == [tuple(s.rect) for s in data.shards]
+            assert [piece["rect"] for piece in saved[data.name].kept] == [
+                tuple(s.rect) for s in data.shards
+            ]
     if look != "step":
         for name in names:
             assert torch.equal(sparsifier.full_mask(name), before[name]), name
@@ -178,7 +204,8 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
 
 @on_ranks(2)
 def test_load() -> None:
-    """A state saved before a move fits again after the move back, whatever the current sharding of the masks."""
+    """A state saved before a move fits again after the move back, whatever the current sharding of
+    the masks."""
     full = torch.randn(8, 8)
     here, there = [[(0, 0, 4, 8)], [(4, 0, 4, 8)]], [[(0, 0, 6, 8)], [(6, 0, 2, 8)]]
     sparsifier = DataNormSparsifier()
@@ -187,7 +214,9 @@ def test_load() -> None:
     sparsifier.step()
     saved, before = sparsifier.state_dict(), sparsifier.full_mask("table")
     move_tensor(table, torch.randn(8, 8), there)
-    with pytest.raises(ValueError, match=r"rank 0: ValueError: Table 'table'.*do not cover"):  # rank 1 has all it needs
+    with pytest.raises(
+        ValueError, match=r"rank 0: ValueError: Table 'table'.*do not cover"
+    ):  # rank 1 has all it needs
         sparsifier.load_state_dict(saved)
     sparsifier.step()
     move_tensor(table, full, here)

@@ -1,4 +1,5 @@
-"""Rotated tables compute what they did before, on every sharding and world, and lose what a float64 oracle says."""
+"""Rotated tables compute what they did before, on every sharding and world, and lose what a float64
+oracle says."""
 
 from __future__ import annotations
 
@@ -26,13 +27,26 @@ from tests.dist.test_reshard import moves, reshard
 def bases(model: nn.Module) -> dict[str, Tensor]:
     """By table the basis that its output is turned back by."""
     held = modules_by_path(model)[""].named_buffers(recurse=False)
-    return {name.removeprefix("rotation_of_"): basis for name, basis in held if name.startswith("rotation_of_")}
+    return {
+        name.removeprefix("rotation_of_"): basis
+        for name, basis in held
+        if name.startswith("rotation_of_")
+    }
 
 
 def states(model: nn.Module) -> list[Tensor]:
     """Fused optimizer state on this rank."""
-    batches = [kernel.emb_module for kernel in kernels(model) if hasattr(kernel.emb_module, "split_optimizer_states")]
-    return [state.clone() for each in batches for of_table in each.split_optimizer_states() for state in of_table]
+    batches = [
+        kernel.emb_module
+        for kernel in kernels(model)
+        if hasattr(kernel.emb_module, "split_optimizer_states")
+    ]
+    return [
+        state.clone()
+        for each in batches
+        for of_table in each.split_optimizer_states()
+        for state in of_table
+    ]
 
 
 def prepared(model: nn.Module, tables: Any = "table") -> tuple[DataNormSparsifier, MaskEnforcer]:
@@ -58,12 +72,18 @@ def oracle(weight: Tensor, kept: int) -> Tensor:
 def near(got: Mapping[str, Tensor], want: Mapping[str, Tensor], atol: float = 1e-5) -> None:
     for name, full in want.items():
         torch.testing.assert_close(
-            got[name].double(), full.double(), rtol=1e-5, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            got[name].double(),
+            full.double(),
+            rtol=1e-5,
+            atol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
+)
 def test_each_table_by_itself(world: int, name: str) -> None:
     cell = cells(world)[name]
     model = build(cell)
@@ -77,9 +97,14 @@ def test_each_table_by_itself(world: int, name: str) -> None:
     for old, new in zip(before, states(model), strict=True):
         assert torch.equal(old, new)  # a number a row
 
-    # Turned back, weights and outputs are what they were; columns hold less and less; all ranks use the same bytes.
+    # Turned back, weights and outputs are what they were; columns hold less and less; all ranks use
+    # the same bytes.
     rotated, turns = gathered(model), bases(model)
-    near({table: rotated[table].double() @ turns[table].T.double() for table in rotated}, original, exact)
+    near(
+        {table: rotated[table].double() @ turns[table].T.double() for table in rotated},
+        original,
+        exact,
+    )
     if cell.trains:
         torch.testing.assert_close(model(features).detach(), outputs, rtol=1e-5, atol=exact)
     for table, full in rotated.items():
@@ -96,20 +121,28 @@ def test_each_table_by_itself(world: int, name: str) -> None:
     for table, full in left.items():
         columns = full.shape[1]
         assert torch.equal(
-            sparsifier.full_mask(table)[0], (torch.arange(columns) < columns - columns // 2).to(torch.int8)
+            sparsifier.full_mask(table)[0],
+            (torch.arange(columns) < columns - columns // 2).to(torch.int8),
         )
         assert not full[:, columns - columns // 2 :].any()
     near(
         {table: full.double() @ turns[table].T.double() for table, full in left.items()},
-        {table: oracle(original[table], full.shape[1] - full.shape[1] // 2) for table, full in left.items()},
+        {
+            table: oracle(original[table], full.shape[1] - full.shape[1] // 2)
+            for table, full in left.items()
+        },
         10 * exact,
     )
     enforcer.detach()
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("name", ["ec_row_wise", "ec_column_wise", "ec_table_wise", "ec_data_parallel"])
-@pytest.mark.parametrize("tables", [[["user", "item"]], [["user", "item", "word"], ["tiny"]]], ids=["pair", "three"])
+@pytest.mark.parametrize(
+    "name", ["ec_row_wise", "ec_column_wise", "ec_table_wise", "ec_data_parallel"]
+)
+@pytest.mark.parametrize(
+    "tables", [[["user", "item"]], [["user", "item", "word"], ["tiny"]]], ids=["pair", "three"]
+)
 def test_tables_that_meet_in_dot_products(world: int, name: str, tables: list[list[str]]) -> None:
     model = build(cells(world)[name])
     before = gathered(model)
@@ -119,7 +152,9 @@ def test_tables_that_meet_in_dot_products(world: int, name: str, tables: list[li
     group = tables[0]
     for i, one in enumerate(group):
         for other in group[i + 1 :]:
-            torch.testing.assert_close(after[one] @ after[other].T, before[one] @ before[other].T, rtol=1e-5, atol=3e-5)
+            torch.testing.assert_close(
+                after[one] @ after[other].T, before[one] @ before[other].T, rtol=1e-5, atol=3e-5
+            )
     assert list(bases(model)) == (["tiny"] if len(tables) > 1 else [])
     if len(group) == 2:  # both hold the same, which is what the scores have
         scores = torch.linalg.svdvals(before["user"].double() @ before["item"].double().T)
@@ -145,7 +180,8 @@ def test_tables_that_meet_in_dot_products(world: int, name: str, tables: list[li
 @pytest.mark.parametrize("name", ["row_wise", "column_wise", "mixed", "ec_table_wise"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, RowWiseAdagrad])
 def test_training_goes_on_as_if_nothing_had_happened(name: str, optimizer: Any) -> None:
-    """A row-wise optimizer's numbers of a shard of some columns would be those of others: SGD alone for these."""
+    """A row-wise optimizer's numbers of a shard of some columns would be those of others: SGD alone
+    for these."""
     cell = cells(2)[name]
     if optimizer is RowWiseAdagrad and name in ("column_wise", "mixed"):
         return
@@ -153,7 +189,9 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, optimizer: Any) 
     for rotates in (False, True):
         model = build(cell, optimizer, {"lr": 0.5 if cell.bags else 0.1})
         set_weights(model, weights(cell))
-        optim = optimizer_of(model, lambda p: torch.optim.SGD(p, lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05))
+        optim = optimizer_of(
+            model, lambda p: torch.optim.SGD(p, lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05)
+        )
         sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="col", norm="L2")
         sparsifier.add_model(model)
         with MaskEnforcer(sparsifier).attach(optim):
@@ -166,7 +204,12 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, optimizer: Any) 
                 loss_of(model(batch(cell, seed=2 * step + dist.get_rank()))).backward()
                 optim.step()
         turns = bases(model)
-        found.append({t: w.double() @ turns[t].T.double() if rotates else w for t, w in gathered(model).items()})
+        found.append(
+            {
+                t: w.double() @ turns[t].T.double() if rotates else w
+                for t, w in gathered(model).items()
+            }
+        )
     near(found[1], found[0], 1e-4)
     assert not torch.allclose(found[0]["user"].double(), weights(cell)["user"].double(), atol=1e-2)
 
@@ -174,7 +217,8 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, optimizer: Any) 
 @on_ranks(2)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_pipeline(name: str) -> None:
-    """TorchRec's pipeline replaces the forwards of collections: their outputs are turned back all the same."""
+    """TorchRec's pipeline replaces the forwards of collections: their outputs are turned back all
+    the same."""
     found, cell = [], Cell("small", 2, {}, SMALL)
     for level in (None, 0.0, 0.5):
         model = small({"a": GENERATORS[name], "b": table_wise(rank=1)})
@@ -194,7 +238,10 @@ def test_pipeline(name: str) -> None:
         turns = bases(model)
         left = gathered(model)
         found.append(
-            {table: full.double() @ turns[table].T.double() if turns else full for table, full in left.items()}
+            {
+                table: full.double() @ turns[table].T.double() if turns else full
+                for table, full in left.items()
+            }
         )
     near(found[1], found[0], 1e-4)
     assert all(not full[:, full.shape[1] // 2 :].any() for full in left.values())
@@ -206,7 +253,9 @@ def test_rows_weigh_what_they_were_looked_up(name: str) -> None:
     """The basis is that of the rows, each as often as lookups counted it and once more."""
     cell = cells(2)[name]
     model = build(cell, torch.optim.SGD, {"lr": 0.5})
-    sparsifier = ImportanceSparsifier(sparsity_level=0.0, sparse_block_shape="col", score="frequency")
+    sparsifier = ImportanceSparsifier(
+        sparsity_level=0.0, sparse_block_shape="col", score="frequency"
+    )
     sparsifier.add_model(model)
     optim = optimizer_of(model)
     with MaskEnforcer(sparsifier).attach(optim):
@@ -218,20 +267,27 @@ def test_rows_weigh_what_they_were_looked_up(name: str) -> None:
         sparsifier.step()
         after = gathered(model)
     for table in cell.tables:
-        looked_up = torch.cat([features[feature].values() for features in ids for feature in table.features])
+        looked_up = torch.cat(
+            [features[feature].values() for features in ids for feature in table.features]
+        )
         weight = 1 + torch.bincount(looked_up, minlength=table.rows).double().unsqueeze(1)
-        values = torch.linalg.eigvalsh((before[table.name] * weight).T.double() @ before[table.name].double()).flip(0)
+        values = torch.linalg.eigvalsh(
+            (before[table.name] * weight).T.double() @ before[table.name].double()
+        ).flip(0)
         held = (after[table.name].double().square() * weight).sum(0)
         torch.testing.assert_close(held, values, rtol=1e-4, atol=1e-4 * float(values[0]))
 
 
 @on_ranks(2)
 def test_tables_share_their_messages() -> None:
-    """One all-reduce for all Gram matrices, one broadcast for all bases, beside what a mask update takes anyway."""
+    """One all-reduce for all Gram matrices, one broadcast for all bases, beside what a mask update
+    takes anyway."""
     taken = []
     for tables in (None, [["user"]], "table"):
         model = build(cells(2)["row_wise"])
-        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="col")  # no rounds of selection
+        sparsifier = DataNormSparsifier(
+            sparsity_level=0.0, sparse_block_shape="col"
+        )  # no rounds of selection
         sparsifier.add_model(model)
         with MaskEnforcer(sparsifier, "reset").attach(optimizer_of(model)):
             if tables is not None:
@@ -258,7 +314,10 @@ def test_bases_follow_reshards_and_states() -> None:
     other = build(cells(2)["row_wise"])
     prepared(other)
     other.load_state_dict(
-        {**other.state_dict(), **{k: v for k, v in model.state_dict().items() if "rotation_of_" in k}}
+        {
+            **other.state_dict(),
+            **{k: v for k, v in model.state_dict().items() if "rotation_of_" in k},
+        }
     )
     assert all(torch.equal(basis, bases(model)[name]) for name, basis in bases(other).items())
     set_weights(other, gathered(model))
@@ -278,7 +337,9 @@ def test_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match="without an attached MaskEnforcer"):
         sparsifier.step()
     adam = MaskEnforcer(sparsifier).attach(optimizer_of(model))  # of the data-parallel table
-    with pytest.raises(ValueError, match=r"\['tiny'\] can't be rotated: their optimizer keeps element-wise state"):
+    with pytest.raises(
+        ValueError, match=r"\['tiny'\] can't be rotated: their optimizer keeps element-wise state"
+    ):
         sparsifier.step()
     adam.detach()
     model = build(cells(2)["mixed"])
@@ -307,7 +368,9 @@ def test_removed_columns_are_cleaned_before_they_would_be_spread() -> None:
     loss_of(model(batch(cell, seed=dist.get_rank()))).backward()
     held = [(name, rows) for kernel in kernels(model) for name, _, rows in pieces(kernel)]
     assert any(bool(rows[:, rows.shape[1] // 2 :].any()) for _, rows in held)
-    kept = [torch.where(torch.arange(rows.shape[1]) < rows.shape[1] // 2, rows, 0) for _, rows in held]
+    kept = [
+        torch.where(torch.arange(rows.shape[1]) < rows.shape[1] // 2, rows, 0) for _, rows in held
+    ]
     before = [rows @ bases(model)[name].T for (name, _), rows in zip(held, kept, strict=True)]
     sparsifier.step()
     for (name, rows), wanted in zip(held, before, strict=True):

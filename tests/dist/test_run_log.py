@@ -1,4 +1,5 @@
-"""Logs and quality over ranks: one rank writes, numbers are of all ranks, refusals come on every rank."""
+"""Logs and quality over ranks: one rank writes, numbers are of all ranks, refusals come on every
+rank."""
 
 from __future__ import annotations
 
@@ -56,11 +57,17 @@ def test_a_log() -> None:
     assert [line["step"] for line in masks] == [0, 2, 3]
     rows = {table.name: table.rows for table in cell.tables}
     for line in masks:
-        assert {t["name"]: t["removed_blocks"] for t in line["tables"]} == {n: round(r / 2) for n, r in rows.items()}
-        assert {t["name"] for t in line["tables"] if t["dead_rows"] is None} == {"item"}, "cut by columns"
+        assert {t["name"]: t["removed_blocks"] for t in line["tables"]} == {
+            n: round(r / 2) for n, r in rows.items()
+        }
+        assert {t["name"] for t in line["tables"] if t["dead_rows"] is None} == {"item"}, (
+            "cut by columns"
+        )
     assert lines[-1]["kind"] == "end"
     dead = {t["name"]: t["dead_rows"] for t in lines[-1]["tables"]}
-    assert dead == {name: round(count / 2) for name, count in rows.items()}, "of the one that is cut by columns too"
+    assert dead == {name: round(count / 2) for name, count in rows.items()}, (
+        "of the one that is cut by columns too"
+    )
     assert sparsifier.record().count == 0, "no longer recorded"
 
 
@@ -96,7 +103,8 @@ def test_a_full_disk() -> None:
 
 @on_ranks(2)
 def test_several_due_steps_wait() -> None:
-    """Where nothing is to be chosen, no message takes counts along, so they wait; each has the step of its own."""
+    """Where nothing is to be chosen, no message takes counts along, so they wait; each has the step
+    of its own."""
     folder = shared_folder()
     cell = cells(2)["row_wise"]
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, ROW))
@@ -125,14 +133,23 @@ def test_one_rank_is_wrong() -> None:
     """It does not write, and yet the one that does leaves everything as it was."""
     folder, rank = shared_folder(), dist.get_rank()
     wrongs: tuple[dict[str, Any], ...] = (
-        *({"sinks": None}, {"sinks": [3]}, {"folder": None}, {"folder": 3}, {"config": {"model": object()}}),
+        *(
+            {"sinks": None},
+            {"sinks": [3]},
+            {"folder": None},
+            {"folder": 3},
+            {"config": {"model": object()}},
+        ),
         *({"config": [1]}, {"resume": "no"}, {"scores_every": 0}),
     )
     for resume in (False, True):
         good: dict[str, Any] = {"folder": folder / "run", "resume": resume}
         before = everything_in(folder)
         for wrong in wrongs:
-            with pytest.raises(ValueError, match=r"refused on every rank, nothing was changed\. rank 1: ValueError: "):
+            with pytest.raises(
+                ValueError,
+                match=r"refused on every rank, nothing was changed\. rank 1: ValueError: ",
+            ):
                 RunLog(**good | wrong if rank == 1 else good)
             assert everything_in(folder) == before, wrong
         RunLog(**good).close()
@@ -141,7 +158,10 @@ def test_one_rank_is_wrong() -> None:
 
 def everything_in(folder: Path) -> dict[str, bytes | None]:
     dist.barrier()
-    found = {str(file): file.read_bytes() if file.is_file() else None for file in sorted(folder.rglob("*"))}
+    found = {
+        str(file): file.read_bytes() if file.is_file() else None
+        for file in sorted(folder.rglob("*"))
+    }
     dist.barrier()
     return found
 
@@ -173,7 +193,10 @@ def test_quality() -> None:
     """Ranks with unequal numbers of examples, one with none: as if one process had seen all."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(40, generator=generator), torch.randint(0, 2, (40,), generator=generator).float()
+    logits, labels = (
+        torch.randn(40, generator=generator),
+        torch.randint(0, 2, (40,), generator=generator).float(),
+    )
     mine = slice(0, 30) if rank == 0 else slice(30, 40)
     measure = Quality(every=2)
     reset_traffic()
@@ -203,7 +226,8 @@ def test_every_must_be_a_number_of_steps() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["row_wise", "column_wise"])
 def test_traffic(name: str) -> None:
-    """Rows by their lookups equal a count over the batches of all ranks, of tables cut by rows and by columns."""
+    """Rows by their lookups equal a count over the batches of all ranks, of tables cut by rows and
+    by columns."""
     folder, cell = shared_folder(), trained_cells(2)[name]
     model = build(cell)
     optimizer = optimizer_of(model)
@@ -231,5 +255,7 @@ def test_traffic(name: str) -> None:
             (~kept[table.name], of.removed, of.removed_lookups),
         ):
             places = [place for place, is_one in zip(octaves, rows.tolist(), strict=True) if is_one]
-            assert list(held) == [places.count(place) for place in range(max(octaves) + 1)], table.name
+            assert list(held) == [places.count(place) for place in range(max(octaves) + 1)], (
+                table.name
+            )
             assert total == int(lookups[rows].sum())

@@ -22,7 +22,9 @@ PLANS: dict[str, Any] = {
     "column_wise": lambda world: {
         table.name: column_wise(ranks=list(range(min(world, table.dim // 4)))) for table in TABLES
     },
-    "table_wise": lambda world: {table.name: table_wise(rank=i % world) for i, table in enumerate(TABLES)},
+    "table_wise": lambda world: {
+        table.name: table_wise(rank=i % world) for i, table in enumerate(TABLES)
+    },
 }
 CASES = [
     ("row_wise", "row"),
@@ -37,7 +39,9 @@ CASES = [
 def predicted(world: int, sharding: str, block: str) -> tuple[int, int, int, int]:
     """Of a world that this process is not part of."""
     tables = {table.name: (table.rows, table.dim) for table in TABLES}
-    found = simulate(tables, [world], latency=0, bandwidth=1, sharding=sharding, block=block, level=0.45)  # type: ignore[arg-type]
+    found = simulate(
+        tables, [world], latency=0, bandwidth=1, sharding=sharding, block=block, level=0.45
+    )  # type: ignore[arg-type]
     [of] = found.predictions
     return of.collectives, of.sent, of.weights, of.masks
 
@@ -48,15 +52,24 @@ def predicted(world: int, sharding: str, block: str) -> tuple[int, int, int, int
 def test_counts_are_those_of_real_ranks(
     world: int, sharding: str, block: str, predicted: tuple[int, int, int, int]
 ) -> None:
-    """Equal where each search takes all its rounds; random scores save a few of the small histograms."""
+    """Equal where each search takes all its rounds; random scores save a few of the small
+    histograms."""
     cell = Cell(sharding, world, PLANS[sharding](world), TABLES)
     model = build(cell)
-    sparsifier = DataNormSparsifier(sparsity_level=0.45, sparse_block_shape=BLOCKS[block], norm="L1")
+    sparsifier = DataNormSparsifier(
+        sparsity_level=0.45, sparse_block_shape=BLOCKS[block], norm="L1"
+    )
     sparsifier.add_model(model)
     full = {}
     for table in TABLES:
         near = torch.arange(table.rows * table.dim).view(table.rows, table.dim)
-        place = near // table.dim if block == "row" else near // 4 if block == "1x4" else near % table.dim
+        place = (
+            near // table.dim
+            if block == "row"
+            else near // 4
+            if block == "1x4"
+            else near % table.dim
+        )
         full[table.name] = 1 + place * 2.0**-23  # no two blocks score the same, and all nearly
     collectives, sent, held, masks = predicted
     for values, spare in ((full, 0), (weights(cell), 16_384 * len(TABLES))):

@@ -89,7 +89,9 @@ def test_rank_0_is_written_everywhere_with_one_warning() -> None:
     assert len(caught) == (dist.get_rank() == 0)
     if caught:
         assert caught[0].filename == __file__
-        assert "'sparsity_level' of 'a' is 0.9 on rank 1 and 0.2 on rank 0. rank 1 differs" in str(caught[0].message)
+        assert "'sparsity_level' of 'a' is 0.9 on rank 1 and 0.2 on rank 0. rank 1 differs" in str(
+            caught[0].message
+        )
 
 
 @on_ranks(4)
@@ -99,7 +101,9 @@ def test_the_warning_names_all_ranks_that_are_overruled() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
 
-    def schedule(sparsifier: Any, param: str, *, final: Any, begin: int, end: int, every: int) -> Any:
+    def schedule(
+        sparsifier: Any, param: str, *, final: Any, begin: int, end: int, every: int
+    ) -> Any:
         fn = lambda step: 0.5 if rank in (0, 2) else 0.1 * rank  # noqa: E731
         return LambdaDataScheduler(sparsifier, param, fn=fn, begin=begin, end=end, every=every)
 
@@ -117,13 +121,23 @@ def test_the_warning_names_all_ranks_that_are_overruled() -> None:
 
 @on_ranks(2)
 def test_values_keep_their_types() -> None:
-    answer = {"a": (1, (2, "x")), "b": per_rank(math.nan, float("nan")), "c": per_rank((1, 2), (3, 4)), "d": None}
+    answer = {
+        "a": (1, (2, "x")),
+        "b": per_rank(math.nan, float("nan")),
+        "c": per_rank((1, 2), (3, 4)),
+        "d": None,
+    }
     sparsifier = sparsifier_of("a", "b", "c", "d", "e")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         scripted({**answer, "e": torch.tensor(0.5)})(sparsifier, "shape")
     shapes = {name: config["shape"] for name, config in sparsifier.data_groups.items()}
-    assert shapes["a"] == (1, (2, "x")) and math.isnan(shapes["b"]) and shapes["c"] == (1, 2) and shapes["d"] is None
+    assert (
+        shapes["a"] == (1, (2, "x"))
+        and math.isnan(shapes["b"])
+        and shapes["c"] == (1, 2)
+        and shapes["d"] is None
+    )
     assert shapes["e"] == 0.5 and type(shapes["e"]) is float
     assert len(caught) == (dist.get_rank() == 0)
 
@@ -131,14 +145,21 @@ def test_values_keep_their_types() -> None:
 @on_ranks(2)
 def test_what_can_not_cross_is_refused() -> None:
     sparsifier = sparsifier_of("a")
-    refused(lambda: scripted({"a": object()})(sparsifier, "sparsity_level"), "ranks 0-1: ", "object", "JSON")
+    refused(
+        lambda: scripted({"a": object()})(sparsifier, "sparsity_level"),
+        "ranks 0-1: ",
+        "object",
+        "JSON",
+    )
     assert levels(sparsifier) == {"a": 0.5}
 
 
 @on_ranks(2)
 def test_exception_on_one_rank_is_raised_on_both() -> None:
     sparsifier = sparsifier_of("a")
-    scheduler = scripted({}, per_rank({"a": 0.7}, KeyError("lost")), {"a": 0.8})(sparsifier, "sparsity_level")
+    scheduler = scripted({}, per_rank({"a": 0.7}, KeyError("lost")), {"a": 0.8})(
+        sparsifier, "sparsity_level"
+    )
     sparsifier.step()
     sparsifier.enable_mask_update = False
     before = scheduler.state_dict()
@@ -161,36 +182,63 @@ def test_unknown_name_on_one_rank() -> None:
 @on_ranks(2)
 def test_not_a_sparsifier_on_one_rank() -> None:
     refused(
-        lambda: scripted({})(per_rank(sparsifier_of("a"), object()), "sparsity_level"), "rank 1: TypeError", "object"
+        lambda: scripted({})(per_rank(sparsifier_of("a"), object()), "sparsity_level"),
+        "rank 1: TypeError",
+        "object",
     )
-    refused(lambda: CubicDataScheduler(per_rank(3, sparsifier_of("a")), final=0.5, end=5), "rank 0: TypeError", "int")
+    refused(
+        lambda: CubicDataScheduler(per_rank(3, sparsifier_of("a")), final=0.5, end=5),
+        "rank 0: TypeError",
+        "int",
+    )
 
 
 @on_ranks(2)
 def test_other_answers() -> None:
     sparsifier = sparsifier_of("a", "b")
     make = scripted(per_rank({"a": 0.1}, {"a": 0.1, "b": 0.1}))
-    refused(lambda: make(sparsifier, "sparsity_level"), "data 'b' is scheduled on rank 1 and not scheduled on rank 0")
+    refused(
+        lambda: make(sparsifier, "sparsity_level"),
+        "data 'b' is scheduled on rank 1 and not scheduled on rank 0",
+    )
     assert levels(sparsifier) == {"a": 0.5, "b": 0.5}
 
 
 @on_ranks(2)
 def test_other_names() -> None:
     sparsifier = per_rank(sparsifier_of("a"), sparsifier_of("a", "b"))
-    refused(lambda: scripted({})(sparsifier, "sparsity_level"), "data 'b'", "nothing on rank 0", "rank 1")
-    refused(lambda: LinearDataScheduler(sparsifier, final=0.5, end=5), "data 'b'", "nothing on rank 0", "rank 1")
+    refused(
+        lambda: scripted({})(sparsifier, "sparsity_level"),
+        "data 'b'",
+        "nothing on rank 0",
+        "rank 1",
+    )
+    refused(
+        lambda: LinearDataScheduler(sparsifier, final=0.5, end=5),
+        "data 'b'",
+        "nothing on rank 0",
+        "rank 1",
+    )
 
 
 @on_ranks(2)
 def test_other_parameter() -> None:
     param = per_rank("sparsity_level", "zeros_per_block")
-    refused(lambda: scripted({})(sparsifier_of("a"), param), "schedule_param is zeros_per_block on rank 1")
+    refused(
+        lambda: scripted({})(sparsifier_of("a"), param),
+        "schedule_param is zeros_per_block on rank 1",
+    )
 
 
 @on_ranks(2)
 def test_other_class() -> None:
     make = per_rank(scripted({}), scripted({}, kind=OtherScript))
-    refused(lambda: make(sparsifier_of("a"), "sparsity_level"), "rank 1", "'step of OtherScript'", "'step of Script'")
+    refused(
+        lambda: make(sparsifier_of("a"), "sparsity_level"),
+        "rank 1",
+        "'step of OtherScript'",
+        "'step of Script'",
+    )
 
 
 @on_ranks(2)
@@ -214,10 +262,15 @@ def test_other_plan() -> None:
     }.items():
         sparsifier = sparsifier_of("a")
         mine = {**plan, key: per_rank(*values)}
-        refused(lambda mine=mine, on=sparsifier: CubicDataScheduler(on, **mine), f"{key} is {values[1]} on rank 1")
+        refused(
+            lambda mine=mine, on=sparsifier: CubicDataScheduler(on, **mine),
+            f"{key} is {values[1]} on rank 1",
+        )
         assert levels(sparsifier) == {"a": 0.5}
     globs = per_rank({"*": 0.5, "a": 0.7}, {"a": 0.7, "*": 0.5})
-    refused(lambda: CubicDataScheduler(sparsifier_of("a"), final=globs, end=9), "final is", "rank 1")
+    refused(
+        lambda: CubicDataScheduler(sparsifier_of("a"), final=globs, end=9), "final is", "rank 1"
+    )
     curve = per_rank(curves.linear, curves.cosine)
     refused(
         lambda: CurveDataScheduler(sparsifier_of("a"), curve=curve, final=0.5, end=9),
@@ -228,14 +281,24 @@ def test_other_plan() -> None:
 @on_ranks(2)
 def test_bad_plan_on_one_rank() -> None:
     make = CubicDataScheduler
-    refused(lambda: make(sparsifier_of("a"), final=per_rank(1.5, 0.5), end=5), "rank 0: ValueError: Invalid final=1.5")
-    refused(lambda: make(sparsifier_of("a"), final=0.5, end=per_rank(5, 5.5)), "rank 1: ValueError: Invalid end=5.5")
+    refused(
+        lambda: make(sparsifier_of("a"), final=per_rank(1.5, 0.5), end=5),
+        "rank 0: ValueError: Invalid final=1.5",
+    )
+    refused(
+        lambda: make(sparsifier_of("a"), final=0.5, end=per_rank(5, 5.5)),
+        "rank 1: ValueError: Invalid end=5.5",
+    )
     initials = per_rank(1, 1.0)
     refused(
-        lambda: make(sparsifier_of("a"), "x", final=2, initial=initials, end=5), "initial is 1.0 on rank 1 and 1 on"
+        lambda: make(sparsifier_of("a"), "x", final=2, initial=initials, end=5),
+        "initial is 1.0 on rank 1 and 1 on",
     )
     finals = per_rank({"*": 0.5}, {"b*": 0.5})
-    refused(lambda: make(sparsifier_of("a"), final=finals, end=5), "rank 1: ValueError: Invalid names or globs ['b*']")
+    refused(
+        lambda: make(sparsifier_of("a"), final=finals, end=5),
+        "rank 1: ValueError: Invalid names or globs ['b*']",
+    )
 
 
 @on_ranks(2)
@@ -261,14 +324,18 @@ def test_lambda_talks_at_due_steps_alone() -> None:
     gap = per_rank(0.0, 0.01)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        scheduler = LambdaDataScheduler(sparsifier, fn=lambda step: step / 10 + gap, begin=1, every=2, end=5)
+        scheduler = LambdaDataScheduler(
+            sparsifier, fn=lambda step: step / 10 + gap, begin=1, every=2, end=5
+        )
         talked = []
         for _ in range(7):
             reset_traffic()
             sparsifier.step()
             scheduler.step()
             talked.append(traffic().collectives > 0)
-            assert levels(sparsifier) == {"a": (None, 0.1, 0.1, 0.3, 0.3, 0.5, 0.5, 0.5)[scheduler.last_epoch]}
+            assert levels(sparsifier) == {
+                "a": (None, 0.1, 0.1, 0.3, 0.3, 0.5, 0.5, 0.5)[scheduler.last_epoch]
+            }
     assert talked == [True, False, True, False, True, False, False]
     assert len(caught) == (dist.get_rank() == 0)
 
@@ -294,19 +361,34 @@ def test_load_of_another_step_is_refused() -> None:
         "last_epoch is 5 on rank 1 and 4 on rank 0",
     )
     refused(
-        lambda: scheduler.load_state_dict({**before, "every": per_rank(1, 0)}), "rank 1: ValueError: Invalid every=0"
+        lambda: scheduler.load_state_dict({**before, "every": per_rank(1, 0)}),
+        "rank 1: ValueError: Invalid every=0",
     )
-    refused(lambda: scheduler.load_state_dict(per_rank(before, None)), "rank 1: ValueError: Invalid state of CubicData")
+    refused(
+        lambda: scheduler.load_state_dict(per_rank(before, None)),
+        "rank 1: ValueError: Invalid state of CubicData",
+    )
     refused(
         lambda: scheduler.load_state_dict({**before, "final": per_rank(0.5, float("nan"))}),
         "rank 1: ValueError: Invalid final=nan",
     )
-    refused(lambda: scheduler.load_state_dict({**before, "every": per_rank("x", 1)}), "rank 0: ValueError: Invalid ev")
-    refused(lambda: scheduler.load_state_dict({**before, "last_epoch": per_rank(4, "x")}), "rank 1: ")
-    refused(lambda: scheduler.load_state_dict({**before, "base_param": per_rank(3, {})}), "rank 0: ValueError: Invalid")
+    refused(
+        lambda: scheduler.load_state_dict({**before, "every": per_rank("x", 1)}),
+        "rank 0: ValueError: Invalid ev",
+    )
+    refused(
+        lambda: scheduler.load_state_dict({**before, "last_epoch": per_rank(4, "x")}), "rank 1: "
+    )
+    refused(
+        lambda: scheduler.load_state_dict({**before, "base_param": per_rank(3, {})}),
+        "rank 0: ValueError: Invalid",
+    )
     assert scheduler.state_dict() == before and levels(sparsifier) == {"a": 0.0}
     theirs = CubicSL(sparsifier_of("a"), init_sl=0.1, total_t=5)
-    refused(lambda: theirs.load_state_dict(per_rank(None, theirs.state_dict())), "rank 0: ValueError: Invalid state of")
+    refused(
+        lambda: theirs.load_state_dict(per_rank(None, theirs.state_dict())),
+        "rank 0: ValueError: Invalid state of",
+    )
     scheduler.load_state_dict({**before, "last_epoch": 8})
     assert levels(sparsifier) == {"a": 0.8}
 
@@ -323,8 +405,16 @@ def test_cubic_sl_sends_nothing_and_has_one_plan() -> None:
         scheduler.step()
     assert due == [0, 3, 4, 5, 6] and levels(sparsifier) == {"a": 0.5, "b": 0.5}
     assert traffic().collectives == 0
-    refused(lambda: CubicSL(sparsifier, init_t=per_rank([2, 3], [2])), "rank 1: ValueError: Invalid init_t of length 1")
-    refused(lambda: CubicSL(sparsifier, init_t=per_rank(2, 3)), "plan of 'a'", "'init_t', 3", "on rank 1")
+    refused(
+        lambda: CubicSL(sparsifier, init_t=per_rank([2, 3], [2])),
+        "rank 1: ValueError: Invalid init_t of length 1",
+    )
+    refused(
+        lambda: CubicSL(sparsifier, init_t=per_rank(2, 3)),
+        "plan of 'a'",
+        "'init_t', 3",
+        "on rank 1",
+    )
     sparsifier.data_groups["b"]["sparsity_level"] = per_rank(0.5, 0.6)
     refused(lambda: CubicSL(sparsifier), "final levels", "0.6", "on rank 1")
 
@@ -346,7 +436,8 @@ def test_lambda_sl_moves_where_rank_0_s_levels_do() -> None:
                 scheduler.step()
     assert bool(caught) == (dist.get_rank() == 0)
     refused(
-        lambda: LambdaSL(sparsifier_of("a"), per_rank([], [mine])), "rank 0: ValueError: Invalid sl_lambda of length 0"
+        lambda: LambdaSL(sparsifier_of("a"), per_rank([], [mine])),
+        "rank 0: ValueError: Invalid sl_lambda of length 0",
     )
     no_number = per_rank(mine, lambda step: math.nan if step == 3 else step)
     scheduler = LambdaSL(sparsifier_of("a"), no_number, last_epoch=1)

@@ -1,4 +1,5 @@
-"""One selection over all tables, by bytes, equals a loop over all blocks, on every sharding. (C1, C2, C3)"""
+"""One selection over all tables, by bytes, equals a loop over all blocks, on every sharding. (C1,
+C2, C3)"""
 
 from __future__ import annotations
 
@@ -22,14 +23,24 @@ pytestmark = pytest.mark.dist
 Block = tuple[int, int | str]
 
 
-def oracle(weights: dict[str, Tensor], level: float, block: Block, floors: dict[str, float]) -> dict[str, Tensor]:
+def oracle(
+    weights: dict[str, Tensor], level: float, block: Block, floors: dict[str, float]
+) -> dict[str, Tensor]:
     """Masks by the block: one block after the other loses its bytes, by (score, table, place)."""
     scores = {name: oracle_scores(weight, block, "L2") for name, weight in sorted(weights.items())}
-    widths = {name: weight.shape[1] if block[1] == ROW else int(block[1]) for name, weight in weights.items()}
+    widths = {
+        name: weight.shape[1] if block[1] == ROW else int(block[1])
+        for name, weight in weights.items()
+    }
     need = sum(round(level * len(of_table)) * widths[name] for name, of_table in scores.items())
-    left = {name: len(s) - max(1, round(floors.get(name, 0.0) * len(s) + 0.499999)) for name, s in scores.items()}
+    left = {
+        name: len(s) - max(1, round(floors.get(name, 0.0) * len(s) + 0.499999))
+        for name, s in scores.items()
+    }
     masks = {name: torch.ones(len(of_table), dtype=torch.int8) for name, of_table in scores.items()}
-    for _, name, place in sorted((s, name, i) for name, of_table in scores.items() for i, s in enumerate(of_table)):
+    for _, name, place in sorted(
+        (s, name, i) for name, of_table in scores.items() for i, s in enumerate(of_table)
+    ):
         if need > 0 and left[name]:
             masks[name][place] = 0
             left[name] -= 1
@@ -41,12 +52,24 @@ def oracle(weights: dict[str, Tensor], level: float, block: Block, floors: dict[
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        *((1, "two_shards"), (2, "column_wise"), (2, "mixed"), (2, "row_wise_fp16"), (4, "data_parallel")),
-        *((4, "row_wise"), (4, "column_wise_uneven"), (4, "table_row_wise"), (4, "table_wise_one_rank")),
+        *(
+            (1, "two_shards"),
+            (2, "column_wise"),
+            (2, "mixed"),
+            (2, "row_wise_fp16"),
+            (4, "data_parallel"),
+        ),
+        *(
+            (4, "row_wise"),
+            (4, "column_wise_uneven"),
+            (4, "table_row_wise"),
+            (4, "table_wise_one_rank"),
+        ),
     ],
 )
 def test_masks_are_those_of_a_loop_over_all_blocks(world: int, name: str) -> None:
-    """Tables of other scales, so that some lose nearly all and others nothing; with ties, also between tables."""
+    """Tables of other scales, so that some lose nearly all and others nothing; with ties, also
+    between tables."""
     model = build(cells(world)[name])
     full = gathered(model)
     for i, weight in enumerate(full.values()):
@@ -71,20 +94,35 @@ def test_masks_are_those_of_a_loop_over_all_blocks(world: int, name: str) -> Non
         want = oracle(before, level, block, floors)
         for table in sorted(want):
             got = sparsifier.full_mask(table)
-            assert torch.equal(got, want[table]), f"{block} {level} {table}: {got.sum()} of {want[table].sum()}"
-        kept = {stats.name: stats.blocks - stats.removed_blocks for stats in sparsifier.table_stats()}
+            assert torch.equal(got, want[table]), (
+                f"{block} {level} {table}: {got.sum()} of {want[table].sum()}"
+            )
+        kept = {
+            stats.name: stats.blocks - stats.removed_blocks for stats in sparsifier.table_stats()
+        }
         assert min(kept.values()) > 0 and sparsifier.audit()
-        sparsifier.load_state_dict(sparsifier.state_dict())  # whose counts of removed blocks are checked
+        sparsifier.load_state_dict(
+            sparsifier.state_dict()
+        )  # whose counts of removed blocks are checked
 
 
 @on_ranks(2, 4)
 def test_a_budget_is_kept(world: int) -> None:
-    """In the end, and with levels that rise to it; index and tables that are left dense included."""
+    """In the end, and with levels that rise to it; index and tables that are left dense
+    included."""
     for scope, budget in (("table", "40%"), ("global", 2600)):
         model = build(cells(world)["row_wise"])
         total = sum(t.rows * t.dim * 4 for t in TABLES)
-        plan: dict[str, Any] = {"budget": budget, "scope": scope, "protect": "tiny", "end": 6, "every": 2}
-        with sparsify(model, optimizer_of(model), **plan, floor={"word": 0.5}, min_rows=0) as sparse:
+        plan: dict[str, Any] = {
+            "budget": budget,
+            "scope": scope,
+            "protect": "tiny",
+            "end": 6,
+            "every": 2,
+        }
+        with sparsify(
+            model, optimizer_of(model), **plan, floor={"word": 0.5}, min_rows=0
+        ) as sparse:
             assert sparse.left_dense == {"tiny": "protected"}
             kept = []
             for _ in range(7):
@@ -124,7 +162,10 @@ def test_what_can_not_be_is_refused_on_all_ranks(given: dict[str, Any], says: st
     model = build(cells(2)["row_wise"])
     others: dict[str, Any] = given if dist.get_rank() else {"level": 0.5}
     # Arguments that only all ranks together could refuse differ first.
-    for arguments, message in ((given, says), (others, f"{says}|scope is global on rank 1 and table on rank 0")):
+    for arguments, message in (
+        (given, says),
+        (others, f"{says}|scope is global on rank 1 and table on rank 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             sparsify(model, optimizer_of(model), end=2, min_rows=0, **arguments)
     sparsify(model, optimizer_of(model), level=0.5, end=2).detach()
@@ -132,7 +173,9 @@ def test_what_can_not_be_is_refused_on_all_ranks(given: dict[str, Any], says: st
 
 @on_ranks(2)
 def test_tables_of_other_ranks_are_not_selected_from_together() -> None:
-    model = nn.ModuleDict({"sharded": build(cells(2)["row_wise"], RowWiseAdagrad), "alone": nn.EmbeddingBag(20, 4)})
+    model = nn.ModuleDict(
+        {"sharded": build(cells(2)["row_wise"], RowWiseAdagrad), "alone": nn.EmbeddingBag(20, 4)}
+    )
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW))
     sparsifier.scope = "global"
     sparsifier.add_model(model)

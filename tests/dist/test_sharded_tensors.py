@@ -1,4 +1,5 @@
-"""Masks of ShardedTensors and DTensors are the oracle's, for drawn shapes, tilings, blocks, weights. (C1, C2, C4)
+"""Masks of ShardedTensors and DTensors are the oracle's, for drawn shapes, tilings, blocks,
+weights. (C1, C2, C4)
 
 Cases are drawn in the process of pytest, always the same ones.
 """
@@ -33,7 +34,12 @@ PATTERNS = ("random", "ties", "equal", "zeros", "halves", "lower")
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MESHES: dict[int, dict[str, list[Any]]] = {
     2: {"line": [0, 1], "turned": [1, 0], "column": [[0], [1]], "row": [[0, 1]]},
-    4: {"line": [0, 1, 2, 3], "turned": [3, 1, 0, 2], "square": [[0, 1], [2, 3]], "crossed": [[3, 0], [1, 2]]},
+    4: {
+        "line": [0, 1, 2, 3],
+        "turned": [3, 1, 0, 2],
+        "square": [[0, 1], [2, 3]],
+        "crossed": [[3, 0], [1, 2]],
+    },
 }
 
 
@@ -45,7 +51,8 @@ class Case:
         shape: global; (n,) is a 1-D tensor.
         tiling: pieces of a ShardedTensor by rank, or None.
         mesh: of a DTensor, or None.
-        placements: of a DTensor: "0" and "1" shard that dimension, "r" replicates; one a mesh dimension.
+        placements: of a DTensor: "0" and "1" shard that dimension, "r" replicates; one a mesh
+            dimension.
         steps: pattern, seed and level of each step; new weights are written before each.
     """
 
@@ -66,10 +73,15 @@ class Case:
 
 @st.composite
 def tilings(draw: st.DrawFn, rows: int, cols: int, world: int) -> tuple[tuple[Piece, ...], ...]:
-    """Bands of rows, each cut into columns of its own (or all alike), dealt to ranks; some ranks get empty pieces."""
+    """Bands of rows, each cut into columns of its own (or all alike), dealt to ranks; some ranks
+    get empty pieces."""
 
     def cut(length: int) -> list[int]:
-        inner = draw(st.lists(st.integers(1, length - 1), unique=True, max_size=4)) if length > 1 else []
+        inner = (
+            draw(st.lists(st.integers(1, length - 1), unique=True, max_size=4))
+            if length > 1
+            else []
+        )
         return [0, *sorted(inner), length]
 
     bands, alike = cut(rows), cut(cols)
@@ -79,7 +91,9 @@ def tilings(draw: st.DrawFn, rows: int, cols: int, world: int) -> tuple[tuple[Pi
         columns = cut(cols) if brick else alike
         for left, right in itertools.pairwise(columns):
             pieces = held[draw(st.integers(0, world - 1))]
-            pieces.insert(draw(st.integers(0, len(pieces))), (top, left, bottom - top, right - left))
+            pieces.insert(
+                draw(st.integers(0, len(pieces))), (top, left, bottom - top, right - left)
+            )
     for pieces in held:
         if draw(st.integers(0, 3)) == 0:
             pieces.append((0, cols, rows, 0) if rows == 1 else (rows, 0, 0, cols))
@@ -111,7 +125,8 @@ def cases(draw: st.DrawFn, world: int) -> Case:
             width = 1  # a border may not cut blocks that lose some elements only
             zeros = draw(st.integers(0, height))
     steps = [
-        (draw(st.sampled_from(PATTERNS)), draw(st.integers(0, 9)), draw(st.sampled_from(LEVELS))) for _ in range(2)
+        (draw(st.sampled_from(PATTERNS)), draw(st.integers(0, 9)), draw(st.sampled_from(LEVELS)))
+        for _ in range(2)
     ]
     return Case(
         shape=(cols,) if flat else (rows, cols),
@@ -152,27 +167,53 @@ def known(world: int) -> dict[str, Case]:
     zeros = ("equal", 1, 0.3), ("zeros", 2, 0.5)
 
     def tiled(
-        *pieces: list[Piece], shape: tuple[int, ...], block: Any = (1, ROW), keep: Any = None, **more: Any
+        *pieces: list[Piece],
+        shape: tuple[int, ...],
+        block: Any = (1, ROW),
+        keep: Any = None,
+        **more: Any,
     ) -> Case:
         tiling = tuple(map(tuple, [*pieces, *[[] for _ in range(world - len(pieces))]]))
-        return Case(shape, tiling, None, "", block, keep, "L1", torch.float32, **{"steps": ties, **more})
+        return Case(
+            shape, tiling, None, "", block, keep, "L1", torch.float32, **{"steps": ties, **more}
+        )
 
     def meshed(mesh: str, placements: str, block: Any, keep: Any = None, **more: Any) -> Case:
-        return Case((13, 10), None, mesh, placements, block, keep, "L2", torch.float32, **{"steps": ties, **more})
+        return Case(
+            (13, 10),
+            None,
+            mesh,
+            placements,
+            block,
+            keep,
+            "L2",
+            torch.float32,
+            **{"steps": ties, **more},
+        )
 
     thirds: list[Piece] = [(3, 0, 3, 6), (0, 0, 3, 6), (6, 0, 1, 6)]
     made = {
         "three pieces on one rank, in another order": tiled(thirds, shape=(7, 6), block=(2, 4)),
-        "an empty piece on each rank": tiled([(0, 0, 7, 6), (7, 0, 0, 6)], [(0, 6, 7, 0)], shape=(7, 6)),
+        "an empty piece on each rank": tiled(
+            [(0, 0, 7, 6), (7, 0, 0, 6)], [(0, 6, 7, 0)], shape=(7, 6)
+        ),
         "slabs: zeros_per_block over row borders": tiled(
             [(0, 0, 3, 9), (8, 0, 2, 9)], [(3, 0, 5, 9)], shape=(10, 9), block=(4, 3), keep=5
         ),
         "a slab over three pieces": tiled(thirds, shape=(7, 6), block=(40, 4), keep=9),
         "a block over a cross of borders": tiled(
-            [(0, 0, 3, 4), (3, 4, 4, 2)], [(0, 4, 3, 2), (3, 0, 4, 4)], shape=(7, 6), block=(5, 5), steps=zeros
+            [(0, 0, 3, 4), (3, 4, 4, 2)],
+            [(0, 4, 3, 2), (3, 0, 4, 4)],
+            shape=(7, 6),
+            block=(5, 5),
+            steps=zeros,
         ),
-        "bricks": tiled([(0, 0, 3, 4), (3, 2, 4, 4)], [(0, 4, 3, 2), (3, 0, 4, 2)], shape=(7, 6), block=(2, 3)),
-        "one block": tiled([(0, 0, 3, 6)], [(3, 0, 4, 6)], shape=(7, 6), block=(40, 30), steps=ties[::-1]),
+        "bricks": tiled(
+            [(0, 0, 3, 4), (3, 2, 4, 4)], [(0, 4, 3, 2), (3, 0, 4, 2)], shape=(7, 6), block=(2, 3)
+        ),
+        "one block": tiled(
+            [(0, 0, 3, 6)], [(3, 0, 4, 6)], shape=(7, 6), block=(40, 30), steps=ties[::-1]
+        ),
         "vector": tiled([(0, 0, 1, 5)], [(0, 5, 1, 8)], shape=(13,), block=(1, 4)),
         "shard 1": meshed("line", "1", (2, 3)),
         "shard 1, mesh turned": meshed("turned", "1", (1, ROW), steps=zeros),
@@ -184,8 +225,8 @@ def known(world: int) -> dict[str, Case]:
             "grid": meshed("square", "01", (3, 4)),
             "grid, mesh crossed": meshed("crossed", "10", (2, 3), steps=zeros),
             "spread replicas by rows": meshed("square", "r0", (2, 3), steps=zeros),
-            # All that tie is known to rank 1: its shard, and the row of blocks above that is cut. Rank 3, its replica,
-            # knows the shard alone.
+            # All that tie is known to rank 1: its shard, and the row of blocks above that is cut.
+            # Rank 3, its replica, knows the shard alone.
             "spread replicas, ties in a cut row": meshed(
                 "square", "r0", (2, 3), steps=(("lower", 1, 0.3), ("lower", 1, 0.4))
             ),
@@ -204,16 +245,24 @@ def weights(case: Case, pattern: str, seed: int) -> Tensor:
         "equal": lambda w: torch.full_like(w, -0.25),
         "zeros": lambda w: torch.where(torch.arange(w.shape[0]).unsqueeze(1) % 3 == 0, w, -0.0),
         "halves": lambda w: torch.where(w > 0, 1.0, w),
-        "lower": lambda w: torch.where(torch.arange(w.shape[0]).unsqueeze(1) < w.shape[0] // 2 - 1, 5.0, 0.25 + 0 * w),
+        "lower": lambda w: torch.where(
+            torch.arange(w.shape[0]).unsqueeze(1) < w.shape[0] // 2 - 1, 5.0, 0.25 + 0 * w
+        ),
     }[pattern](made)
     return made.to(case.dtype)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:  # here, so that ranks need not draw them too
-        found = [(world, name, case) for world in COUNT for name, case in (known(world) | drawn(world)).items()]
+        found = [
+            (world, name, case)
+            for world in COUNT
+            for name, case in (known(world) | drawn(world)).items()
+        ]
         ids = [f"{world}-{name}" for world, name, _ in found]
-        metafunc.parametrize(("world", "case"), [(world, case) for world, _, case in found], ids=ids)
+        metafunc.parametrize(
+            ("world", "case"), [(world, case) for world, _, case in found], ids=ids
+        )
 
 
 @on_ranks()
@@ -224,7 +273,9 @@ def test_masks_equal_the_oracle(world: int, case: Case) -> None:
     if case.tiling is not None:
         tensor: Any = sharded(full, case.tiling)
     else:
-        placements = [Replicate() if letter == "r" else Shard(int(letter)) for letter in case.placements]
+        placements = [
+            Replicate() if letter == "r" else Shard(int(letter)) for letter in case.placements
+        ]
         tensor = distribute_tensor(full, meshes()[case.mesh], placements, src_data_rank=None)
     sparsifier = DataNormSparsifier(None, 0.5, case.block, case.zeros, case.norm)
     sparsifier.add_data("it", tensor)
@@ -235,11 +286,15 @@ def test_masks_equal_the_oracle(world: int, case: Case) -> None:
         sparsifier.step()
         want = oracle_mask(before, level, case.block, case.zeros, case.norm)
         got = sparsifier.full_mask("it")
-        assert torch.equal(got, want), f"{pattern}, {level}: {int((got != want).sum())} elements differ"
+        assert torch.equal(got, want), (
+            f"{pattern}, {level}: {int((got != want).sum())} elements differ"
+        )
         for (row, col), mask in sparsifier.local_masks("it"):
             assert torch.equal(mask, want[row : row + mask.shape[0], col : col + mask.shape[1]])
         after = gathered(tensor)
-        assert torch.equal(after, torch.where(want.bool(), before, torch.zeros((), dtype=case.dtype)))
+        assert torch.equal(
+            after, torch.where(want.bool(), before, torch.zeros((), dtype=case.dtype))
+        )
         alone = DataNormSparsifier([("it", before)], level, case.block, case.zeros, case.norm)
         alone.step()
         assert torch.equal(alone.get_mask("it"), want)
@@ -247,7 +302,9 @@ def test_masks_equal_the_oracle(world: int, case: Case) -> None:
     check_stats(case, sparsifier, tensor, want, level)
 
 
-def check_stats(case: Case, sparsifier: DataNormSparsifier, tensor: Any, want: Tensor, level: float) -> None:
+def check_stats(
+    case: Case, sparsifier: DataNormSparsifier, tensor: Any, want: Tensor, level: float
+) -> None:
     """Counts over all ranks: cut blocks and replicas once, but the mask bytes of each holder."""
     [stats] = sparsifier.table_stats()
     rows, cols = case.matrix
@@ -260,7 +317,9 @@ def check_stats(case: Case, sparsifier: DataNormSparsifier, tensor: Any, want: T
     pieces = [(at, tuple(local.shape)) for at, local in local_tensors(tensor) if local.numel()]
     mine = sum(
         math.ceil(
-            (math.ceil((row + high) / height) - row // height) * (math.ceil((col + wide) / width) - col // width) / 8
+            (math.ceil((row + high) / height) - row // height)
+            * (math.ceil((col + wide) / width) - col // width)
+            / 8
         )
         for (row, col), (high, wide) in pieces
     )

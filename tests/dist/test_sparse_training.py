@@ -1,4 +1,5 @@
-"""sparsify() on real ranks: loads are atomic over all of them, and a model that is sharded afterwards is noticed."""
+"""sparsify() on real ranks: loads are atomic over all of them, and a model that is sharded
+afterwards is noticed."""
 
 from __future__ import annotations
 
@@ -114,7 +115,9 @@ def test_settings_of_one_rank_change_nothing(path: list[str], value: Any, says: 
 class Unsharded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        config = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"])
+        config = EmbeddingBagConfig(
+            name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"]
+        )
         self.tables = EmbeddingBagCollection(tables=[config])
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -128,7 +131,9 @@ def test_a_model_that_is_sharded_afterwards_is_noticed() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparse = sparsify(model, optimizer, level=0.8, end=4, every=1)
     wrapped = DistributedModelParallel(model, device=torch.device("cpu"))
-    features = KeyedJaggedTensor.from_lengths_sync(["f"], torch.randint(50, (12,)), torch.full((4,), 3))
+    features = KeyedJaggedTensor.from_lengths_sync(
+        ["f"], torch.randint(50, (12,)), torch.full((4,), 3)
+    )
     wrapped(features).sum().backward()
     with pytest.raises(RuntimeError, match=r"No forward has used the collections \['tables'\]"):
         sparse.step()
@@ -140,7 +145,9 @@ def test_a_replicated_collection_is_none_that_is_sharded_afterwards() -> None:
     model = nn.parallel.DistributedDataParallel(Unsharded())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparse = sparsify(model, optimizer, level=0.8, end=0)
-    features = KeyedJaggedTensor.from_lengths_sync(["f"], torch.randint(50, (12,)), torch.full((4,), 3))
+    features = KeyedJaggedTensor.from_lengths_sync(
+        ["f"], torch.randint(50, (12,)), torch.full((4,), 3)
+    )
     model(features).sum().backward()
     optimizer.step()
     sparse.step()
@@ -174,7 +181,9 @@ def test_auto_step_follows_combined_optimizers(dense_too: bool) -> None:
     model = build(cells(2)["row_wise"])
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(parameters, lambda given: torch.optim.SGD(given, lr=0.1))
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense] if dense_too else [model.fused_optimizer])
+    optimizer = CombinedOptimizer(
+        [model.fused_optimizer, dense] if dense_too else [model.fused_optimizer]
+    )
     sparse = sparsify(model, optimizer, **PLAN, auto_step=True)
     for step in range(10):
         optimizer.zero_grad()

@@ -18,7 +18,8 @@ from tests.dist.pieces import watched
 from tests.dist.plugin import on_ranks
 from tests.states import edited, table
 
-# -- states ------------------------------------------------------------------------------------------------------------
+# -- states
+# ------------------------------------------------------------------------------------------------------------
 
 
 def through_a_file(state: Any) -> Any:
@@ -48,7 +49,9 @@ def test_state_round_trip(world: int) -> None:
             assert loader.data_groups == saver.data_groups, name
             assert loader.audit() == saver.audit(), name
             for each in names:
-                assert [at for at, _ in loader.local_masks(each)] == [at for at, _ in saver.local_masks(each)]
+                assert [at for at, _ in loader.local_masks(each)] == [
+                    at for at, _ in saver.local_masks(each)
+                ]
             set_weights(model, weights(cell, seed=4))  # training goes on as it would have
             set_weights(loader_model, weights(cell, seed=4))
             for sparsifier in (saver, loader):
@@ -56,7 +59,9 @@ def test_state_round_trip(world: int) -> None:
                     group["sparsity_level"] = 0.7
                 sparsifier.step()
             assert loader.audit() == saver.audit(), name
-            assert all(torch.equal(gathered(model)[t], gathered(loader_model)[t]) for t in names), name
+            assert all(torch.equal(gathered(model)[t], gathered(loader_model)[t]) for t in names), (
+                name
+            )
 
 
 @on_ranks(2)
@@ -98,18 +103,35 @@ def test_a_state_without_a_table(world: int) -> None:
 
     refused(renamed, r"no masks of the registered tables \['item'\]; it has those of")
     refused(renamed, r"no masks of the registered tables", rank=world - 1)
-    refused(lambda s: s["sharded"]["masks"].pop("item"), r"'item': the state has no mask", rank=world - 1)
+    refused(
+        lambda s: s["sharded"]["masks"].pop("item"),
+        r"'item': the state has no mask",
+        rank=world - 1,
+    )
     refused(lambda s: s.pop("sharded"), r"no masks of the registered tables")
-    refused(lambda s: s["sharded"].update(tables="{"), r"tables of the state must be a mapping as JSON")
+    refused(
+        lambda s: s["sharded"].update(tables="{"), r"tables of the state must be a mapping as JSON"
+    )
     refused(unknown, r"\['other'\].*not registered.*add_model")
     last = world - 1  # table-wise, there
-    refused(at("word", lambda t: t.update(shape=(30, 12))), r"'word' has the shape \(29, 12\);.*\(30, 12\)")
-    refused(at("word", lambda t: t.pop("shape")), r"'word' has the shape \(29, 12\);.*None", rank=last)
-    refused(lambda s: s.pop("data_groups"), r"'plain': the state has a mask for it but no config", rank=last)
+    refused(
+        at("word", lambda t: t.update(shape=(30, 12))),
+        r"'word' has the shape \(29, 12\);.*\(30, 12\)",
+    )
+    refused(
+        at("word", lambda t: t.pop("shape")), r"'word' has the shape \(29, 12\);.*None", rank=last
+    )
+    refused(
+        lambda s: s.pop("data_groups"),
+        r"'plain': the state has a mask for it but no config",
+        rank=last,
+    )
     refused(lambda s: s.clear(), r"not the state of a sparsifier: it lacks \['state'", rank=last)
     refused(at("word", lambda t: t["pieces"].clear()), r"Table 'word'.*do not cover", rank=last)
     refused(
-        at("word", lambda t: t["pieces"][0].update(bits=torch.zeros(3))), r"Table 'word'.*needs [0-9]+ bytes", rank=last
+        at("word", lambda t: t["pieces"][0].update(bits=torch.zeros(3))),
+        r"Table 'word'.*needs [0-9]+ bytes",
+        rank=last,
     )
     sparsifier.load_state_dict(through_a_file(state))
     assert sparsifier.audit() != before
@@ -125,7 +147,8 @@ def test_copies_are_refused(world: int) -> None:
         torch.save(sparsifier, io.BytesIO())
 
 
-# -- squash ------------------------------------------------------------------------------------------------------------
+# -- squash
+# ------------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -150,7 +173,9 @@ def test_squash(world: int) -> None:
             sparsifier.full_mask("user")
         sparsifier.step()
         assert [stats.name for stats in sparsifier.table_stats()] == names[1:]
-        sparsifier.squash_mask(leave_parametrized=False)  # the mask is dropped, the weights are unchanged
+        sparsifier.squash_mask(
+            leave_parametrized=False
+        )  # the mask is dropped, the weights are unchanged
         left = gathered(model)
         set_weights(model, full)
         assert sparsifier.table_stats() == [] and sparsifier.data_groups == {}
@@ -161,17 +186,24 @@ def test_squash(world: int) -> None:
         assert not all(torch.equal(left[table], full[table]) for table in names)
         assert sparsifier.add_model(model) == names  # and can be registered again
         sparsifier.step()
-        assert all(stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats())
+        assert all(
+            stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats()
+        )
 
 
 def test_given_zeros_are_kept() -> None:
     """By add_model() and through a state, though their number is the area of the default block."""
     sparsifier = DataNormSparsifier(sparsity_level=1.0)
-    sparsifier.add_model(nn.Embedding(6, 8), config={"sparse_block_shape": (1, 8), "zeros_per_block": 4})
+    sparsifier.add_model(
+        nn.Embedding(6, 8), config={"sparse_block_shape": (1, 8), "zeros_per_block": 4}
+    )
     sparsifier.add_data("plain", torch.randn(6, 8), sparse_block_shape=(1, 8), zeros_per_block=4)
     sparsifier.add_data("whole", torch.randn(6, 8), sparse_block_shape=(1, 8))
     sparsifier.step()
-    removed = {stats.name: int((sparsifier.full_mask(stats.name) == 0).sum()) for stats in sparsifier.table_stats()}
+    removed = {
+        stats.name: int((sparsifier.full_mask(stats.name) == 0).sum())
+        for stats in sparsifier.table_stats()
+    }
     assert removed == {"weight": 24, "plain": 24, "whole": 48}
     loaded = DataNormSparsifier(sparsity_level=1.0)
     loaded.add_model(nn.Embedding(6, 8))

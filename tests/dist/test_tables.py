@@ -1,4 +1,5 @@
-"""Tables of sharded models are found in place: every cell, on real ranks, against TorchRec's state_dict."""
+"""Tables of sharded models are found in place: every cell, on real ranks, against TorchRec's
+state_dict."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -33,7 +39,9 @@ from tests.dist.plugin import on_ranks
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)])
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
+)
 def test_tables_are_found_in_place(world: int, name: str) -> None:
     cell = cells(world)[name]
     model = build(cell)
@@ -47,7 +55,9 @@ def test_tables_are_found_in_place(world: int, name: str) -> None:
     if cell.trains:
         features = batch(cell, seed=dist.get_rank())
         model(features).sum().backward()
-        _check_truth(model, source.locate())  # what the fused optimizer wrote is seen, by the views of before too
+        _check_truth(
+            model, source.locate()
+        )  # what the fused optimizer wrote is seen, by the views of before too
         _check_truth(model, located)
         out = model(features)
         _zero(located)
@@ -60,12 +70,16 @@ def test_tables_are_found_in_place(world: int, name: str) -> None:
 def _check_metadata(cell: Cell, located: list[ShardedData]) -> None:
     prefix = "sparse.tables.embedding_bags" if cell.bags else "sparse.tables.embeddings"
     assert [data.name for data in located] == [table.name for table in cell.tables]
-    assert [data.fqn for data in located] == [f"{prefix}.{table.name}.weight" for table in cell.tables]
+    assert [data.fqn for data in located] == [
+        f"{prefix}.{table.name}.weight" for table in cell.tables
+    ]
     assert [data.shape for data in located] == [(table.rows, table.dim) for table in cell.tables]
     for data in located:
         kind = "".join(cell.name.removeprefix("ec_"))
         assert cell.name == "mixed" or data.sharding in kind or kind == "two_shards"
-        assert data.kernel == ("fused" if cell.fused and data.sharding != "data_parallel" else "dense")
+        assert data.kernel == (
+            "fused" if cell.fused and data.sharding != "data_parallel" else "dense"
+        )
         assert data.ranks == (tuple(range(cell.world)) if cell.world > 1 else None)
         assert data.replicated == (data.sharding == "data_parallel" and cell.world > 1)
         assert data.dtype == getattr(
@@ -74,7 +88,8 @@ def _check_metadata(cell: Cell, located: list[ShardedData]) -> None:
 
 
 def _check_truth(model: nn.Module, located: list[ShardedData]) -> None:
-    """The tiling is exact and is what the ranks really hold, and the views hold what TorchRec's state_dict says."""
+    """The tiling is exact and is what the ranks really hold, and the views hold what TorchRec's
+    state_dict says."""
     rank = dist.get_rank()
     for data in located:
         check_tiling(data)
@@ -83,7 +98,9 @@ def _check_truth(model: nn.Module, located: list[ShardedData]) -> None:
             assert tuple(tensor.shape) == (rect.rows, rect.cols)
             assert tensor.dtype == data.dtype
             assert not tensor.requires_grad
-    mine = [(data.name, data.tiling, [tuple(shard.rect) for shard in data.shards]) for data in located]
+    mine = [
+        (data.name, data.tiling, [tuple(shard.rect) for shard in data.shards]) for data in located
+    ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for name, tiling, _ in mine:
@@ -105,11 +122,15 @@ def _zero(located: list[ShardedData]) -> None:
 @on_ranks(2, 4)
 def test_reshard_moves_the_views(world: int) -> None:
     every = cells(world)
-    # What torchrec 1.8 can do on gloo: every shard of a changed table moves, no rank holds two of them, and the
-    # features were not in the order of the ranks before (or the forward would misroute ids).
+    # What torchrec 1.8 can do on gloo: every shard of a changed table moves, no rank holds two of
+    # them, and the features were not in the order of the ranks before (or the forward would
+    # misroute ids).
     moves = {
         "table_wise": {"user": table_wise(rank=0), "tiny": table_wise(rank=2 % world)},
-        "column_wise": {"item": column_wise(ranks=list(range(world))[::-1]), "tiny": column_wise(ranks=[1, 2 % world])},
+        "column_wise": {
+            "item": column_wise(ranks=list(range(world))[::-1]),
+            "tiny": column_wise(ranks=[1, 2 % world]),
+        },
     }
     for name, move in moves.items():
         model = build(every[name])
@@ -120,7 +141,9 @@ def test_reshard_moves_the_views(world: int) -> None:
         was = gathered(list(before.values()))
         tables = model.module.sparse.tables
         plan = construct_module_sharding_plan(
-            EmbeddingBagCollection(tables=[c for c in tables._embedding_bag_configs if c.name in move]),
+            EmbeddingBagCollection(
+                tables=[c for c in tables._embedding_bag_configs if c.name in move]
+            ),
             move,
             sharder=EmbeddingBagCollectionSharder(),
             local_size=LOCAL[world],
@@ -142,22 +165,34 @@ def test_reshard_moves_the_views(world: int) -> None:
         assert moved == set(move)
         _zero(located)
         out = model(features)
-        torch.testing.assert_close(out, torch.ones_like(out) * model.module.over.bias, rtol=0, atol=0)
+        torch.testing.assert_close(
+            out, torch.ones_like(out) * model.module.over.bias, rtol=0, atol=0
+        )
 
 
 def _ebc(*names: str) -> EmbeddingBagCollection:
-    configs = [EmbeddingBagConfig(name=n, num_embeddings=5, embedding_dim=4, feature_names=[f"f_{n}"]) for n in names]
+    configs = [
+        EmbeddingBagConfig(name=n, num_embeddings=5, embedding_dim=4, feature_names=[f"f_{n}"])
+        for n in names
+    ]
     return EmbeddingBagCollection(tables=configs)
 
 
-def _shard(model: nn.Module, paths: dict[str, Any], sharders: list[Any], **options: Any) -> DistributedModelParallel:
+def _shard(
+    model: nn.Module, paths: dict[str, Any], sharders: list[Any], **options: Any
+) -> DistributedModelParallel:
     plan = {}
     for path, generator in paths.items():
         collection = model.get_submodule(path)
         sharder = next(each for each in sharders if isinstance(collection, each.module_type))
         tables = sharder.shardable_parameters(collection)
         plan[path] = construct_module_sharding_plan(
-            collection, {t: generator for t in tables}, sharder=sharder, local_size=2, world_size=2, device_type="cpu"
+            collection,
+            {t: generator for t in tables},
+            sharder=sharder,
+            local_size=2,
+            world_size=2,
+            device_type="cpu",
         )
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=ShardingPlan(plan), sharders=sharders, **options
@@ -167,7 +202,9 @@ def _shard(model: nn.Module, paths: dict[str, Any], sharders: list[Any], **optio
 @on_ranks(2)
 def test_two_collections_with_one_name() -> None:
     net = nn.ModuleDict({"left": _ebc("id", "age"), "right": _ebc("id"), "over": nn.Linear(2, 2)})
-    model = _shard(net, {"left": row_wise(), "right": table_wise(rank=1)}, [EmbeddingBagCollectionSharder()])
+    model = _shard(
+        net, {"left": row_wise(), "right": table_wise(rank=1)}, [EmbeddingBagCollectionSharder()]
+    )
     located = model_source(model).locate()
     assert [data.name for data in located] == ["left/id", "age", "right/id"]
     assert [data.sharding for data in located] == ["row_wise", "row_wise", "table_wise"]
@@ -177,9 +214,15 @@ def test_two_collections_with_one_name() -> None:
 
 @on_ranks(2)
 def test_tables_in_the_dense_part() -> None:
-    """Tables that the plan leaves alone are replicated by the DDP around the dense part, like its parameters."""
+    """Tables that the plan leaves alone are replicated by the DDP around the dense part, like its
+    parameters."""
     net = nn.ModuleDict(
-        {"sharded": _ebc("id"), "left_alone": _ebc("age"), "position": nn.Embedding(7, 3), "over": nn.Linear(2, 2)}
+        {
+            "sharded": _ebc("id"),
+            "left_alone": _ebc("age"),
+            "position": nn.Embedding(7, 3),
+            "over": nn.Linear(2, 2),
+        }
     )
     model = _shard(net, {"sharded": row_wise()}, [EmbeddingBagCollectionSharder()])
     located = {data.name: data for data in model_source(model, dense=True).locate()}
@@ -197,13 +240,19 @@ def test_tables_in_the_dense_part() -> None:
 def test_feature_processors() -> None:
     processed = FeatureProcessedEmbeddingBagCollection(
         EmbeddingBagCollection(
-            tables=[EmbeddingBagConfig(name="id", num_embeddings=5, embedding_dim=4, feature_names=["f_id"])],
+            tables=[
+                EmbeddingBagConfig(
+                    name="id", num_embeddings=5, embedding_dim=4, feature_names=["f_id"]
+                )
+            ],
             is_weighted=True,
         ),
         {"f_id": PositionWeightedModule(max_feature_length=3)},
     )
     model = _shard(
-        nn.ModuleDict({"fp": processed}), {"fp": row_wise()}, [FeatureProcessedEmbeddingBagCollectionSharder()]
+        nn.ModuleDict({"fp": processed}),
+        {"fp": row_wise()},
+        [FeatureProcessedEmbeddingBagCollectionSharder()],
     )
     located = model_source(model).locate()
     assert [(data.name, data.fqn) for data in located] == [
@@ -226,19 +275,34 @@ def test_plain_ddp() -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["local.weight"])
     located = {
         data.name: data
-        for data in model_source(DistributedDataParallel(net, process_group=group), dense="*.weight").locate()
+        for data in model_source(
+            DistributedDataParallel(net, process_group=group), dense="*.weight"
+        ).locate()
     }
-    assert {name: data.ranks for name, data in located.items()} == {"id": (0, 1), "local": None, "over/weight": (0, 1)}
+    assert {name: data.ranks for name, data in located.items()} == {
+        "id": (0, 1),
+        "local": None,
+        "over/weight": (0, 1),
+    }
     assert located["id"].tiling == ((Rect(0, 0, 5, 4),),) * 2
     alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
-    assert model_source(DistributedDataParallel(_ebc("id"), process_group=alone)).locate()[0].ranks is None
+    assert (
+        model_source(DistributedDataParallel(_ebc("id"), process_group=alone)).locate()[0].ranks
+        is None
+    )
 
 
 @on_ranks(2)
 def test_lazy_data_parallel() -> None:
-    """Before init_data_parallel() the dense part is every rank's own, afterwards it is replicated."""
+    """Before init_data_parallel() the dense part is every rank's own, afterwards it is
+    replicated."""
     net = nn.ModuleDict({"sharded": _ebc("id"), "position": nn.Embedding(7, 3)})
-    model = _shard(net, {"sharded": table_wise(rank=0)}, [EmbeddingBagCollectionSharder()], init_data_parallel=False)
+    model = _shard(
+        net,
+        {"sharded": table_wise(rank=0)},
+        [EmbeddingBagCollectionSharder()],
+        init_data_parallel=False,
+    )
     source = model_source(model)
     assert [data.ranks for data in source.locate()] == [(0, 1), None]
     model.init_data_parallel()
@@ -247,21 +311,32 @@ def test_lazy_data_parallel() -> None:
 
 @on_ranks(2)
 def test_refused_modules() -> None:
-    config = EmbeddingBagConfig(name="id", num_embeddings=8, embedding_dim=4, feature_names=["f_id"])
+    config = EmbeddingBagConfig(
+        name="id", num_embeddings=8, embedding_dim=4, feature_names=["f_id"]
+    )
     remap = MCHManagedCollisionModule(
-        8, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=1, input_hash_size=100
+        8,
+        torch.device("cpu"),
+        DistanceLFU_EvictionPolicy(),
+        eviction_interval=1,
+        input_hash_size=100,
     )
     managed = ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection(tables=[config]), ManagedCollisionCollection({"id": remap}, [config])
     )
     net = nn.ModuleDict({"managed": managed, "plain": _ebc("age")})
     with pytest.raises(
-        ValueError, match=r"ManagedCollisionEmbeddingBagCollection at 'managed'.*move ids.*exclude=\['managed'\]"
+        ValueError,
+        match=(
+            r"ManagedCollisionEmbeddingBagCollection at 'managed'.*move ids.*exclude=\['managed'\]"
+        ),
     ):
         model_source(net)
     sharders = [ManagedCollisionEmbeddingBagCollectionSharder(), EmbeddingBagCollectionSharder()]
     model = _shard(net, {"managed": row_wise(), "plain": row_wise()}, sharders)
-    with pytest.raises(ValueError, match=r"ShardedManagedCollisionEmbeddingBagCollection at 'managed'.*move ids"):
+    with pytest.raises(
+        ValueError, match=r"ShardedManagedCollisionEmbeddingBagCollection at 'managed'.*move ids"
+    ):
         model_source(model)
     assert [data.name for data in model_source(model, exclude="managed").locate()] == ["age"]
     assert [data.name for data in model_source(model, include="age").locate()] == ["age"]
@@ -278,7 +353,12 @@ def test_refused_kernels() -> None:
 
     model = build(replace(cell, plan={**cell.plan, "item": cached}))
     with pytest.raises(
-        ValueError, match="Table 'item': the compute kernel 'fused_uvm_caching' is not supported; dense, fused"
+        ValueError,
+        match="Table 'item': the compute kernel 'fused_uvm_caching' is not supported; dense, fused",
     ):
         model_source(model)
-    assert [data.name for data in model_source(model, exclude="item").locate()] == ["user", "tiny", "word"]
+    assert [data.name for data in model_source(model, exclude="item").locate()] == [
+        "user",
+        "tiny",
+        "word",
+    ]

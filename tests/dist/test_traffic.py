@@ -18,7 +18,9 @@ from tests.dist.cells import build, cells
 from tests.dist.pieces import Sent, by_cols, by_rows, move, sharded, watched, write
 from tests.dist.plugin import on_ranks
 
-ROUNDS = 8 * (2049 + 1024 + 1024)  # bytes a table of the three histograms: 2048 buckets and one for zeros, 1024, 1024
+ROUNDS = 8 * (
+    2049 + 1024 + 1024
+)  # bytes a table of the three histograms: 2048 buckets and one for zeros, 1024, 1024
 STATUS = 32
 
 
@@ -26,12 +28,15 @@ def three_rounds(rows: int, cols: int) -> Tensor:
     """Weights whose threshold at level 0.5 needs all bits of a row's score, and ties nowhere."""
     full = torch.full((rows, cols), 2.0)
     full[: rows // 2 - 1] = 0.5
-    full[rows // 2 - 1], full[rows // 2] = torch.tensor([0x3F800001, 0x3F800002], dtype=torch.int32).view(torch.float32)
+    full[rows // 2 - 1], full[rows // 2] = torch.tensor(
+        [0x3F800001, 0x3F800002], dtype=torch.int32
+    ).view(torch.float32)
     return full
 
 
 def due(sparsifier: DataNormSparsifier) -> Sent:
-    """A mask update after one that has made the process groups; the library's own count must be right."""
+    """A mask update after one that has made the process groups; the library's own count must be
+    right."""
     with watched() as sent:
         sparsifier.step()
     assert (sent.counted, sent.counted_bytes) == (len(sent.calls), sent.bytes), sent
@@ -59,7 +64,12 @@ def rows_of(rows: int, level: float = 0.5, cols: int = 8) -> Sent:
 @on_ranks(2)
 def test_one_table() -> None:
     sent = rows_of(100)
-    assert [name for name, _ in sent.calls] == ["all_gather", "all_reduce", "all_reduce", "all_reduce"]
+    assert [name for name, _ in sent.calls] == [
+        "all_gather",
+        "all_reduce",
+        "all_reduce",
+        "all_reduce",
+    ]
     assert sent.bytes == STATUS + ROUNDS
 
 
@@ -93,7 +103,9 @@ def test_a_thousand_tables() -> None:
     sent = due(sparsifier)
     assert 2 <= len(sent.calls) <= 4
     assert sent.bytes <= STATUS + 1000 * ROUNDS
-    assert all(stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats())
+    assert all(
+        stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats()
+    )
 
 
 @on_ranks(2)
@@ -108,7 +120,10 @@ def test_cut_columns() -> None:
         sparsifier.step()
         write(table, full)
         sent = due(sparsifier)
-        assert sorted(name for name, _ in sent.calls) == ["all_gather"] + ["all_reduce"] * 3 + ["all_to_all_single"] * 2
+        assert (
+            sorted(name for name, _ in sent.calls)
+            == ["all_gather"] + ["all_reduce"] * 3 + ["all_to_all_single"] * 2
+        )
         sizes[rows, cols] = sent.bytes
     assert sizes[64, 8] == sizes[64, 4096] == STATUS + ROUNDS + 64 * 8 + 64 // 8
     assert sizes[640, 8] == STATUS + ROUNDS + 640 * 8 + 640 // 8
@@ -116,7 +131,8 @@ def test_cut_columns() -> None:
 
 @on_ranks(2)
 def test_the_worst_step() -> None:
-    """Everything at once: blocks cut by rows and by columns, ties over ranks among millions, shards that have moved."""
+    """Everything at once: blocks cut by rows and by columns, ties over ranks among millions, shards
+    that have moved."""
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, 1))
     ones = torch.ones(2049, 2049)  # 23 bits of block index
     tied = sharded(ones, by_rows(2049, 2049, 1000))

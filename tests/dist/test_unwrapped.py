@@ -1,4 +1,5 @@
-"""Tables outside DDP in a world of several ranks: a warning, and replicas that drift are found at the mask update."""
+"""Tables outside DDP in a world of several ranks: a warning, and replicas that drift are found at
+the mask update."""
 
 from __future__ import annotations
 
@@ -23,17 +24,25 @@ def replicas(seed: int = 0) -> nn.ModuleDict:
     return nn.ModuleDict({"user": nn.EmbeddingBag(40, 4), "item": nn.EmbeddingBag(30, 4)})
 
 
-def sparsified(model: nn.Module, kind: Any = optim.SGD, **plan: Any) -> tuple[Any, SparseTraining, list[str]]:
+def sparsified(
+    model: nn.Module, kind: Any = optim.SGD, **plan: Any
+) -> tuple[Any, SparseTraining, list[str]]:
     optimizer = kind(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sparse = sparsify(model, optimizer, **(PLAN | plan))
-    return optimizer, sparse, [text for each in caught if "DistributedDataParallel" in (text := str(each.message))]
+    return (
+        optimizer,
+        sparse,
+        [text for each in caught if "DistributedDataParallel" in (text := str(each.message))],
+    )
 
 
 def masks(sparse: SparseTraining) -> list[Any]:
     """Of all ranks."""
-    mine = {name: sparse.sparsifier.full_mask(name).tolist() for name in sparse.sparsifier.data_groups}
+    mine = {
+        name: sparse.sparsifier.full_mask(name).tolist() for name in sparse.sparsifier.data_groups
+    }
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -47,7 +56,10 @@ def test_the_module_inside_ddp_drifts() -> None:
     assert len(said) == (dist.get_rank() == 0)
     for text in said:
         assert text.startswith("The tables user, item are in no DistributedDataParallel")
-        assert "of 2 ranks. They are equal on all ranks" in text and "sparsify() on the wrapper" in text
+        assert (
+            "of 2 ranks. They are equal on all ranks" in text
+            and "sparsify() on the wrapper" in text
+        )
     for _ in range(4):
         sparse.step()  # updates masks at steps 0 and 2
     assert masks(sparse)[0] == masks(sparse)[1]
@@ -56,7 +68,8 @@ def test_the_module_inside_ddp_drifts() -> None:
             wrapped.module["user"].weight[3] += 1
     before = [weight.clone() for weight in wrapped.parameters()]
     with pytest.raises(
-        ValueError, match=r"Replicas have drifted from rank 0's: user .* on rank 1\. Nothing was changed"
+        ValueError,
+        match=r"Replicas have drifted from rank 0's: user .* on rank 1\. Nothing was changed",
     ):
         sparse.step()
     assert all(torch.equal(old, new) for old, new in zip(before, wrapped.parameters(), strict=True))
@@ -71,13 +84,17 @@ def test_what_adagrad_sums_is_compared_where_scores_read_it() -> None:
     assert sparse.sparsifier.scored_by == "norm_accumulator" and len(said) == (dist.get_rank() == 0)
     for step in range(2):
         optimizer.zero_grad()
-        (model["user"](torch.arange(8).view(2, 4)) + model["item"](torch.arange(8).view(2, 4))).sum().backward()
+        (
+            model["user"](torch.arange(8).view(2, 4)) + model["item"](torch.arange(8).view(2, 4))
+        ).sum().backward()
         optimizer.step()
         if step == 0:
             sparse.step()
     sparse.step()
     optimizer.state[model["item"].weight]["sum"][2] += dist.get_rank()
-    with pytest.raises(ValueError, match=r"drifted from rank 0's: optimizer state of item on rank 1\."):
+    with pytest.raises(
+        ValueError, match=r"drifted from rank 0's: optimizer state of item on rank 1\."
+    ):
         sparse.step()
     sparse.detach()
 
@@ -97,7 +114,10 @@ def test_models_of_each_rank_alone() -> None:
     _, sparse, said = sparsified(replicas(seed=dist.get_rank()))
     assert len(said) == (dist.get_rank() == 0)
     for text in said:
-        assert "differ between ranks (rank 0's item" in text and "is not that of rank 1): each rank trains" in text
+        assert (
+            "differ between ranks (rank 0's item" in text
+            and "is not that of rank 1): each rank trains" in text
+        )
     reset_traffic()
     for _ in range(7 + dist.get_rank()):  # ranks need not make as many steps
         sparse.step()

@@ -1,10 +1,10 @@
 """The code in README.md and docs/ runs, prints what they say, and uses names that exist.
 
-The Python blocks of a file run in order in one fresh process, as a reader would paste them. A ``text`` block right
-after a Python block is what it prints. A block that needs names of those before it says so in its first line, visibly:
-``# Continues the code above``; and one that can't run here: ``# Not run in CI: <reason>``. A ``diff`` block is a whole
-script with the lines to add: what it leads to runs as a Python block does, and what it starts from runs too, in a
-process of its own.
+The Python blocks of a file run in order in one fresh process, as a reader would paste them. A
+``text`` block right after a Python block is what it prints. A block that needs names of those
+before it says so in its first line, visibly: ``# Continues the code above``; and one that can't run
+here: ``# Not run in CI: <reason>``. A ``diff`` block is a whole script with the lines to add: what
+it leads to runs as a Python block does, and what it starts from runs too, in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ OPT_OUT = re.compile(r"# Not run in CI: \S.{9,}")
 CONTINUES = "# Continues the code above\n"
 FENCE = re.compile(r"^```(?P<kind>[^`\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
-# Runs blocks by themselves, so that tracebacks name the line of the document; the output of each is written to a file.
+# Runs blocks by themselves, so that tracebacks name the line of the document; the output of each is
+# written to a file.
 RUNNER = """
 import contextlib, io, json, sys
 from pathlib import Path
@@ -47,7 +48,8 @@ __import__("os")._exit(0)  # gloo's teardown under a live DDP sometimes aborts
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, the line of the text in the file, and what follows it directly."""
+    """A fenced block: its language, its text, the line of the text in the file, and what follows it
+    directly."""
 
     kind: str
     code: str
@@ -64,7 +66,11 @@ def blocks_of(text: str) -> list[Block]:
     blocks = []
     for fence, after in zip(found, [*found[1:], None][: len(found)], strict=True):
         output = None
-        if after is not None and after["kind"].strip() == "text" and not text[fence.end() : after.start()].strip():
+        if (
+            after is not None
+            and after["kind"].strip() == "text"
+            and not text[fence.end() : after.start()].strip()
+        ):
             output = after["code"]
         line = text.count("\n", 0, fence.start("code")) + 1
         blocks.append(Block(fence["kind"].strip(), fence["code"], line, output))
@@ -88,7 +94,8 @@ def run(name: str, blocks: list[Block], folder: Path) -> list[str]:
 
 
 def side(block: Block, sign: str) -> Block:
-    """A ``diff`` block as Python: with ``"-"`` what it starts from, with ``"+"`` what it leads to."""
+    """A ``diff`` block as Python: with ``"-"`` what it starts from, with ``"+"`` what it leads
+    to."""
     lines = [line[1:] for line in block.code.splitlines() if line[:1] in ("", " ", sign)]
     return block._replace(kind="python", code="\n".join(lines) + "\n")
 
@@ -98,14 +105,18 @@ def to_run(file: Path) -> list[Block]:
     return [block for block in blocks if block.kind == "python" and not block.opted_out]
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if to_run(file)], ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if to_run(file)], ids=lambda file: file.name
+)
 def test_python_blocks_run_and_print_what_the_document_says(file: Path, tmp_path: Path) -> None:
     blocks = to_run(file)
     for package in ("torchrec", "tensorboard"):
         if any(package in block.code.lower() for block in blocks):
             pytest.importorskip(package)
     for block, printed in zip(blocks, run(file.name, blocks, tmp_path), strict=True):
-        assert printed == (block.output or ""), f"{file.name}, the Python block at line {block.line}"
+        assert printed == (block.output or ""), (
+            f"{file.name}, the Python block at line {block.line}"
+        )
 
 
 def borrowed(code: str) -> set[str]:
@@ -127,37 +138,56 @@ def borrowed(code: str) -> set[str]:
 def test_blocks_that_continue_others_say_so(file: Path) -> None:
     for block in to_run(file):
         says = block.code.startswith(CONTINUES)
-        assert says == bool(borrowed(block.code)), f"line {block.line}: {CONTINUES.strip()!r}; {borrowed(block.code)}"
+        assert says == bool(borrowed(block.code)), (
+            f"line {block.line}: {CONTINUES.strip()!r}; {borrowed(block.code)}"
+        )
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if any(block.kind == "diff" for block in read(file))])
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if any(block.kind == "diff" for block in read(file))]
+)
 def test_diffs_start_from_scripts_that_run(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchrec")
     for block in read(file):
         if block.kind == "diff":
             assert re.search(r"^\+", block.code, re.MULTILINE), f"line {block.line}: adds nothing"
-            assert not re.search(r"^[^-+ ]", block.code, re.MULTILINE), f"line {block.line}: a line without a sign"
+            assert not re.search(r"^[^-+ ]", block.code, re.MULTILINE), (
+                f"line {block.line}: a line without a sign"
+            )
             run(file.name, [side(block, "-")], tmp_path)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_block_says_what_it_is(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
-    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(read(file)), "a fence is not closed"
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(read(file)), (
+        "a fence is not closed"
+    )
     for block in read(file):
-        assert block.kind in ("python", "text", "console", "diff", "cpp"), f"line {block.line}: ```{block.kind}"
-        assert block.opted_out or not block.code.startswith("# Not run"), f"line {block.line}: {OPT_OUT.pattern}"
+        assert block.kind in ("python", "text", "console", "diff", "cpp"), (
+            f"line {block.line}: ```{block.kind}"
+        )
+        assert block.opted_out or not block.code.startswith("# Not run"), (
+            f"line {block.line}: {OPT_OUT.pattern}"
+        )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_shell_commands_exist(file: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = file.read_text(encoding="utf-8")
-    shell = "".join(block.code for block in read(file) if block.kind == "console").replace("\\\n", "")
-    for command in re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE)) + shell.splitlines():
+    shell = "".join(block.code for block in read(file) if block.kind == "console").replace(
+        "\\\n", ""
+    )
+    for command in (
+        re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE))
+        + shell.splitlines()
+    ):
         words = command.split()
         if words[:1] == ["make"]:
-            assert len(words) == 1 or words[1] in targets, f"{file.name}: `{command}`; there are {sorted(targets)}"
+            assert len(words) == 1 or words[1] in targets, (
+                f"{file.name}: `{command}`; there are {sorted(targets)}"
+            )
         if words[1:2] == ["-m"]:
             module = ROOT / words[2].replace(".", "/")
             assert words[2] == "pytest" or module.with_suffix(".py").is_file() or module.is_dir(), (
@@ -170,12 +200,19 @@ def test_shell_commands_exist(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_pages_say_how_to_activate_the_environment_before_its_command(file: Path) -> None:
-    before, used, _ = re.split(r"(dist-sparse [a-z]|\Z)", file.read_text(encoding="utf-8"), maxsplit=1)
+    before, used, _ = re.split(
+        r"(dist-sparse [a-z]|\Z)", file.read_text(encoding="utf-8"), maxsplit=1
+    )
     assert not used or re.search(r"activated?\b", before), "says nothing of the environment"
 
 
 def test_the_readme_has_the_two_commands() -> None:
-    shell = [line for block in read(ROOT / "README.md") if block.kind == "console" for line in block.code.splitlines()]
+    shell = [
+        line
+        for block in read(ROOT / "README.md")
+        if block.kind == "console"
+        for line in block.code.splitlines()
+    ]
     assert shell[:2] == ["make setup", "make train"]
 
 
@@ -190,7 +227,9 @@ def test_links_lead_somewhere(file: Path) -> None:
         assert there.exists(), f"{file.name}: {target}"
         if anchor:
             headings = re.findall(r"^#+ +(.+?) *$", there.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            slugs = [
+                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+            ]
             assert anchor in slugs, f"{file.name}: {target}; there are {slugs}"
 
 
@@ -201,7 +240,8 @@ def test_the_readme_is_short_and_shows_the_diff_first() -> None:
 
 
 def test_the_design_lists_the_modules() -> None:
-    """In the first cell of a row of a table, with dots, without ``dist_sparse.``; and no module that does not exist."""
+    """In the first cell of a row of a table, with dots, without ``dist_sparse.``; and no module
+    that does not exist."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     package = ROOT / "dist_sparse"
     paths = [file.relative_to(package).with_suffix("") for file in package.rglob("*.py")]
@@ -229,9 +269,16 @@ class TestThisTest:
 
     def test_a_diff_has_two_sides(self) -> None:
         block = blocks_of("```diff\n x = 1\n-x = 2\n+x = 3\n\n y = x\n```\n")[0]
-        assert [side(block, sign).code for sign in "-+"] == ["x = 1\nx = 2\n\ny = x\n", "x = 1\nx = 3\n\ny = x\n"]
+        assert [side(block, sign).code for sign in "-+"] == [
+            "x = 1\nx = 2\n\ny = x\n",
+            "x = 1\nx = 3\n\ny = x\n",
+        ]
 
     def test_opting_out_needs_a_reason(self) -> None:
-        reasons = {"# Not run in CI: needs two GPUs": True, "# Not run in CI:": False, "x = 1": False}
+        reasons = {
+            "# Not run in CI: needs two GPUs": True,
+            "# Not run in CI:": False,
+            "x = 1": False,
+        }
         for first, opted_out in reasons.items():
             assert blocks_of(f"```python\n{first}\n```\n")[0].opted_out is opted_out

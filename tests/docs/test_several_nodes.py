@@ -17,13 +17,17 @@ PAGE = ROOT / "docs" / "several_nodes.md"
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface has another name elsewhere")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the loopback interface has another name elsewhere"
+)
 def test_two_launchers_train_as_two_nodes() -> None:
     pytest.importorskip("torchrec")
     command = next(block.code for block in read(PAGE) if block.kind == "console")
     said = next(block.code for block in read(PAGE) if block.kind == "text")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        words = shlex.split(command.replace("\\\n", "").replace(":29400", f":{free.getsockname()[1]}"))
+        words = shlex.split(
+            command.replace("\\\n", "").replace(":29400", f":{free.getsockname()[1]}")
+        )
     assert words[0] == ".venv/bin/python"
     words[0] = sys.executable
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -31,7 +35,9 @@ def test_two_launchers_train_as_two_nodes() -> None:
         environment.pop(name, None)
     with tempfile.TemporaryFile("w+") as errors:
         nodes = [
-            subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+            subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
             for _ in range(2)
         ]
         try:

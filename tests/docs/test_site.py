@@ -17,7 +17,9 @@ from tests.report.browser import chromium, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "site", "runs")
-CURVES = {f"{curve}DataScheduler" for curve in ("Constant", "Cosine", "Exponential", "Linear", "OneShot")}
+CURVES = {
+    f"{curve}DataScheduler" for curve in ("Constant", "Cosine", "Exponential", "Linear", "OneShot")
+}
 """Names of CurveDataScheduler, whose example has their levels; CubicDataScheduler has its own."""
 IN_MODULES = {
     "compat": ["CubicSL", "LambdaSL"],
@@ -25,7 +27,12 @@ IN_MODULES = {
     "groups": ["set_timeout", "traffic", "reset_traffic"],
     "lightning": None,
     "optim": ["OptimScheduler", "Noamlr", "ExponentDecayLr"],
-    "schedulers": [*sorted(CURVES), "CurveDataScheduler", "LambdaDataScheduler", "ReadyDataScheduler"],
+    "schedulers": [
+        *sorted(CURVES),
+        "CurveDataScheduler",
+        "LambdaDataScheduler",
+        "ReadyDataScheduler",
+    ],
 }
 """Public names of modules; None is all of ``__all__``."""
 RETURNED = {
@@ -34,13 +41,18 @@ RETURNED = {
 }
 """What functions return: their examples show it."""
 NO_EXAMPLE = {"ReadyDataScheduler", "row_wise"} | {"COL", "ROW"} | CURVES
-"""A base class, a module; strings, whose example is on their page; and names of a class that has one."""
+"""A base class, a module; strings, whose example is on their page; and names of a class that has
+one."""
 
 
 def documented() -> list[str]:
     """What the pages of docs/api have a place for."""
     pages = sorted((ROOT / "docs" / "api").glob("*.md"))
-    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    return [
+        name
+        for page in pages
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
 
 
 def test_every_public_name_has_one_place() -> None:
@@ -82,10 +94,19 @@ def built(folder: Path) -> subprocess.CompletedProcess[str]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository, and in it the site."""
     made = subprocess.run(
-        ["make", ".venv-docs/.ready"], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        ["make", ".venv-docs/.ready"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
-    if made.returncode and re.search(r"connection|name resolution|timed out", made.stderr, re.IGNORECASE):
-        pytest.skip(f"OFFLINE, the documentation is not built: {made.stderr.strip().splitlines()[-1]}")
+    if made.returncode and re.search(
+        r"connection|name resolution|timed out", made.stderr, re.IGNORECASE
+    ):
+        pytest.skip(
+            f"OFFLINE, the documentation is not built: {made.stderr.strip().splitlines()[-1]}"
+        )
     assert made.returncode == 0, made.stderr
     folder = tmp_path_factory.mktemp("site") / "repository"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -100,18 +121,28 @@ class TestSite:
     def test_fetches_nothing_from_elsewhere(self, copy: Path) -> None:
         for page in (copy / "site").rglob("*.html"):
             tags = re.findall(r"<(?:script|img|iframe|link)\b[^>]*>", page.read_text())
-            assert not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)], page
+            assert not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)], (
+                page
+            )
         for sheet in (copy / "site").rglob("*.css"):
             assert not re.search(r"url\([\"']?(?:https?:)?//", sheet.read_text()), sheet
 
     def test_drawings_are_in_the_page(self, copy: Path) -> None:
         page = (copy / "site" / "concepts.html").read_text()
-        assert len(re.findall(r'<figure class="ds-figure"><svg role="img" aria-label="[^"]{40,}', page)) == 3
+        assert (
+            len(
+                re.findall(r'<figure class="ds-figure"><svg role="img" aria-label="[^"]{40,}', page)
+            )
+            == 3
+        )
         assert "images/blocks.svg" not in page
 
     def test_what_pages_link_to_outside_of_docs_is_there(self, copy: Path) -> None:
         page = (copy / "site" / "log.html").read_text()
-        for target in ("benchmarks/results/2026-11-21-sweep.html", "benchmarks/results/2026-11-21-sweep.csv"):
+        for target in (
+            "benchmarks/results/2026-11-21-sweep.html",
+            "benchmarks/results/2026-11-21-sweep.csv",
+        ):
             assert f'href="repository/{target}"' in page
             assert (copy / "site" / "repository" / target).is_file()
         shown = (copy / "site" / "repository" / "examples" / "quickstart.py.html").read_text()
@@ -124,7 +155,9 @@ class TestSite:
     def test_no_list_or_table_is_left_as_text(self, copy: Path) -> None:
         for page in (copy / "site").glob("*.html"):
             outside_of_code = re.sub(r"<pre>.*?</pre>", "", page.read_text(), flags=re.DOTALL)
-            assert not re.findall(r"^(?:<p>)?(?:[-*] |\| ?[-\w]).*", outside_of_code, re.MULTILINE), page
+            assert not re.findall(
+                r"^(?:<p>)?(?:[-*] |\| ?[-\w]).*", outside_of_code, re.MULTILINE
+            ), page
 
     def test_docstrings_link_to_each_other(self, copy: Path) -> None:
         page = (copy / "site" / "api" / "sparsify.html").read_text()
@@ -146,10 +179,16 @@ class TestSite:
             if module == "dist_sparse.lightning":
                 pytest.importorskip("lightning")
             kind = getattr(importlib.import_module(module), last)
-            for method, _ in inspect.getmembers(kind, inspect.isfunction) if inspect.isclass(kind) else ():
-                homes = [base for base in kind.__mro__ if base.__module__.startswith("dist_sparse.")]
+            for method, _ in (
+                inspect.getmembers(kind, inspect.isfunction) if inspect.isclass(kind) else ()
+            ):
+                homes = [
+                    base for base in kind.__mro__ if base.__module__.startswith("dist_sparse.")
+                ]
                 if not method.startswith("_") and any(method in vars(base) for base in homes):
-                    assert any(f"{base.__name__}.{method}" in anchors for base in homes), f"{name}.{method}"
+                    assert any(f"{base.__name__}.{method}" in anchors for base in homes), (
+                        f"{name}.{method}"
+                    )
 
     def test_what_leads_nowhere_stops_the_build(self, copy: Path, tmp_path: Path) -> None:
         """A site of two pages, with all else as it is, so that it is built in seconds."""
@@ -158,11 +197,19 @@ class TestSite:
         (tmp_path / "docs").mkdir()
         (tmp_path / "docs" / "hooks").symlink_to(copy / "docs" / "hooks")
         settings = (copy / "mkdocs.yml").read_text()
-        (tmp_path / "mkdocs.yml").write_text(re.sub(r"^nav:\n(?: .*\n|\n)+", "", settings, flags=re.MULTILINE))
+        (tmp_path / "mkdocs.yml").write_text(
+            re.sub(r"^nav:\n(?: .*\n|\n)+", "", settings, flags=re.MULTILINE)
+        )
         (tmp_path / "docs" / "other.md").write_text("# Other\n")
         links = ("nowhere.md", "other.md#nowhere", "../benchmarks/nowhere.md")
-        wrong = {"::: dist_sparse.nowhere": ["dist_sparse.nowhere"]}  # ends the build before links are looked at
-        wrong |= {"\n".join(f"[x]({link})" for link in links): [link.removeprefix("other.md") for link in links]}
+        wrong = {
+            "::: dist_sparse.nowhere": ["dist_sparse.nowhere"]
+        }  # ends the build before links are looked at
+        wrong |= {
+            "\n".join(f"[x]({link})" for link in links): [
+                link.removeprefix("other.md") for link in links
+            ]
+        }
         for text, named in {"[x](other.md#other)": [], **wrong}.items():
             (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{text}\n")
             done = built(tmp_path)
@@ -175,7 +222,8 @@ class TestSite:
 @pytest.mark.network
 @pytest.mark.browser
 @pytest.mark.skipif(
-    chromium() is None, reason="NO CHROMIUM: the site was not looked at in a browser (apt-get install chromium)"
+    chromium() is None,
+    reason="NO CHROMIUM: the site was not looked at in a browser (apt-get install chromium)",
 )
 def test_the_site_works_when_opened_from_files(copy: Path, tmp_path: Path) -> None:
     """On a phone and a desktop, light and dark, with its search; nothing is fetched."""
@@ -186,10 +234,16 @@ def test_the_site_works_when_opened_from_files(copy: Path, tmp_path: Path) -> No
                 dark = (number + width) % 4 == 0
                 browser.open(site / f"{name}.html", width, dark=dark)
                 assert browser.value("document.documentElement.scrollWidth") <= width, name
-                assert browser.value("document.body.dataset.mdColorScheme") == ("slate" if dark else "default"), name
-                assert browser.value("[...document.images].every((image) => image.naturalWidth > 0)"), name
+                assert browser.value("document.body.dataset.mdColorScheme") == (
+                    "slate" if dark else "default"
+                ), name
+                assert browser.value(
+                    "[...document.images].every((image) => image.naturalWidth > 0)"
+                ), name
                 assert browser.low_contrasts(".md-content *") == [], name
-                assert not [url for url in browser.requested if not url.startswith(("file:", "data:"))], name
+                assert not [
+                    url for url in browser.requested if not url.startswith(("file:", "data:"))
+                ], name
         browser.value("""
             const box = document.querySelector(".md-search__input");
             box.focus();
@@ -198,7 +252,9 @@ def test_the_site_works_when_opened_from_files(copy: Path, tmp_path: Path) -> No
         """)
         until = time.monotonic() + 30
         while not (
-            found := browser.value('[...document.querySelectorAll(".md-search-result__link")].map((a) => a.href)')
+            found := browser.value(
+                '[...document.querySelectorAll(".md-search-result__link")].map((a) => a.href)'
+            )
         ):
             assert time.monotonic() < until, "the search finds nothing"
             time.sleep(0.05)

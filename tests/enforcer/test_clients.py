@@ -21,7 +21,9 @@ from tests.enforcer.test_enforce_errors import IDS, Net, hooks, sgd, sparse_net,
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
     "adam": lambda params: torch.optim.Adam(params, lr=0.5),
-    "fused adam": lambda params: torch.optim.Adam(params, lr=0.5, fused=True),  # its writes are not counted by torch
+    "fused adam": lambda params: torch.optim.Adam(
+        params, lr=0.5, fused=True
+    ),  # its writes are not counted by torch
 }
 
 
@@ -62,14 +64,17 @@ class TestAnOptimizerMadeAfterAttach:
             assert revived(model, sparsifier) == 0
 
     def test_a_step_of_the_sparsifier_inside_its_post_hook(self, optimizer: str) -> None:
-        """Masks are chosen from masked weights, also where the caller's hook runs before the enforcer's."""
+        """Masks are chosen from masked weights, also where the caller's hook runs before the
+        enforcer's."""
         model, sparsifier = sparse_net()
         with MaskEnforcer(sparsifier).attach(sgd(model)):
             made = OPTIMIZERS[optimizer](model.parameters())
             made.register_step_post_hook(lambda *_: sparsifier.step())
             gone = sparsifier.get_mask("first") == 0
             train(model, made)
-            assert torch.equal(sparsifier.get_mask("first") == 0, gone), "magnitude masks do not bring blocks back"
+            assert torch.equal(sparsifier.get_mask("first") == 0, gone), (
+                "magnitude masks do not bring blocks back"
+            )
             assert revived(model, sparsifier) == 0
 
     def test_its_state_is_reset(self, optimizer: str) -> None:
@@ -80,7 +85,11 @@ class TestAnOptimizerMadeAfterAttach:
             sparsifier.step()
             state = made.state.get(model.first.weight, {})
             gone = sparsifier.get_mask("first") == 0
-            assert all(bool((s[gone] == 0).all()) for s in state.values() if isinstance(s, Tensor) and s.dim() == 2)
+            assert all(
+                bool((s[gone] == 0).all())
+                for s in state.values()
+                if isinstance(s, Tensor) and s.dim() == 2
+            )
 
     def test_is_not_kept_alive(self, optimizer: str) -> None:
         model, sparsifier = sparse_net()
@@ -119,7 +128,9 @@ def test_plain_data_outlives_its_sparsifier() -> None:
     optimizer = sgd(table)
 
     def attach() -> Tensor:
-        sparsifier = DataNormSparsifier([("table", table)], sparsity_level=0.5, sparse_block_shape=(1, 4))
+        sparsifier = DataNormSparsifier(
+            [("table", table)], sparsity_level=0.5, sparse_block_shape=(1, 4)
+        )
         sparsifier.step()
         MaskEnforcer(sparsifier).attach(optimizer)
         return sparsifier.get_mask("table")
@@ -130,13 +141,17 @@ def test_plain_data_outlives_its_sparsifier() -> None:
     assert bool((table.weight[mask == 0] == 0).all())
 
 
-def test_forwards_before_the_first_step_read_no_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_before_the_first_step_read_no_whole_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Evaluation before training costs what it costs later."""
     model, sparsifier = sparse_net()
     seen: list[str] = []
 
     class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -156,7 +171,8 @@ class TestCompiledParts:
 
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize(
-        "compiles", [lambda m: m.over.compile(), lambda m: setattr(m, "over", torch.compile(m.over))]
+        "compiles",
+        [lambda m: m.over.compile(), lambda m: setattr(m, "over", torch.compile(m.over))],
     )
     def test_what_holds_nothing_registered_may_be_compiled(
         self, compiles: Callable[[nn.Module], Any], when: str
@@ -190,7 +206,9 @@ class TestStateDict:
         assert revived(model, sparsifier) == 0
 
     def test_of_ddp_is_masked(self) -> None:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
         try:
             model = DistributedDataParallel(Net())
             sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
@@ -200,7 +218,9 @@ class TestStateDict:
             with torch.no_grad():
                 model.module.first.weight.fill_(1)
             state = model.state_dict()
-            assert bool((state["module.first.weight"][sparsifier.get_mask("first") == 0] == 0).all())
+            assert bool(
+                (state["module.first.weight"][sparsifier.get_mask("first") == 0] == 0).all()
+            )
         finally:
             torch.distributed.destroy_process_group()
 
@@ -213,7 +233,10 @@ class TestLoadedWeights:
         optimizer = sgd(model)
         enforcer = MaskEnforcer(sparsifier).attach(optimizer)
         train(model, optimizer)
-        best = {key: value.clone() for key, value in model.state_dict().items()}, sparsifier.state_dict()
+        best = (
+            {key: value.clone() for key, value in model.state_dict().items()},
+            sparsifier.state_dict(),
+        )
         for group in sparsifier.data_groups.values():
             group["sparsity_level"] = 0.8
         sparsifier.step()
@@ -228,8 +251,14 @@ class TestLoadedWeights:
             model.load_state_dict(weights)
         else:
             model.first.load_state_dict({"weight": weights["first.weight"]})
-        read = {"model": lambda: model(IDS), "table": lambda: model.first(IDS), "settle": enforcer.settle}
-        with pytest.warns(UserWarning, match=r"non-zero weights.*masks remove.*'first'.*state of the sparsifier"):
+        read = {
+            "model": lambda: model(IDS),
+            "table": lambda: model.first(IDS),
+            "settle": enforcer.settle,
+        }
+        with pytest.warns(
+            UserWarning, match=r"non-zero weights.*masks remove.*'first'.*state of the sparsifier"
+        ):
             read.get(reader, sparsifier.step)()
         assert revived(model, sparsifier) == 0
         with warnings.catch_warnings():
@@ -311,7 +340,10 @@ def test_a_forward_with_other_weights_is_refused(trained: bool) -> None:
     model, sparsifier = sparse_net()
     optimizer = sgd(model)
     with MaskEnforcer(sparsifier).attach(optimizer):
-        others = {key: torch.ones_like(value).requires_grad_(trained) for key, value in model.state_dict().items()}
+        others = {
+            key: torch.ones_like(value).requires_grad_(trained)
+            for key, value in model.state_dict().items()
+        }
         with pytest.raises(ValueError, match="'first'"):
             torch.func.functional_call(model, others, (IDS,))
         assert all(bool((value == 1).all()) for value in others.values())
@@ -322,7 +354,9 @@ def test_a_forward_with_other_weights_is_refused(trained: bool) -> None:
 def test_only_the_innermost_of_wrapped_optimizers_is_hooked() -> None:
     """Torch runs hooks of TorchRec's CombinedOptimizer too; masking twice would be for nothing."""
     model, sparsifier = sparse_net()
-    inner = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.5))
+    inner = KeyedOptimizerWrapper(
+        dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.5)
+    )
     combined = CombinedOptimizer([("all", inner)])
     with MaskEnforcer(sparsifier).attach(combined):
         train(model, combined)

@@ -17,7 +17,8 @@ Bag = list[int]
 
 
 def jagged(bags: list[list[Bag]], weighted: bool, dtype: torch.dtype) -> KeyedJaggedTensor:
-    """Features named alike, as those of two column shards of a table are; weights number the ids."""
+    """Features named alike, as those of two column shards of a table are; weights number the
+    ids."""
     ids = torch.tensor([i for feature in bags for bag in feature for i in bag], dtype=dtype)
     return KeyedJaggedTensor(
         keys=["same"] * len(bags),
@@ -32,20 +33,25 @@ def jagged(bags: list[list[Bag]], weighted: bool, dtype: torch.dtype) -> KeyedJa
 @given(st.data())
 def test_by_sample(data: st.DataObject) -> None:
     tables = [
-        None if data.draw(st.integers(0, 3)) == 0 else data.draw(st.lists(st.booleans(), min_size=1, max_size=9))
+        None
+        if data.draw(st.integers(0, 3)) == 0
+        else data.draw(st.lists(st.booleans(), min_size=1, max_size=9))
         for _ in range(data.draw(st.integers(1, 3)))
     ]
     features = data.draw(st.lists(st.sampled_from(range(len(tables))), min_size=1, max_size=4))
     samples, slack = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0, 0, 0, 2]))
     last = [8 if tables[table] is None else len(tables[table] or ()) - 1 for table in features]
     bags = [
-        [data.draw(st.lists(st.integers(-slack, most + slack), max_size=4)) for _ in range(samples)] for most in last
+        [data.draw(st.lists(st.integers(-slack, most + slack), max_size=4)) for _ in range(samples)]
+        for most in last
     ]
     weighted = data.draw(st.booleans())
     given_ = jagged(bags, weighted, data.draw(st.sampled_from([torch.int32, torch.int64])))
     before = given_.values().clone()
 
-    kept = KeptIds([None if (rows := tables[table]) is None else ~torch.tensor(rows) for table in features])
+    kept = KeptIds(
+        [None if (rows := tables[table]) is None else ~torch.tensor(rows) for table in features]
+    )
     found = kept.among(given_)
 
     assert torch.equal(given_.values(), before)
@@ -73,13 +79,17 @@ def test_by_sample(data: st.DataObject) -> None:
                 number += 1
     expected = jagged(want, False, before.dtype)
     assert found.values().dtype == before.dtype and torch.equal(found.values(), expected.values())
-    assert torch.equal(found.lengths(), expected.lengths()) and torch.equal(found.offsets(), expected.offsets())
+    assert torch.equal(found.lengths(), expected.lengths()) and torch.equal(
+        found.offsets(), expected.offsets()
+    )
     assert found.keys() == given_.keys() and found.stride() == samples
     if weighted:
         assert found.weights().tolist() == numbers
         found.weights().sum().backward()
         grad = given_.weights().grad
-        assert grad is not None and grad.nonzero().flatten().tolist() == numbers  # of dropped ones 0
+        assert (
+            grad is not None and grad.nonzero().flatten().tolist() == numbers
+        )  # of dropped ones 0
     else:
         assert found.weights_or_none() is None
 

@@ -1,4 +1,5 @@
-"""Orders of calls between a forward, its backward and the next forward that might revive removed weights.
+"""Orders of calls between a forward, its backward and the next forward that might revive removed
+weights.
 
 One process, real TorchRec models.
 """
@@ -36,12 +37,17 @@ def process_group() -> Iterator[None]:
 
 
 class Case:
-    """A sharded model with half of its blocks removed, and zeroed: dropped rows are never revived."""
+    """A sharded model with half of its blocks removed, and zeroed: dropped rows are never
+    revived."""
 
-    def __init__(self, block: Block, cell: str = "mixed", dense: bool = False, exclude: str | None = None) -> None:
+    def __init__(
+        self, block: Block, cell: str = "mixed", dense: bool = False, exclude: str | None = None
+    ) -> None:
         self.cell = cells(1)[cell]
         self.model = build(self.cell, RowWiseAdagrad)
-        self.optimizer = torch.optim.SGD([p for n, p in self.model.named_parameters() if "over" in n], lr=0.1)
+        self.optimizer = torch.optim.SGD(
+            [p for n, p in self.model.named_parameters() if "over" in n], lr=0.1
+        )
         tables = [p for n, p in self.model.named_parameters() if "tiny" in n]  # data-parallel
         self.tables = torch.optim.SGD(tables, lr=0.1)
         self.sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block)
@@ -76,7 +82,9 @@ class Case:
     def shards(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The live shards and their masks."""
         for data in model_source(self.model, exclude=self.exclude, dense=self.dense).locate():
-            for (_, mask), shard in zip(self.sparsifier.local_masks(data.name), data.shards, strict=True):
+            for (_, mask), shard in zip(
+                self.sparsifier.local_masks(data.name), data.shards, strict=True
+            ):
                 yield shard.tensor, mask
 
     def kept(self) -> list[Tensor]:
@@ -237,7 +245,9 @@ def test_rprops_step_size_begins_at_the_learning_rate() -> None:
         optimizer.step()
     sparsifier.step()
     gone = sparsifier.get_mask("0") == 0
-    assert bool((optimizer.state[model[0].weight]["step_size"][gone] == 0.03).all()) and bool(gone.any())
+    assert bool((optimizer.state[model[0].weight]["step_size"][gone] == 0.03).all()) and bool(
+        gone.any()
+    )
 
 
 def test_a_sparse_gradient_of_a_strided_weight() -> None:
@@ -271,7 +281,10 @@ def test_a_state_that_lacks_the_schedule_changes_nothing() -> None:
     for _ in range(5):
         training.step()
     before = training.sparsifier.fingerprint()
-    for bad in ({**state, "schedule": '{"scheduler": {"bad": 1}}'}, {"schedule": state["schedule"]}):
+    for bad in (
+        {**state, "schedule": '{"scheduler": {"bad": 1}}'},
+        {"schedule": state["schedule"]},
+    ):
         with pytest.raises(ValueError, match="state lacks"):
             training.load_state_dict(bad)
         assert training.sparsifier.fingerprint() == before

@@ -1,6 +1,8 @@
-"""Removed weights are zero in every forward of a plain model, whatever optimizer steps it, and nothing else changes.
+"""Removed weights are zero in every forward of a plain model, whatever optimizer steps it, and
+nothing else changes.
 
-The reference trains a copy of the model with the masks of the same moments: ``w.mul_(mask)`` after each step.
+The reference trains a copy of the model with the masks of the same moments: ``w.mul_(mask)`` after
+each step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Optimizers = Callable[["Net"], Sequence[Any]]
 
 
 class Net(nn.Module):
-    """Two tables, the second of which is read last, and dense parameters of one and two dimensions."""
+    """Two tables, the second of which is read last, and dense parameters of one and two
+    dimensions."""
 
     def __init__(self, sparse: bool = False, **kwargs: Any) -> None:
         super().__init__()
@@ -90,7 +93,10 @@ def grouped(model: Net) -> list[Any]:
 
 def sparse_and_dense(kind: Any) -> Optimizers:
     """``kind`` for tables with sparse gradients, Adam for the rest."""
-    return lambda model: [kind([model.bag.weight, model.emb.weight]), optim.Adam(model.dense, lr=0.1)]
+    return lambda model: [
+        kind([model.bag.weight, model.emb.weight]),
+        optim.Adam(model.dense, lr=0.1),
+    ]
 
 
 DENSE: dict[str, Optimizers] = {
@@ -107,10 +113,19 @@ DENSE: dict[str, Optimizers] = {
         optim.SGD([m.scale, m.over.bias]),
     ],
     "groups": grouped,
-    "several": lambda m: [optim.Adam(m.bag.parameters()), optim.SGD([m.emb.weight], lr=0.1), optim.Adam(m.dense)],
+    "several": lambda m: [
+        optim.Adam(m.bag.parameters()),
+        optim.SGD([m.emb.weight], lr=0.1),
+        optim.Adam(m.dense),
+    ],
     "keyed": lambda m: [keyed(m, optim.Adam, "bag", "emb", "over", "scale")],
     "combined": lambda m: [
-        CombinedOptimizer([("a", keyed(m, optim.Adagrad, "bag", "emb")), ("b", keyed(m, optim.SGD, "over", "scale"))])
+        CombinedOptimizer(
+            [
+                ("a", keyed(m, optim.Adagrad, "bag", "emb")),
+                ("b", keyed(m, optim.SGD, "over", "scale")),
+            ]
+        )
     ],
     "holder": lambda m: [Holder(Holder(optim.AdamW(m.parameters(), lr=0.1)))],
 }
@@ -170,10 +185,17 @@ def train(
 
 
 def live(model: Net, sparsifier: DataNormSparsifier) -> dict[str, tuple[Tensor, Tensor]]:
-    """The weight and the mask of this moment under each name, as matrices, past all that settles."""
-    weights = {name.removesuffix(".weight") if name[0] in "be" else name: p for name, p in model.named_parameters()}
+    """The weight and the mask of this moment under each name, as matrices, past all that
+    settles."""
+    weights = {
+        name.removesuffix(".weight") if name[0] in "be" else name: p
+        for name, p in model.named_parameters()
+    }
     masks = {name: sparsifier.get_mask(name) for name in sparsifier.data_groups}
-    return {name: (weights[name.replace("/", ".")].data.view_as(mask), mask) for name, mask in masks.items()}
+    return {
+        name: (weights[name.replace("/", ".")].data.view_as(mask), mask)
+        for name, mask in masks.items()
+    }
 
 
 def check_zero(model: Net, sparsifier: DataNormSparsifier) -> int:
@@ -187,9 +209,12 @@ def check_zero(model: Net, sparsifier: DataNormSparsifier) -> int:
 
 @contextmanager
 def watched(model: Net, sparsifier: DataNormSparsifier) -> Iterator[list[int]]:
-    """Checks inside every forward, when all but the last table have been read. Yields what is removed in each."""
+    """Checks inside every forward, when all but the last table have been read. Yields what is
+    removed in each."""
     seen: list[int] = []
-    handle = model.emb.register_forward_pre_hook(lambda *_: seen.append(check_zero(model, sparsifier)))
+    handle = model.emb.register_forward_pre_hook(
+        lambda *_: seen.append(check_zero(model, sparsifier))
+    )
     yield seen
     handle.remove()
 
@@ -229,8 +254,15 @@ def check_training(sparse: bool, register: str, make: Optimizers, **loop: Any) -
             weights[name].mul_(mask)
 
     multiply(history[0])
-    train(reference, make(reference), lambda step: (multiply(history[step]), multiply(history[step + 1])), **loop)
-    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+    train(
+        reference,
+        make(reference),
+        lambda step: (multiply(history[step]), multiply(history[step + 1])),
+        **loop,
+    )
+    for (name, parameter), other in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
         assert torch.equal(parameter, other), name
 
 
@@ -255,7 +287,11 @@ def test_loops(loop: str, sparse: bool, make: Optimizers) -> None:
 
 
 def attached(
-    make: Optimizers, sparse: bool = False, register: str = "tables", state: str = "keep", **kwargs: Any
+    make: Optimizers,
+    sparse: bool = False,
+    register: str = "tables",
+    state: str = "keep",
+    **kwargs: Any,
 ) -> tuple[Net, DataNormSparsifier, Sequence[Any], MaskEnforcer]:
     model = Net(sparse, **kwargs)
     sparsifier = REGISTER[register](model)
@@ -269,7 +305,9 @@ def few(model: Net, optimizers: Sequence[Any], steps: int = 3) -> None:
 
 
 def test_lbfgs_reads_zeros_inside_its_step() -> None:
-    model, sparsifier, (optimizer,), _ = attached(one(optim.LBFGS, max_iter=4), register="all_of_it")
+    model, sparsifier, (optimizer,), _ = attached(
+        one(optim.LBFGS, max_iter=4), register="all_of_it"
+    )
     ids = torch.arange(24).view(12, 2) % 23
 
     def closure() -> Tensor:
@@ -286,10 +324,12 @@ def test_lbfgs_reads_zeros_inside_its_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "all_rows"), [("sgd", False), ("sparse_adam", False), ("adagrad", False), ("momentum", True)]
+    ("optimizer", "all_rows"),
+    [("sgd", False), ("sparse_adam", False), ("adagrad", False), ("momentum", True)],
 )
 def test_only_rows_of_a_sparse_gradient_are_masked(optimizer: str, all_rows: bool) -> None:
-    """Other rows are not written: a value put there past torch stays. Momentum moves all rows ever touched."""
+    """Other rows are not written: a value put there past torch stays. Momentum moves all rows ever
+    touched."""
     model, sparsifier, optimizers, enforcer = attached(SPARSE[optimizer], sparse=True)
     ids = torch.tensor([[3, 5], [3, 7]])
     touched = torch.zeros(23, dtype=torch.bool).index_fill_(0, ids.flatten(), True)
@@ -301,7 +341,9 @@ def test_only_rows_of_a_sparse_gradient_are_masked(optimizer: str, all_rows: boo
     found = live(model, sparsifier)
     for name, (weight, mask) in found.items():
         rows = touched[: len(mask), None] | torch.tensor(all_rows)
-        assert torch.equal(weight[mask == 0], torch.where(rows, 0.0, 7.0).expand_as(mask)[mask == 0]), name
+        assert torch.equal(
+            weight[mask == 0], torch.where(rows, 0.0, 7.0).expand_as(mask)[mask == 0]
+        ), name
     assert bool(((found["bag"][1] == 0) & touched[:, None]).any())
     enforcer.renew()
     check_zero(model, sparsifier)
@@ -323,7 +365,9 @@ def test_after_detach_it_trains_as_if_never_attached() -> None:
         assert repr(enforcer).endswith(" names, detached)")
         few(model, optimizers)
         few(never, others)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), never.parameters(), strict=True))
+        assert all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), never.parameters(), strict=True)
+        )
         with pytest.raises(AssertionError):
             check_zero(model, sparsifier)
         enforcer.attach(*optimizers)

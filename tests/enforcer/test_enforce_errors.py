@@ -85,17 +85,25 @@ class TestRefused:
         assert second.attach(sgd(model)).attached
 
     def test_nothing_registered(self) -> None:
-        with pytest.raises(ValueError, match=r"Nothing is registered yet: call add_model\(\) or add_data\(\)"):
+        with pytest.raises(
+            ValueError, match=r"Nothing is registered yet: call add_model\(\) or add_data\(\)"
+        ):
             MaskEnforcer(DataNormSparsifier()).attach()
 
-    @pytest.mark.parametrize("sparsifier", [None, "sparsifier", nn.Linear(2, 2), DataNormSparsifier])
+    @pytest.mark.parametrize(
+        "sparsifier", [None, "sparsifier", nn.Linear(2, 2), DataNormSparsifier]
+    )
     def test_what_is_no_sparsifier(self, sparsifier: Any) -> None:
-        with pytest.raises(ValueError, match=f"Invalid sparsifier of type {type(sparsifier).__name__}"):
+        with pytest.raises(
+            ValueError, match=f"Invalid sparsifier of type {type(sparsifier).__name__}"
+        ):
             MaskEnforcer(sparsifier)
 
     @pytest.mark.parametrize("state", ["drop", "", None, True, "Reset"])
     def test_what_is_no_optimizer_state(self, state: Any) -> None:
-        with pytest.raises(ValueError, match=r"Invalid optimizer_state=.*must be one of \('keep', 'reset'\)"):
+        with pytest.raises(
+            ValueError, match=r"Invalid optimizer_state=.*must be one of \('keep', 'reset'\)"
+        ):
             MaskEnforcer(DataNormSparsifier(), state)
 
     @pytest.mark.parametrize("optimizer", [None, "SGD", torch.optim.SGD, nn.Linear(2, 2)], ids=repr)
@@ -104,7 +112,9 @@ class TestRefused:
         enforcer = MaskEnforcer(sparsifier)
         right = sgd(model)
         before = hooks(model, right)
-        with pytest.raises(ValueError, match=f"Invalid optimizer of type {type(optimizer).__name__}"):
+        with pytest.raises(
+            ValueError, match=f"Invalid optimizer of type {type(optimizer).__name__}"
+        ):
             enforcer.attach(right, optimizer)
         assert not enforcer.attached and hooks(model, right) == before
         enforcer.attach(right)
@@ -112,8 +122,14 @@ class TestRefused:
     def test_weights_that_nothing_steps(self) -> None:
         model, sparsifier = sparse_net()
         enforcer = MaskEnforcer(sparsifier)
-        for optimizers, name in [([], "first"), ([sgd(model.first)], "second"), ([sgd(model.second)], "first")]:
-            with pytest.raises(ValueError, match=rf"No optimizer given steps '{name}'.*requires_grad_\(False\)"):
+        for optimizers, name in [
+            ([], "first"),
+            ([sgd(model.first)], "second"),
+            ([sgd(model.second)], "first"),
+        ]:
+            with pytest.raises(
+                ValueError, match=rf"No optimizer given steps '{name}'.*requires_grad_\(False\)"
+            ):
                 enforcer.attach(*optimizers)
             assert not enforcer.attached
         assert not any(hooks(model).values())
@@ -126,7 +142,11 @@ class TestRefused:
             assert enforcer.attached
 
     def test_plain_data_that_nothing_steps(self) -> None:
-        table, frozen, buffer = nn.Embedding(8, 4), nn.Parameter(torch.randn(8, 4), False), torch.randn(8, 4)
+        table, frozen, buffer = (
+            nn.Embedding(8, 4),
+            nn.Parameter(torch.randn(8, 4), False),
+            torch.randn(8, 4),
+        )
         sparsifier = DataNormSparsifier([("table", table), ("frozen", frozen), ("buffer", buffer)])
         sparsifier.step()
         with pytest.raises(ValueError, match="No optimizer given steps 'table'"):
@@ -156,7 +176,9 @@ class TestCompiled:
         sparsifier.step()
         optimizer = sgd(model)
         before = hooks(model, optimizer)
-        with pytest.raises(ValueError, match="The model is compiled" + (f" at '{where}'" if where else ":")):
+        with pytest.raises(
+            ValueError, match="The model is compiled" + (f" at '{where}'" if where else ":")
+        ):
             MaskEnforcer(sparsifier).attach(optimizer)
         assert hooks(model, optimizer) == before
 
@@ -167,14 +189,18 @@ class TestRegistrationWhileAttached:
         sparsifier.add_data("plain", torch.randn(4, 4))
         sparsifier.step()
         enforcer = MaskEnforcer(sparsifier).attach(sgd(model))
-        before = copy.deepcopy((sparsifier.data_groups, list(sparsifier.state), sparsifier.get_mask("plain")))
+        before = copy.deepcopy(
+            (sparsifier.data_groups, list(sparsifier.state), sparsifier.get_mask("plain"))
+        )
         for register in (
             lambda: sparsifier.add_model(nn.Embedding(4, 4)),
             lambda: sparsifier.add_data("more", torch.randn(4, 4)),
             lambda: sparsifier.add_data("plain", torch.randn(4, 4)),
             lambda: sparsifier.add_data("table", nn.Embedding(4, 4)),
         ):
-            with pytest.raises(ValueError, match=r"An enforcer is attached: detach\(\) it, register"):
+            with pytest.raises(
+                ValueError, match=r"An enforcer is attached: detach\(\) it, register"
+            ):
                 register()
             after = sparsifier.data_groups, list(sparsifier.state), sparsifier.get_mask("plain")
             assert before[:2] == after[:2] and torch.equal(before[2], after[2])
@@ -219,7 +245,9 @@ class TestAnotherOptimizerThanAttached:
     def test_of_plain_data(self) -> None:
         """No forward is known of a tensor by itself."""
         table = nn.Embedding(10, 4)
-        sparsifier = DataNormSparsifier([("table", table)], sparsity_level=0.5, sparse_block_shape=(1, 4))
+        sparsifier = DataNormSparsifier(
+            [("table", table)], sparsity_level=0.5, sparse_block_shape=(1, 4)
+        )
         sparsifier.step()
         MaskEnforcer(sparsifier).attach(sgd(table))
         train(table, sgd(table))

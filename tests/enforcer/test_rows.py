@@ -1,7 +1,9 @@
-"""Rows of a shard, sets of rows and optimizer state are masked bit for bit, and nothing else changes.
+"""Rows of a shard, sets of rows and optimizer state are masked bit for bit, and nothing else
+changes.
 
-The reference expands each mask by its definition, element by element, and compares integers, of which equal ones have
-equal bits: NaN, -0.0 and infinities that are kept stay as they are, removed ones are +0.0.
+The reference expands each mask by its definition, element by element, and compares integers, of
+which equal ones have equal bits: NaN, -0.0 and infinities that are kept stay as they are, removed
+ones are +0.0.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from torch import Tensor
 from dist_sparse.enforcer import rows as rows_module
 from dist_sparse.enforcer.drop import kept_rows
 from dist_sparse.enforcer.optimizers import reset_state
-from dist_sparse.enforcer.rows import DirtyRows, Slot, TorchLookup, count_lookups, in_table, lookup_on, many, zero_rows
+from dist_sparse.enforcer.rows import (
+    DirtyRows,
+    Slot,
+    TorchLookup,
+    count_lookups,
+    in_table,
+    lookup_on,
+    many,
+    zero_rows,
+)
 from dist_sparse.masking import masks as masks_module
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
@@ -31,14 +42,33 @@ ODD_VALUES = (torch.nan, -torch.nan, -0.0, torch.inf, -torch.inf)
 
 @st.composite
 def shards(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Slot:
-    """A shard anywhere in its table, cutting blocks or not, in memory of its own or amid other values."""
-    row, col = draw(st.sampled_from([0, 0, 1, 2, 4, 7, 16])), draw(st.sampled_from([0, 0, 1, 3, 4, 8, 13]))
+    """A shard anywhere in its table, cutting blocks or not, in memory of its own or amid other
+    values."""
+    row, col = (
+        draw(st.sampled_from([0, 0, 1, 2, 4, 7, 16])),
+        draw(st.sampled_from([0, 0, 1, 3, 4, 8, 13])),
+    )
     rect = Rect(
-        row, col, draw(st.integers(1, 30)), draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 32, 33, 64]))
+        row,
+        col,
+        draw(st.integers(1, 30)),
+        draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 32, 33, 64])),
     )
     whole_row = col + rect.cols + draw(st.sampled_from([0, 0, 5]))
     block = draw(
-        st.sampled_from([(1, whole_row), (1, 1), (1, 4), (4, 4), (3, 5), (4, whole_row), (2, 1), (1, 8), (40, 2)])
+        st.sampled_from(
+            [
+                (1, whole_row),
+                (1, 1),
+                (1, 4),
+                (4, 4),
+                (3, 5),
+                (4, whole_row),
+                (2, 1),
+                (1, 8),
+                (40, 2),
+            ]
+        )
     )
     torch.manual_seed(draw(st.integers(0, 2**30)))
     grid = grid_of(rect, block)
@@ -48,7 +78,10 @@ def shards(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Slot:
     for value in ODD_VALUES:
         whole[torch.rand_like(whole) < 0.08] = value
     whole = whole.to(draw(st.sampled_from(dtypes)))
-    return Slot(whole[around : around + rect.rows, around : around + rect.cols], BlockMask(rect, block, pack(kept)))
+    return Slot(
+        whole[around : around + rect.rows, around : around + rect.cols],
+        BlockMask(rect, block, pack(kept)),
+    )
 
 
 def kept_by(mask: BlockMask) -> Tensor:
@@ -60,7 +93,10 @@ def kept_by(mask: BlockMask) -> Tensor:
         return bits[n // 8] >> n % 8 & 1
 
     return torch.tensor(
-        [[kept(r, c) == 1 for c in range(rect.col, rect.col_end)] for r in range(rect.row, rect.row_end)]
+        [
+            [kept(r, c) == 1 for c in range(rect.col, rect.col_end)]
+            for r in range(rect.row, rect.row_end)
+        ]
     )
 
 
@@ -110,7 +146,9 @@ class TestSettleRows:
         """A forward may be waiting for its backward."""
         for block in ((1, 1), (1, 8)):
             mask = BlockMask(
-                Rect(0, 0, 5, 8), block, torch.zeros(40 // block[1] // 8 + (block[1] == 8), dtype=torch.uint8)
+                Rect(0, 0, 5, 8),
+                block,
+                torch.zeros(40 // block[1] // 8 + (block[1] == 8), dtype=torch.uint8),
             )
             weight = torch.nn.Parameter(torch.ones(5, 8))
             loss = (weight * weight).sum()
@@ -124,7 +162,8 @@ class TestWholeTable:
     @settings(max_examples=250, deadline=None)
     @given(shards(), st.data())
     def test_equals_its_rows_one_by_one(self, slot: Slot, data: st.DataObject) -> None:
-        """A pass over the whole shard, in parts of 8 rows or in one, writes the bits that cleaning every row writes."""
+        """A pass over the whole shard, in parts of 8 rows or in one, writes the bits that cleaning
+        every row writes."""
         want = expected(slot, range(slot.mask.rect.rows))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(masks_module, "_CHUNK", data.draw(st.sampled_from([1, 1 << 20])))
@@ -134,16 +173,24 @@ class TestWholeTable:
     @pytest.mark.parametrize(("rows", "cols"), [(0, 8), (8, 0)])
     def test_an_empty_shard(self, rows: int, cols: int) -> None:
         for block in ((1, 1), (1, 8)):
-            BlockMask(Rect(0, 0, rows, cols), block, torch.empty(0, dtype=torch.uint8)).apply_(torch.empty(rows, cols))
+            BlockMask(Rect(0, 0, rows, cols), block, torch.empty(0, dtype=torch.uint8)).apply_(
+                torch.empty(rows, cols)
+            )
 
     def test_few_ids_take_their_rows_alone(self) -> None:
-        whole_row, one, square = (BlockMask.full(Rect(0, 0, 100, 8), block, CPU) for block in ((1, 8), (1, 1), (4, 4)))
+        whole_row, one, square = (
+            BlockMask.full(Rect(0, 0, 100, 8), block, CPU) for block in ((1, 8), (1, 1), (4, 4))
+        )
         assert many(whole_row, 20) and many(one, 20)
         assert not (many(whole_row, 19) or many(one, 19) or many(square, 100))
 
 
 class TestInTable:
-    @given(st.lists(st.integers(-5, 20), min_size=1), st.integers(1, 12), st.sampled_from([torch.int32, torch.int64]))
+    @given(
+        st.lists(st.integers(-5, 20), min_size=1),
+        st.integers(1, 12),
+        st.sampled_from([torch.int32, torch.int64]),
+    )
     def test_outside_is_row_0(self, ids: list[int], rows: int, dtype: torch.dtype) -> None:
         found = in_table(torch.tensor(ids, dtype=dtype), rows)
         assert found.dtype == torch.int64 and found.tolist() == of_table(ids, rows)
@@ -164,7 +211,11 @@ def lookups(draw: st.DrawFn) -> tuple[list[Slot | None], Tensor, list[int]]:
     for slot in slots:
         rows = 10 if slot is None else slot.mask.rect.rows
         number = st.integers(0, rows - 1) | st.integers(-3, rows + 3)
-        ids += draw(st.just([]) | st.lists(number, max_size=6) | st.lists(number, min_size=rows, max_size=rows + 9))
+        ids += draw(
+            st.just([])
+            | st.lists(number, max_size=6)
+            | st.lists(number, min_size=rows, max_size=rows + 9)
+        )
         ends.append(len(ids))
     return slots, torch.tensor(ids, dtype=draw(st.sampled_from([torch.int32, torch.int64]))), ends
 
@@ -172,7 +223,9 @@ def lookups(draw: st.DrawFn) -> tuple[list[Slot | None], Tensor, list[int]]:
 class TestTorchLookup:
     @settings(max_examples=200, deadline=None)
     @given(lookups(), st.booleans())
-    def test_by_definition(self, drawn: tuple[list[Slot | None], Tensor, list[int]], as_tensor: bool) -> None:
+    def test_by_definition(
+        self, drawn: tuple[list[Slot | None], Tensor, list[int]], as_tensor: bool
+    ) -> None:
         """A lookup of many ids may clean the whole table, and else touches its rows alone."""
         slots, ids, ends = drawn
         tables = {id(slot): slot for slot in slots if slot is not None}
@@ -181,7 +234,9 @@ class TestTorchLookup:
             if slot is not None:
                 rows = slot.mask.rect.rows
                 everything = (
-                    range(rows) if start < stop and (many(slot.mask, stop - start) or stop - start >= rows) else ()
+                    range(rows)
+                    if start < stop and (many(slot.mask, stop - start) or stop - start >= rows)
+                    else ()
                 )
                 read[id(slot)].update(of_table(ids[start:stop].tolist(), rows), everything)
         want = {key: expected(slot, sorted(read[key])) for key, slot in tables.items()}
@@ -209,12 +264,14 @@ class TestTorchLookup:
     def test_only_rows_that_are_dirty(
         self, drawn: tuple[list[Slot | None], Tensor, list[int]], data: st.DataObject
     ) -> None:
-        """What is read of the dirty rows is cleaned; many ids may clean the whole table. Where a mask removes whole
-        rows, only those are flagged."""
+        """What is read of the dirty rows is cleaned; many ids may clean the whole table. Where a
+        mask removes whole rows, only those are flagged."""
         slots, ids, ends = drawn
         tables = list({id(slot): slot for slot in slots}.values())
         rows = [10 if slot is None else slot.mask.rect.rows for slot in tables]
-        features = [next(i for i, slot in enumerate(tables) if slot is of_feature) for of_feature in slots]
+        features = [
+            next(i for i, slot in enumerate(tables) if slot is of_feature) for of_feature in slots
+        ]
         noted = [data.draw(st.sets(st.integers(0, count - 1))) for count in rows]
         dirty = DirtyRows(rows, list(range(len(rows))) + features, CPU)
         worth: list[set[int]] = [set(range(count)) for count in rows]
@@ -225,7 +282,8 @@ class TestTorchLookup:
                 worth[table] = set((~kept).nonzero().flatten().tolist())
         start = [0, *torch.tensor([len(of_table) for of_table in noted]).cumsum(0).tolist()]
         dirty.add(
-            torch.tensor([row for of_table in noted for row in sorted(of_table)]), start + start[-1:] * len(features)
+            torch.tensor([row for of_table in noted for row in sorted(of_table)]),
+            start + start[-1:] * len(features),
         )
 
         cleaned: list[set[int]] = [set() for _ in rows]
@@ -235,8 +293,13 @@ class TestTorchLookup:
                 cleaned[table].update(range(rows[table]) if first < stop and any(noted) else ())
             elif slot is not None:
                 found = set(of_table(ids[first:stop].tolist(), rows[table]))
-                cleaned[table].update(noted[table] & found if stop - first < rows[table] else noted[table])
-        want = [slot and expected(slot, sorted(each)) for slot, each in zip(tables, cleaned, strict=True)]
+                cleaned[table].update(
+                    noted[table] & found if stop - first < rows[table] else noted[table]
+                )
+        want = [
+            slot and expected(slot, sorted(each))
+            for slot, each in zip(tables, cleaned, strict=True)
+        ]
         none = [None] * len(rows)  # the features by which rows were noted
         TorchLookup([*none, *slots], dirty)(ids, [0] * len(rows) + ends)
         for table, slot in enumerate(tables):
@@ -267,15 +330,21 @@ class TestDirtyRows:
     @settings(max_examples=200, deadline=None)
     @given(noted(), st.sampled_from(["list", "int64", "int32"]), st.sampled_from([64, 1 << 20]))
     def test_by_sets(
-        self, drawn: tuple[list[int], list[int], list[tuple[Tensor, list[int]]]], kind: str, chunk: int
+        self,
+        drawn: tuple[list[int], list[int], list[tuple[Tensor, list[int]]]],
+        kind: str,
+        chunk: int,
     ) -> None:
-        """Ends as a list may flag all of a table that gets as many ids as it has rows; as a tensor they do not."""
+        """Ends as a list may flag all of a table that gets as many ids as it has rows; as a tensor
+        they do not."""
         rows, features, batches = drawn
         dirty = DirtyRows(rows, features, CPU)
         assert not dirty
         want: list[set[int]] = [set() for _ in rows]
         for ids, ends in batches:
-            dirty.add(ids, ends if kind == "list" else torch.tensor(ends, dtype=getattr(torch, kind)))
+            dirty.add(
+                ids, ends if kind == "list" else torch.tensor(ends, dtype=getattr(torch, kind))
+            )
             for table, (start, stop) in zip(features, pairwise(ends), strict=True):
                 want[table].update(of_table(ids[start:stop].tolist(), rows[table]))
                 if kind == "list" and stop - start >= rows[table]:
@@ -294,7 +363,10 @@ class TestDirtyRows:
         dirty = DirtyRows([9, 3, 17], [0, 1, 2], CPU)
         dirty.add_all(2)
         assert dirty
-        assert [torch.cat([*dirty.rows(i), torch.tensor([], dtype=torch.int64)]).tolist() for i in range(3)] == [
+        assert [
+            torch.cat([*dirty.rows(i), torch.tensor([], dtype=torch.int64)]).tolist()
+            for i in range(3)
+        ] == [
             *([], []),
             list(range(17)),
         ]
@@ -324,7 +396,8 @@ class TestDirtyRows:
 
     @pytest.mark.parametrize("as_tensor", [False, True])
     def test_ids_that_belong_to_no_feature_are_left_out(self, as_tensor: bool) -> None:
-        """In front of the first end and behind the last, as a slice of a larger KeyedJaggedTensor has them."""
+        """In front of the first end and behind the last, as a slice of a larger KeyedJaggedTensor
+        has them."""
         dirty = DirtyRows([9, 9], [0, 1], CPU)
         ends = [1, 2, 4]
         dirty.add(torch.tensor([5, 1, 2, 3, 6, 7]), torch.tensor(ends) if as_tensor else ends)
@@ -341,7 +414,10 @@ class TestResetState:
         by_row, by_column_of_rows = torch.rand(rect.rows) + 1, torch.rand(rect.rows, 1) + 1
         step, others = torch.tensor(5.0), torch.ones(rect.rows + 1)
         was = by_element.clone(), by_row.clone(), by_column_of_rows.clone()
-        reset_state(slot.mask, [(state, initial) for state in (by_element, step, by_row, others, by_column_of_rows)])
+        reset_state(
+            slot.mask,
+            [(state, initial) for state in (by_element, step, by_row, others, by_column_of_rows)],
+        )
 
         want = torch.where(kept, was[0], initial)
         assert torch.equal(by_element.view(torch.int32), want.view(torch.int32))
@@ -366,7 +442,8 @@ class TestResetState:
 
 
 def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
-    """Features of one table, and of one that is not counted; ids out of range (read as row 0), and of no feature."""
+    """Features of one table, and of one that is not counted; ids out of range (read as row 0), and
+    of no feature."""
     ids = torch.tensor([9, 3, 3, -1, 7, 2, 0, 3, 1, 4])
     ends, features = [1, 4, 6, 9], [0, 1, 0]
     want = torch.bincount(torch.tensor([3, 3, 0, 0, 3, 1]), minlength=5).int()

@@ -1,4 +1,5 @@
-"""The Triton kernel equals the rule, in Triton's interpreter, through its compiler, and on a GPU."""
+"""The Triton kernel equals the rule, in Triton's interpreter, through its compiler, and on a
+GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def results(device: str, cache: Path) -> dict[str, str]:
     )
     found = dict(json.loads(line) for line in done.stdout.splitlines())
     if done.returncode:  # a bad address ends the process in the middle of a case
-        return {name: found.get(name, f"{done.returncode=}\n{done.stderr}") for name in [*CASES, "compile_for_cuda"]}
+        return {
+            name: found.get(name, f"{done.returncode=}\n{done.stderr}")
+            for name in [*CASES, "compile_for_cuda"]
+        }
     return found
 
 

@@ -1,8 +1,9 @@
 """Cases for the Triton kernel: it zeroes what is removed in the rows it is given, and nothing else.
 
-The checks, for a process of their own: ``python -m tests.enforcer.triton_cases DEVICE`` prints one JSON line for each,
-DEVICE being ``cpu`` (with ``TRITON_INTERPRET=1``), ``cuda`` or ``compiler``. Triton decides when a kernel is defined
-whether it is compiled or interpreted, so nothing of it is imported before :func:`main` is called.
+The checks, for a process of their own: ``python -m tests.enforcer.triton_cases DEVICE`` prints one
+JSON line for each, DEVICE being ``cpu`` (with ``TRITON_INTERPRET=1``), ``cuda`` or ``compiler``.
+Triton decides when a kernel is defined whether it is compiled or interpreted, so nothing of it is
+imported before :func:`main` is called.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def slot(rect: Rect, block: Block, dtype: torch.dtype = torch.float32, kept: float = 0.5, stride: int = 3) -> Slot:
-    """A shard amid values of others, with values that arithmetic would not keep, and a random mask."""
+def slot(
+    rect: Rect, block: Block, dtype: torch.dtype = torch.float32, kept: float = 0.5, stride: int = 3
+) -> Slot:
+    """A shard amid values of others, with values that arithmetic would not keep, and a random
+    mask."""
     whole = torch.randn(rect.rows + 2, rect.cols + stride, dtype=torch.float64)
     for value in (float("nan"), -0.0, 0.0, float("inf")):
         whole[torch.rand_like(whole) < 0.1] = value
@@ -62,7 +66,10 @@ def expected(features: Sequence[Feature]) -> list[tuple[Slot, Tensor]]:
         place = want.as_strided(one.weight.shape, one.weight.stride(), one.weight.storage_offset())
         removed = one.mask.dense() == 0
         touched = {
-            id_ if 0 <= id_ < rect.rows else 0 for other, ids in features if other is one for id_ in ids.tolist()
+            id_ if 0 <= id_ < rect.rows else 0
+            for other, ids in features
+            if other is one
+            for id_ in ids.tolist()
         }
         for row in touched & set(range(rect.rows)):
             place[row][removed[row]] = 0
@@ -89,19 +96,28 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def settle(
-    features: Sequence[Feature], ends: str = "tensor", dtype: torch.dtype = torch.int64, expect_zeros: bool = True
+    features: Sequence[Feature],
+    ends: str = "tensor",
+    dtype: torch.dtype = torch.int64,
+    expect_zeros: bool = True,
 ) -> None:
     """One lookup of all features, against the rule."""
     from dist_sparse.enforcer.rows_triton import TritonLookup
 
-    ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(ids for _, ids in features)]).to(DEVICE, dtype)
+    ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(ids for _, ids in features)]).to(
+        DEVICE, dtype
+    )
     sums = [0]
     for _, some in features:
         sums.append(sums[-1] + len(some))
     want = expected(features)
     before = [words(one.weight).clone() for one, _ in want]
     lookup = TritonLookup([slot for slot, _ in features])
-    places = sums if ends == "list" else torch.tensor(sums, dtype=torch.int64 if ends == "tensor" else torch.int32)
+    places = (
+        sums
+        if ends == "list"
+        else torch.tensor(sums, dtype=torch.int64 if ends == "tensor" else torch.int32)
+    )
     if isinstance(places, Tensor):
         places = places.to(DEVICE)
     if ends == "strided":  # with offsets of bags between those of features, to be skipped
@@ -112,9 +128,14 @@ def settle(
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("default")
     for index, (one, expect) in enumerate(want):
-        assert torch.equal(words(one.weight), expect), f"table {index}, {one.mask.rect}, {one.mask.block}"
+        assert torch.equal(words(one.weight), expect), (
+            f"table {index}, {one.mask.rect}, {one.mask.block}"
+        )
     if expect_zeros:  # else the checks above had nothing to see
-        assert any(not torch.equal(old, words(one.weight)) for old, (one, _) in zip(before, want, strict=True))
+        assert any(
+            not torch.equal(old, words(one.weight))
+            for old, (one, _) in zip(before, want, strict=True)
+        )
 
 
 def zero_pages(size: int) -> Tensor:
@@ -123,7 +144,8 @@ def zero_pages(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     no_reserve = 0x4000  # Linux's MAP_NORESERVE, which mmap does not name
     return torch.frombuffer(
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=torch.uint8
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve),
+        dtype=torch.uint8,
     )
 
 
@@ -133,12 +155,19 @@ def some_ids(rows: int, count: int) -> Tensor:
 
 @case
 def blocks_of_every_shape() -> None:
-    """Whole shards and shards whose corner, and other end, cuts blocks; widths of less and of more than a tile."""
+    """Whole shards and shards whose corner, and other end, cuts blocks; widths of less and of more
+    than a tile."""
     for index, block in enumerate([(1, 4), (1, 10**9), (1, 1), (4, 4), (3, 5), (1, 32), (7, 1)]):
         for cols in (13, 71):
-            for rect in (Rect(0, 0, 50, cols), Rect(6, 3, 51, cols), Rect(2**40 + 1, 2**33 + 7, 20, cols)):
+            for rect in (
+                Rect(0, 0, 50, cols),
+                Rect(6, 3, 51, cols),
+                Rect(2**40 + 1, 2**33 + 7, 20, cols),
+            ):
                 table = slot(rect, block, DTYPES[index % 4])
-                settle([(table, some_ids(rect.rows, 30))], dtype=(torch.int32, torch.int64)[index % 2])
+                settle(
+                    [(table, some_ids(rect.rows, 30))], dtype=(torch.int32, torch.int64)[index % 2]
+                )
 
 
 @case
@@ -152,7 +181,10 @@ def shifts_and_divisions() -> None:
 def types_of_weights_and_ids() -> None:
     for dtype in DTYPES:
         for ids in (torch.int32, torch.int64):
-            settle([(slot(Rect(1, 2, 30, 10), (2, 4), dtype), some_ids(30, 20)) for _ in range(2)], dtype=ids)
+            settle(
+                [(slot(Rect(1, 2, 30, 10), (2, 4), dtype), some_ids(30, 20)) for _ in range(2)],
+                dtype=ids,
+            )
 
 
 @case
@@ -196,7 +228,10 @@ def features_without_ids_without_slots_and_of_one_table() -> None:
 
 @case
 def masks_that_remove_nothing_or_everything() -> None:
-    keeps, goes = slot(Rect(0, 0, 12, 6), (1, 2), kept=1.1), slot(Rect(0, 0, 12, 6), (1, 2), kept=-1)
+    keeps, goes = (
+        slot(Rect(0, 0, 12, 6), (1, 2), kept=1.1),
+        slot(Rect(0, 0, 12, 6), (1, 2), kept=-1),
+    )
     assert not keeps.mask.removes
     settle([(keeps, some_ids(12, 50)), (goes, torch.tensor([3, 4])), (keeps, some_ids(12, 8))])
     settle([(keeps, some_ids(12, 50))], expect_zeros=False)
@@ -219,12 +254,17 @@ def a_table_without_rows() -> None:
 
 @case
 def hundreds_of_features() -> None:
-    """Of every length from none to several programs' worth, over tables of different widths and blocks."""
+    """Of every length from none to several programs' worth, over tables of different widths and
+    blocks."""
     tables: list[Slot | None] = [None]
     for index in range(37):
-        tables.append(slot(Rect(index, index % 5, 10 + index, 1 + 3 * index), (1 + index % 3, 1 + index % 4)))
+        tables.append(
+            slot(Rect(index, index % 5, 10 + index, 1 + 3 * index), (1 + index % 3, 1 + index % 4))
+        )
     for length in (2, 40):
-        features: list[Feature] = [(tables[n * 7 % 38], some_ids(10, n * n % length)) for n in range(331)]
+        features: list[Feature] = [
+            (tables[n * 7 % 38], some_ids(10, n * n % length)) for n in range(331)
+        ]
         settle(features, ends="int32")
 
 
@@ -291,11 +331,26 @@ def what_is_refused() -> None:
     good = slot(rect, (1, 2))
     meta = torch.device("meta")
     for bad, message in (
-        (slot(rect, (1, 2), torch.float16), "Feature 2: the dtype is torch.float16, where .* torch.float32"),
-        (Slot(good.weight.to(meta), good.mask), f"Feature 2: the device is meta, where .* {DEVICE}"),
-        (Slot(good.weight, BlockMask(rect, (1, 2), good.mask.bits.to(meta))), "Feature 2: the mask's device is meta"),
-        (Slot(torch.randn(6, 12, device=DEVICE).t(), good.mask), r"Feature 2: .* contiguous, got strides \(1, 12\)"),
-        (Slot(good.weight[:11], good.mask), r"Feature 2: weights of shape \(11, 6\) have a mask of rows \[0, 12\)"),
+        (
+            slot(rect, (1, 2), torch.float16),
+            "Feature 2: the dtype is torch.float16, where .* torch.float32",
+        ),
+        (
+            Slot(good.weight.to(meta), good.mask),
+            f"Feature 2: the device is meta, where .* {DEVICE}",
+        ),
+        (
+            Slot(good.weight, BlockMask(rect, (1, 2), good.mask.bits.to(meta))),
+            "Feature 2: the mask's device is meta",
+        ),
+        (
+            Slot(torch.randn(6, 12, device=DEVICE).t(), good.mask),
+            r"Feature 2: .* contiguous, got strides \(1, 12\)",
+        ),
+        (
+            Slot(good.weight[:11], good.mask),
+            r"Feature 2: weights of shape \(11, 6\) have a mask of rows \[0, 12\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             TritonLookup([good, None, bad])
@@ -309,7 +364,8 @@ def what_is_refused() -> None:
 
 
 def compile_for_cuda() -> None:
-    """Compiles the kernel to machine code, which needs no GPU: the interpreter takes more than the compiler does."""
+    """Compiles the kernel to machine code, which needs no GPU: the interpreter takes more than the
+    compiler does."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -317,9 +373,23 @@ def compile_for_cuda() -> None:
 
     from dist_sparse.enforcer.rows_triton import NOTHING, zero_removed
 
-    arguments = {"ids": "*i64", "count": "i32", "ends": "*i32", "stride": "i32", "table": "*i64", "features": "i32"}
+    arguments = {
+        "ids": "*i64",
+        "count": "i32",
+        "ends": "*i32",
+        "stride": "i32",
+        "table": "*i64",
+        "features": "i32",
+    }
     for ids, shifts, word, steps in (("*i64", True, tl.int32, 5), ("*i32", False, tl.int16, 0)):
-        constants = {"FIELDS": len(NOTHING), "STEPS": steps, "SHIFTS": shifts, "WORD": word, "IDS": 32, "COLS": 32}
+        constants = {
+            "FIELDS": len(NOTHING),
+            "STEPS": steps,
+            "SHIFTS": shifts,
+            "WORD": word,
+            "IDS": 32,
+            "COLS": 32,
+        }
         signature = {**arguments, "ids": ids, **dict.fromkeys(constants, "constexpr")}
         source = ASTSource(fn=zero_removed, signature=signature, constexprs=constants)
         for capability in (80, 90):
@@ -330,7 +400,9 @@ def compile_for_cuda() -> None:
 def main(device: str) -> None:
     global DEVICE
     DEVICE = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    for name, function in {"compile_for_cuda": compile_for_cuda}.items() if device == "compiler" else CASES.items():
+    for name, function in (
+        {"compile_for_cuda": compile_for_cuda}.items() if device == "compiler" else CASES.items()
+    ):
         torch.manual_seed(0)
         error = ""
         try:

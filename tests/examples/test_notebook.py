@@ -27,15 +27,20 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def text(notebook: Any, stream: str = "stdout") -> str:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "".join(
-        output["text"] for output in outputs if output["output_type"] == "stream" and output["name"] == stream
+        output["text"]
+        for output in outputs
+        if output["output_type"] == "stream" and output["name"] == stream
     )
 
 
 def test_is_committed_with_its_outputs() -> None:
-    """The site shows them. Figures may differ in the last digit between machines, so the shape is compared."""
+    """The site shows them. Figures may differ in the last digit between machines, so the shape is
+    compared."""
     notebook = nbformat.read(FILE, as_version=4)
     nbformat.validate(notebook)
-    assert [cell["execution_count"] for cell in notebook.cells if cell["cell_type"] == "code"] == list(range(1, 12))
+    assert [
+        cell["execution_count"] for cell in notebook.cells if cell["cell_type"] == "code"
+    ] == list(range(1, 12))
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
     assert text(notebook, "stderr") == "" and "removed weights are 0" in text(notebook)
@@ -53,8 +58,14 @@ def test_ties_count_half() -> None:
     """Examples whose rows are all removed have equal scores."""
     torch = pytest.importorskip("torch")
     numpy = pytest.importorskip("numpy")
-    cell = next(cell for cell in nbformat.read(FILE, as_version=4).cells if "def auc(" in cell.source)
-    for scores, expected in (([0.0, 0.0, 0.0, 0.0], 0.5), ([1.0, 0.0, 0.0, 2.0], 0.625), ([0.0, 1.0, 2.0, 3.0], 1.0)):
+    cell = next(
+        cell for cell in nbformat.read(FILE, as_version=4).cells if "def auc(" in cell.source
+    )
+    for scores, expected in (
+        ([0.0, 0.0, 0.0, 0.0], 0.5),
+        ([1.0, 0.0, 0.0, 2.0], 0.625),
+        ([0.0, 1.0, 2.0, 3.0], 1.0),
+    ):
         names = {"torch": torch, "nn": torch.nn, "np": numpy, "ids": {}, "test": slice(None)}
         names["labels"] = torch.tensor([0.0, 0.0, 1.0, 1.0])
         exec(cell.source, names)
@@ -70,7 +81,9 @@ def test_draws_and_warns_of_nothing(executed: Any) -> None:
 
 @pytest.mark.slow
 def test_removes_what_it_says(executed: Any) -> None:
-    tables = re.findall(r"^(\w+) +(\d+) +(\d+) +80\.00% +(\d+) +(\d+) +\d+$", text(executed), re.MULTILINE)
+    tables = re.findall(
+        r"^(\w+) +(\d+) +(\d+) +80\.00% +(\d+) +(\d+) +\d+$", text(executed), re.MULTILINE
+    )
     assert [name for name, *_ in tables] == ["user", "item", "pair"]
     for _, rows, removed, whole, kept in tables:
         assert int(removed) * 5 == int(rows) * 4
@@ -85,7 +98,8 @@ def test_its_words_fit_its_figures(executed: Any) -> None:
     kept, removed = (int(n) for n in re.findall(r"rows: +seen (\d+) times", text(executed)))
     assert removed < kept
     auc = {
-        name.strip(): float(value) for name, value in re.findall(r"^(.+?) AUC (0\.\d+)", text(executed), re.MULTILINE)
+        name.strip(): float(value)
+        for name, value in re.findall(r"^(.+?) AUC (0\.\d+)", text(executed), re.MULTILINE)
     }
     assert list(auc) == ["dense", "80% of rows", "80% of 1x4 blocks", "95% of the pairs"]
     assert 0.55 < auc["80% of rows"] < auc["80% of 1x4 blocks"] < 0.8

@@ -1,4 +1,5 @@
-"""The example with two OptimSchedulers trains, sparsifies, saves and resumes, alone and under torchrun."""
+"""The example with two OptimSchedulers trains, sparsifies, saves and resumes, alone and under
+torchrun."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ SMALL = ("--batch-size", 128, "--accumulate", 2, "--every", 2, "--epochs", 2)
 
 @pytest.fixture(scope="module")
 def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Users who like the items whose number has their own parity; an epoch is no whole number of updates."""
+    """Users who like the items whose number has their own parity; an epoch is no whole number of
+    updates."""
     rng = np.random.default_rng(7)
     pairs = np.unique(rng.integers((USERS, ITEMS), size=(3_000, 2)), axis=0)
     pairs = rng.permutation(pairs[pairs.sum(axis=1) % 2 == 0])
@@ -46,12 +48,25 @@ def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(*arguments: object, world: int) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     env["OMP_NUM_THREADS"] = "1"
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), *rendezvous]
     command = [sys.executable, *torchrun, str(MAIN), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=env, check=False
+    )
 
 
 def printed(*arguments: object, folder: Path, world: int = 1) -> str:
@@ -108,12 +123,22 @@ def auc(out: str) -> float:
 @pytest.mark.slow
 def test_two_ranks_resumed_are_two_ranks_uninterrupted(npz: Path, tmp_path: Path) -> None:
     whole, parted, alone = (tmp_path / f"{name}.pt" for name in ("whole", "parted", "alone"))
-    options = ("--data", npz, *SMALL, "--sparsity", 0.7, "--amp", "fp16")  # so that there are scalers to resume
+    options = (
+        "--data",
+        npz,
+        *SMALL,
+        "--sparsity",
+        0.7,
+        "--amp",
+        "fp16",
+    )  # so that there are scalers to resume
     done = start(*options, "--checkpoint", whole, world=2)
     assert done.returncode == 0, done.stderr
     first = done.stdout
     check_tables(first, read(whole), 0.7)
-    stopped = printed(*options, "--checkpoint", parted, "--stop-at", 9, folder=tmp_path, world=2)  # in the second epoch
+    stopped = printed(
+        *options, "--checkpoint", parted, "--stop-at", 9, folder=tmp_path, world=2
+    )  # in the second epoch
     assert "Stopped after update 9" in stopped
     assert "AUC" not in stopped
     assert read(parted)["done"] == 9
@@ -122,7 +147,9 @@ def test_two_ranks_resumed_are_two_ranks_uninterrupted(npz: Path, tmp_path: Path
     assert "updates 10 to 15" in second
     assert same(read(whole), read(parted))
     assert first.partition("\n\n")[2] == second.partition("\n\n")[2]  # but for the time
-    third = printed(*options, "--checkpoint", alone, "--resume", folder=tmp_path)  # on another number of ranks
+    third = printed(
+        *options, "--checkpoint", alone, "--resume", folder=tmp_path
+    )  # on another number of ranks
     check_tables(third, read(alone), 0.7)
     assert auc(third) == pytest.approx(auc(first), abs=0.01)
 
@@ -143,12 +170,18 @@ def test_movielens_in_one_process(tmp_path: Path) -> None:
 
 
 class TestJob:
-    def test_learns_resumes_and_keeps_removed_weights_at_zero(self, npz: Path, tmp_path: Path) -> None:
+    def test_learns_resumes_and_keeps_removed_weights_at_zero(
+        self, npz: Path, tmp_path: Path
+    ) -> None:
         whole = job(npz, "--checkpoint", tmp_path / "whole.pt")
         assert whole.updates == 15 == 2 * 15 // 2
         whole.train()
         assert 0.45 < whole.auc() <= 1
-        assert whole.check_zeros() == sum(t.removed_blocks * t.shape[1] for t in whole.sparsities()) > 0
+        assert (
+            whole.check_zeros()
+            == sum(t.removed_blocks * t.shape[1] for t in whole.sparsities())
+            > 0
+        )
         stopped = job(npz, "--checkpoint", tmp_path / "parted.pt", "--stop-at", 9)
         stopped.train()
         parted = job(npz, "--checkpoint", tmp_path / "parted.pt", "--resume")
@@ -161,7 +194,9 @@ class TestJob:
         both = job(npz, "--table-lr", 0.1, "--layer-lr", 0.01)
         both.train()
         assert both.tables.get_lr() == pytest.approx(0.1 * 0.5)  # the second epoch
-        assert both.layers.get_lr() == pytest.approx(0.01 * (1 / 15) ** 0.5)  # warm-up is 1 of 15 updates
+        assert both.layers.get_lr() == pytest.approx(
+            0.01 * (1 / 15) ** 0.5
+        )  # warm-up is 1 of 15 updates
 
     def test_a_revived_weight_is_found(self, npz: Path) -> None:
         done = job(npz)
@@ -169,10 +204,14 @@ class TestJob:
         weight = done.net.tables["item_id"].weight
         row = int((weight == 0).all(dim=1).nonzero()[0])
         weight.data[row, 3] = 1.0
-        with pytest.raises(RuntimeError, match="1 removed weights of tables/item_id are not 0 on rank 0"):
+        with pytest.raises(
+            RuntimeError, match="1 removed weights of tables/item_id are not 0 on rank 0"
+        ):
             done.check_zeros()
 
-    def test_saves_when_asked(self, npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_saves_when_asked(
+        self, npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         saved = []
         monkeypatch.setattr(checkpoint, "save", lambda path, state: saved.append(state["done"]))
         job(npz, "--checkpoint", tmp_path / "c.pt", "--save-every", 6).train()
@@ -182,7 +221,9 @@ class TestJob:
         path = tmp_path / "c.pt"
         job(npz, "--checkpoint", path, "--stop-at", 2).train()
         other = job(npz, "--checkpoint", path, "--resume", "--seed", 3, "--sparsity", 0.5)
-        with pytest.raises(DataError, match=r"of another run: sparsity was 0\.8, is 0\.5; seed was 0, is 3\."):
+        with pytest.raises(
+            DataError, match=r"of another run: sparsity was 0\.8, is 0\.5; seed was 0, is 3\."
+        ):
             other.resume()
 
     @pytest.mark.parametrize(
@@ -194,7 +235,9 @@ class TestJob:
             (lambda s: {**s, "done": None}, "does not fit: TypeError"),
         ],
     )
-    def test_a_part_that_does_not_fit_is_named(self, npz: Path, tmp_path: Path, change: Any, says: str) -> None:
+    def test_a_part_that_does_not_fit_is_named(
+        self, npz: Path, tmp_path: Path, change: Any, says: str
+    ) -> None:
         path = tmp_path / "c.pt"
         job(npz, "--checkpoint", path, "--stop-at", 2).train()
         checkpoint.save(path, change(read(path)))
@@ -203,9 +246,14 @@ class TestJob:
 
     @pytest.mark.parametrize(
         ("arguments", "says"),
-        [(("--batch-size", 2000), "too few for updates of 2 x 2000"), (("--accumulate", 60), "too few for updates")],
+        [
+            (("--batch-size", 2000), "too few for updates of 2 x 2000"),
+            (("--accumulate", 60), "too few for updates"),
+        ],
     )
-    def test_too_few_examples_are_refused(self, npz: Path, arguments: tuple[object, ...], says: str) -> None:
+    def test_too_few_examples_are_refused(
+        self, npz: Path, arguments: tuple[object, ...], says: str
+    ) -> None:
         with pytest.raises(DataError, match=says):
             job(npz, *arguments)
 
@@ -226,11 +274,15 @@ class TestCheckpoint:
         try:
             with pytest.raises(DataError, match=r"never\.pt can't be written: .*File too large"):
                 checkpoint.save(tmp_path / "never.pt", {"x": torch.ones(1_000_000)})
-            with pytest.raises(DataError, match=r"c\.pt can't be written, and is as it was: .*File too large"):
+            with pytest.raises(
+                DataError, match=r"c\.pt can't be written, and is as it was: .*File too large"
+            ):
                 checkpoint.save(path, {"plan": {}, "x": torch.ones(1_000_000)})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert torch.equal(checkpoint.load(path, {})["x"], torch.ones(3)) and list(tmp_path.iterdir()) == [path]
+        assert torch.equal(checkpoint.load(path, {})["x"], torch.ones(3)) and list(
+            tmp_path.iterdir()
+        ) == [path]
         with pytest.raises(DataError, match=r"under_a_file\.pt can't be written: "):
             checkpoint.save(path / "under_a_file.pt", {})
 
@@ -248,7 +300,10 @@ class TestCheckpoint:
         [
             (None, "no checkpoint to resume from: .*does not exist"),
             ("hello", "is not a checkpoint: "),
-            (argparse.Namespace(plan={}), "is not a checkpoint: "),  # an object, which could be any code
+            (
+                argparse.Namespace(plan={}),
+                "is not a checkpoint: ",
+            ),  # an object, which could be any code
             ([1, 2], "holds no plan"),
             ({"model": {}}, "holds no plan"),
             ({"plan": 3}, "holds no plan"),
@@ -306,7 +361,11 @@ def test_help_and_failures_are_words(tmp_path: Path, npz: Path) -> None:
     helped = run_script(MAIN, ["--help"], cwd=tmp_path)
     assert helped.returncode == 0
     assert "--resume" in helped.stdout
-    done = run_script(MAIN, ["--data", npz, *SMALL, "--checkpoint", tmp_path / "none.pt", "--resume"], cwd=tmp_path)
+    done = run_script(
+        MAIN,
+        ["--data", npz, *SMALL, "--checkpoint", tmp_path / "none.pt", "--resume"],
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
     assert "error: There is no checkpoint to resume from" in done.stderr
     assert "Traceback" not in done.stderr

@@ -24,8 +24,21 @@ def test_a_trained_model_is_planned(npz: Path, tmp_path: Path) -> None:  # noqa:
         "from pathlib import Path\nfrom dlrm.planned import trained_model\n\n"
         f"def small():\n    return trained_model(Path({str(npz)!r}))\n"
     )
-    words = [sys.executable, "-m", "dist_sparse", "plan", f"{entry}:small", "--budget", "20%", "--json"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+    words = [
+        sys.executable,
+        "-m",
+        "dist_sparse",
+        "plan",
+        f"{entry}:small",
+        "--budget",
+        "20%",
+        "--json",
+    ]
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

@@ -1,7 +1,8 @@
 """Start the launcher in a test, and find what it leaves behind.
 
-Every process of a test's job has the test's own mark in its environment, so that survivors are found through /proc,
-whatever session or parent they have. Jobs end by themselves in five minutes at most, also if the launcher is broken.
+Every process of a test's job has the test's own mark in its environment, so that survivors are
+found through /proc, whatever session or parent they have. Jobs end by themselves in five minutes at
+most, also if the launcher is broken.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ TIMEOUT = 300.0
 
 
 class Job(NamedTuple):
-    """A started launcher, the mark of all its processes, and a folder for the files of its ranks."""
+    """A started launcher, the mark of all its processes, and a folder for the files of its
+    ranks."""
 
     process: subprocess.Popen[str]
     mark: str
@@ -41,7 +43,8 @@ class Job(NamedTuple):
 
 
 def script(folder: Path, text: str) -> str:
-    """A script of a rank: it knows `rank`, `say(name)` writes a file, and it does not outlive five minutes."""
+    """A script of a rank: it knows `rank`, `say(name)` writes a file, and it does not outlive five
+    minutes."""
     head = (
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
@@ -58,18 +61,31 @@ def script(folder: Path, text: str) -> str:
 
 
 @contextlib.contextmanager
-def job(folder: Path, words: Sequence[str], *, command: Sequence[str] = LAUNCH, **variables: str) -> Iterator[Job]:
+def job(
+    folder: Path, words: Sequence[str], *, command: Sequence[str] = LAUNCH, **variables: str
+) -> Iterator[Job]:
     """Starts the launcher with these words; kills whatever is left of it in the end."""
     mark = f"LAUNCH_TEST={uuid.uuid4()}"
-    environ = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONHASHSEED")}
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("OMP_NUM_THREADS", "PYTHONHASHSEED")
+    }
     environ |= {"FOLDER": str(folder), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     environ |= dict([mark.split("=", 1)]) | variables
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest in the background; the launcher would leave it so
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # pytest in the background; the launcher would leave it so
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # pytest under nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(
-        [*command, *words], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *words],
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         yield Job(process, mark, folder)
@@ -99,7 +115,10 @@ def alive(mark: str) -> list[int]:
 
 
 def wait_for(
-    happened: Callable[[], bool], process: subprocess.Popen[str] | None = None, *, seconds: float = TIMEOUT
+    happened: Callable[[], bool],
+    process: subprocess.Popen[str] | None = None,
+    *,
+    seconds: float = TIMEOUT,
 ) -> None:
     """Waits until it has happened; fails if `process` ends before, or after a time."""
     until = time.monotonic() + seconds
@@ -107,6 +126,7 @@ def wait_for(
         assert time.monotonic() < until, "it did not happen in time"
         if process is not None and process.poll() is not None and not happened():
             raise AssertionError(
-                f"the launcher ended with {process.returncode}: {process.stderr and process.stderr.read()}"
+                f"the launcher ended with {process.returncode}:"
+                f" {process.stderr and process.stderr.read()}"
             )
         time.sleep(0.02)

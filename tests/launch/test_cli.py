@@ -39,7 +39,9 @@ def test_local_is_the_command_when_none_is_given(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    variables, words = printed(capsys, *command, "--print", "--nproc", "2", "a.py", "--", "--epochs", "1", "it's")
+    variables, words = printed(
+        capsys, *command, "--print", "--nproc", "2", "a.py", "--", "--epochs", "1", "it's"
+    )
     assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert words[words.index("--") :] == ["--", "a.py", "--epochs", "1", "it's"]
     assert value(words, "--rdzv-endpoint") == "127.0.0.1:0"
@@ -54,7 +56,18 @@ def test_args_may_follow_without_a_separator(capsys: pytest.CaptureFixture[str])
 
 
 def test_options_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--nproc", "gpu", "--max-restarts", "2", "--grace", "5", "--env", "A=b=c d", "--name", "x"]
+    options = [
+        "--nproc",
+        "gpu",
+        "--max-restarts",
+        "2",
+        "--grace",
+        "5",
+        "--env",
+        "A=b=c d",
+        "--name",
+        "x",
+    ]
     variables, words = printed(capsys, "--print", *options, "--python", "/py 3", "-m", "pkg.mod")
     assert words[0] == "/py 3"
     assert (value(words, "--nproc-per-node"), value(words, "--max-restarts")) == ("gpu", "2")
@@ -68,7 +81,16 @@ def test_the_endpoint_may_come_from_a_variable(
     host: str, endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEAD", host)
-    options = ["--rdzv-host-env", "HEAD", "--rdzv-port", "1234", "--rdzv-id", "x", "--local-addr", "10.0.0.1"]
+    options = [
+        "--rdzv-host-env",
+        "HEAD",
+        "--rdzv-port",
+        "1234",
+        "--rdzv-id",
+        "x",
+        "--local-addr",
+        "10.0.0.1",
+    ]
     _, words = printed(capsys, "torchrun", "--print", "--nnodes", "1:2", *options, "a.py")
     assert (value(words, "--rdzv-endpoint"), value(words, "--local-addr")) == (endpoint, "10.0.0.1")
     assert (value(words, "--nnodes"), value(words, "--rdzv-id")) == ("1:2", "x")
@@ -83,15 +105,27 @@ def test_the_endpoint_may_come_from_a_variable(
         (["--env", "A", "a.py"], "must be KEY=VALUE"),
         (["--ranks", "0,x", "a.py"], "'0,x' must be local ranks"),
         (["--nproc", "2", "--ranks", "0,2", "pyproject.toml"], "Invalid --ranks=2"),
-        (["sbatch", "--env", "UID=0", "a.py"], "Invalid --env='UID': bash sets this variable itself"),
+        (
+            ["sbatch", "--env", "UID=0", "a.py"],
+            "Invalid --env='UID': bash sets this variable itself",
+        ),
         (["--env", "a=1", "a.py"], "Invalid --env='a'"),
         (["--name", "A", "a.py"], "Invalid --name='A'"),
         (["--nnodes", "2", "a.py"], "--nnodes"),
         (["no-such.py"], "Invalid SCRIPT='no-such.py': there is no such file"),
-        (["--python", "/no/such", "-m", "a"], "Invalid --python='/no/such': there is no such program"),
+        (
+            ["--python", "/no/such", "-m", "a"],
+            "Invalid --python='/no/such': there is no such program",
+        ),
         (["torchrun", "--nnodes", "2", "-m", "a"], "Invalid --rdzv-endpoint=None"),
-        (["torchrun", "--nnodes", "2", "--rdzv-endpoint", "a:1", "-m", "a"], "Invalid --rdzv-id=None"),
-        (["torchrun", "--rdzv-endpoint", "a:1", "--rdzv-host-env", "A", "-m", "a"], "not allowed with argument"),
+        (
+            ["torchrun", "--nnodes", "2", "--rdzv-endpoint", "a:1", "-m", "a"],
+            "Invalid --rdzv-id=None",
+        ),
+        (
+            ["torchrun", "--rdzv-endpoint", "a:1", "--rdzv-host-env", "A", "-m", "a"],
+            "not allowed with argument",
+        ),
         (["sbatch", "--rdzv-port", "0", "a.py"], "Invalid --rdzv-port=0"),
         (["sbatch", "--time", "2h", "a.py"], "Invalid --time='2h'"),
         (["kubeflow", "--nnodes", "1:2", "a.py"], "a fixed number of nodes"),
@@ -108,7 +142,9 @@ def test_wrong_words_are_2_and_start_nothing(
     assert message in found.err and not found.out
 
 
-@pytest.mark.parametrize("command", [[], ["local"], ["torchrun"], ["sbatch"], ["kubeflow"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [[], ["local"], ["torchrun"], ["sbatch"], ["kubeflow"]], ids=str
+)
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([*command, "--help"], prog="dist-sparse launch")
@@ -129,7 +165,9 @@ def test_names_come_from_scripts(capsys: pytest.CaptureFixture[str]) -> None:
         assert value(found, "--rdzv-id").rpartition("-")[0] == name
 
 
-def test_files_are_written_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_written_where_they_should(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sbatch", "--output", str(tmp_path / "job.sh"), "a.py"]) == 0
     assert not capsys.readouterr().out
     assert (tmp_path / "job.sh").read_text().startswith("#!/usr/bin/env bash\n")
@@ -146,7 +184,9 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["job.sh"]
 
 
-def test_files_are_not_written_through_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_not_written_through_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "link.sh").symlink_to(victim)
@@ -177,7 +217,9 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/
 )
 def test_what_cannot_be_written_is_one_line_and_1(words: str, outputs: str, message: str) -> None:
     command = f"{' '.join(LAUNCH)} {words} {outputs}"
-    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert line.startswith("python -m launch: ") and message in line
@@ -200,7 +242,15 @@ def latin_1(tmp_path: Path) -> dict[str, str]:
     made.mkdir()
     if shutil.which("localedef") is None:
         pytest.skip("no localedef here")
-    command = ["localedef", "--no-archive", "-i", "en_US", "-f", "ISO-8859-1", str(made / "en_US.ISO-8859-1")]
+    command = [
+        "localedef",
+        "--no-archive",
+        "-i",
+        "en_US",
+        "-f",
+        "ISO-8859-1",
+        str(made / "en_US.ISO-8859-1"),
+    ]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("localedef has no sources here")
     return {**os.environ, "LOCPATH": str(made), "LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0"}
@@ -209,7 +259,9 @@ def latin_1(tmp_path: Path) -> dict[str, str]:
 def test_files_hold_the_bytes_of_the_words_in_a_locale_of_8_bits(latin_1: dict[str, str]) -> None:
     def shown(*words: str | bytes) -> bytes:
         command = [sys.executable, "-m", "launch", *words, b"\xe9", "é".encode()]
-        return subprocess.run(command, cwd=ROOT, env=latin_1, capture_output=True, check=True).stdout
+        return subprocess.run(
+            command, cwd=ROOT, env=latin_1, capture_output=True, check=True
+        ).stdout
 
     for command in (["sbatch", "a.py"], ["--print", "a.py"]):
         assert shown(*command).endswith(b"-- a.py '\xe9' '" + "é".encode() + b"'\n")
@@ -240,6 +292,11 @@ def test_the_launcher_needs_no_torch() -> None:
     code += "\nsys.path = [p for p in sys.path if 'site-packages' not in p]"
     code += "\nfrom dist_sparse.launch.child import torchrun"
     code += "\ntorchrun('', [])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.stdout == "[]\n" and done.returncode == 1
-    assert done.stderr.startswith(f"launch: {sys.executable} does not have torch; ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"launch: {sys.executable} does not have torch; ")
+        and done.stderr.count("\n") == 1
+    )

@@ -70,7 +70,14 @@ TWO = LaunchSpec(
     python="python",
 )
 SPECS = {"one": ONE, "two": TWO}
-MEETING = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank", "--local-addr")
+MEETING = (
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--node-rank",
+    "--local-addr",
+)
 MEETING += ("--master-addr", "--master-port")
 TALK = """
 import json
@@ -91,7 +98,8 @@ def executable(path: Path, text: str) -> None:
 
 
 def cluster(folder: Path) -> dict[str, str]:
-    """A Slurm of one machine: `srun` runs the command here, without its own options; `scontrol` knows the nodes."""
+    """A Slurm of one machine: `srun` runs the command here, without its own options; `scontrol`
+    knows the nodes."""
     folder.mkdir()
     executable(folder / "srun", 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"')
     executable(folder / "scontrol", 'test "$*" = "show hostnames n[1-2]" && printf "n1\\nn2\\n"')
@@ -126,9 +134,14 @@ def test_sbatch_scripts_run_torchrun_word_for_word(name: str, tmp_path: Path) ->
     spec = SPECS[name]
     environ = {**os.environ, **cluster(tmp_path / "bin"), "HOME": str(tmp_path)}
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
-    executable(tmp_path / "bin" / "python", f'exec {shlex.quote(sys.executable)} -c {shlex.quote(show)} "$@"')
+    executable(
+        tmp_path / "bin" / "python",
+        f'exec {shlex.quote(sys.executable)} -c {shlex.quote(show)} "$@"',
+    )
     (tmp_path / "job.sh").write_text(sbatch.render(spec, port=31000))
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
     words, inherited = json.loads(done.stdout)
     meeting = Rendezvous(endpoint="n1:31000", id=f"{spec.rendezvous.id}-77")
     expected = spec if spec.max_nodes == 1 else LaunchSpec(**{**vars(spec), "rendezvous": meeting})
@@ -141,11 +154,19 @@ def test_sbatch_scripts_run_torchrun_word_for_word(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["c10d", '"$head_node:31000"', "0", "$(touch pwned)"])
 def test_a_script_called_like_a_word_of_the_meeting_is_quoted(name: str, tmp_path: Path) -> None:
-    """Such words are found by their place in the command: only torchrun's own are left to bash and Kubernetes."""
+    """Such words are found by their place in the command: only torchrun's own are left to bash and
+    Kubernetes."""
     environ = {**os.environ, **cluster(tmp_path / "bin")}
-    executable(tmp_path / "bin" / "python", f'exec {shlex.quote(sys.executable)} -c "import sys; print(sys.argv)" "$@"')
-    (tmp_path / "job.sh").write_text(sbatch.render(LaunchSpec(script=name, nnodes="2", python="python"), port=31000))
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    executable(
+        tmp_path / "bin" / "python",
+        f'exec {shlex.quote(sys.executable)} -c "import sys; print(sys.argv)" "$@"',
+    )
+    (tmp_path / "job.sh").write_text(
+        sbatch.render(LaunchSpec(script=name, nnodes="2", python="python"), port=31000)
+    )
+    done = subprocess.run(
+        ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
     assert ast.literal_eval(done.stdout)[-1] == name
     own = "$(PET_NODE_RANK)"
     command = kubeflow.manifest(LaunchSpec(script=own, nnodes="2"))["spec"]["trainer"]["command"]
@@ -154,13 +175,19 @@ def test_a_script_called_like_a_word_of_the_meeting_is_quoted(name: str, tmp_pat
 
 def test_variables_reach_the_job_or_are_refused(tmp_path: Path) -> None:
     """Of all that bash has by itself."""
-    known = subprocess.run(["bash", "-c", "compgen -v"], capture_output=True, text=True, check=True).stdout.split()
+    known = subprocess.run(
+        ["bash", "-c", "compgen -v"], capture_output=True, text=True, check=True
+    ).stdout.split()
     refused = []
     environ = {**os.environ, **cluster(tmp_path / "bin")}
     executable(tmp_path / "bin" / "python", "exec env -0")
     kept = {}
     for key in (key for key in known if re.fullmatch("[A-Z_][A-Z0-9_]*", key)):
-        if key.startswith("PET_") or key in ("PATH", "PWD", "OPTIND"):  # the stand-ins here, in sh, need or set these
+        if key.startswith("PET_") or key in (
+            "PATH",
+            "PWD",
+            "OPTIND",
+        ):  # the stand-ins here, in sh, need or set these
             continue
         try:
             sbatch.render(LaunchSpec(script="a.py", env={key: "7"}))
@@ -168,16 +195,32 @@ def test_variables_reach_the_job_or_are_refused(tmp_path: Path) -> None:
             refused.append(key)
         else:
             kept[key] = "7"
-    (tmp_path / "job.sh").write_text(sbatch.render(LaunchSpec(script="a.py", env=kept, python="python")))
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    (tmp_path / "job.sh").write_text(
+        sbatch.render(LaunchSpec(script="a.py", env=kept, python="python"))
+    )
+    done = subprocess.run(
+        ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
     assert {f"{key}=7" for key in kept} <= set(done.stdout.split("\0"))
     assert {"UID", "PPID", "IFS", "RANDOM", "BASHOPTS", "SECONDS"} <= set(refused)
     assert not {"HOME", "TERM", "LANG"} & set(refused)
 
 
 def test_an_sbatch_script_runs_a_real_job(tmp_path: Path) -> None:
-    words = ["launch", "sbatch", "--nproc", "2", "--env", "NOTE=a 'b'", "--output", "job.sh", script(tmp_path, TALK)]
-    written = subprocess.run([sys.executable, "-m", *words, "--", *NASTY], cwd=tmp_path, env=_clone())
+    words = [
+        "launch",
+        "sbatch",
+        "--nproc",
+        "2",
+        "--env",
+        "NOTE=a 'b'",
+        "--output",
+        "job.sh",
+        script(tmp_path, TALK),
+    ]
+    written = subprocess.run(
+        [sys.executable, "-m", *words, "--", *NASTY], cwd=tmp_path, env=_clone()
+    )
     assert written.returncode == 0
     with job(tmp_path, ["job.sh"], command=("bash",), **cluster(tmp_path / "bin")) as running:
         status, _, err = finish(running)
@@ -196,22 +239,35 @@ def test_trainjobs_are_the_golden_ones(name: str) -> None:
     assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     words, variables = as_kubernetes(found["spec"]["trainer"], {})
     meeting = Rendezvous(endpoint="any:1", id="any")
-    assert without_meeting(words) == without_meeting(argv(LaunchSpec(**{**vars(spec), "rendezvous": meeting})))
+    assert without_meeting(words) == without_meeting(
+        argv(LaunchSpec(**{**vars(spec), "rendezvous": meeting}))
+    )
     assert spec.env.items() <= variables.items()
 
 
 def test_every_text_of_a_trainjob_is_text_to_kubectl_too() -> None:
-    """kubectl 1.32 makes 0.001 of a plain 1e-3, and true of y: both are plain in PyYAML's own output."""
+    """kubectl 1.32 makes 0.001 of a plain 1e-3, and true of y: both are plain in PyYAML's own
+    output."""
     yaml = pytest.importorskip("yaml")
     words = ("1e-3", "-1e3", "y", "N", "0o17", "08", "--5", "x", "--lr", "true")
-    text = kubeflow.render(LaunchSpec(script="y", args=words, name="n", env={"LR": "1e-3"}, python="python"))
-    plain = {event.value for event in yaml.parse(text) if isinstance(event, yaml.ScalarEvent) and event.style is None}
+    text = kubeflow.render(
+        LaunchSpec(script="y", args=words, name="n", env={"LR": "1e-3"}, python="python")
+    )
+    plain = {
+        event.value
+        for event in yaml.parse(text)
+        if isinstance(event, yaml.ScalarEvent) and event.style is None
+    }
     assert {"python", "--lr", "apiVersion"} <= plain
-    assert {word for word in plain if not re.match("-{0,2}[A-Za-z].", word)} == {"1"}  # numNodes, numProcPerNode
+    assert {word for word in plain if not re.match("-{0,2}[A-Za-z].", word)} == {
+        "1"
+    }  # numNodes, numProcPerNode
     assert "true" not in plain
 
 
-@pytest.mark.parametrize("script", ["a\x85spec: x.py", "a\u2028spec: x.py", "a\x1b[31m.py"], ids=ascii)
+@pytest.mark.parametrize(
+    "script", ["a\x85spec: x.py", "a\u2028spec: x.py", "a\x1b[31m.py"], ids=ascii
+)
 def test_no_script_name_gets_out_of_the_comment_of_a_trainjob(script: str) -> None:
     yaml = pytest.importorskip("yaml")
     text = kubeflow.render(LaunchSpec(script=script))
@@ -221,7 +277,8 @@ def test_no_script_name_gets_out_of_the_comment_of_a_trainjob(script: str) -> No
 
 
 def as_kubernetes(trainer: dict[str, Any], pod: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The words and variables of a container, with $(NAME) filled in and $$ undone as Kubernetes does it."""
+    """The words and variables of a container, with $(NAME) filled in and $$ undone as Kubernetes
+    does it."""
 
     def filled(text: str, variables: dict[str, str]) -> str:
         def value(found: re.Match[str]) -> str:
@@ -232,20 +289,33 @@ def as_kubernetes(trainer: dict[str, Any], pod: dict[str, str]) -> tuple[list[st
     variables = dict(pod)
     for entry in trainer["env"]:
         variables[entry["name"]] = filled(entry["value"], variables)
-    return [filled(word, variables) for word in [*trainer["command"], *trainer.get("args", [])]], variables
+    return [
+        filled(word, variables) for word in [*trainer["command"], *trainer.get("args", [])]
+    ], variables
 
 
 def test_a_trainjob_on_two_nodes_is_a_real_job(tmp_path: Path) -> None:
     """Two pods of this machine, with the variables that Kubeflow's torch policy sets."""
     spec = LaunchSpec(
-        script=script(tmp_path, TALK), args=NASTY, nnodes="2", env={"NOTE": "$(PET_NNODES) $$"}, python=sys.executable
+        script=script(tmp_path, TALK),
+        args=NASTY,
+        nnodes="2",
+        env={"NOTE": "$(PET_NNODES) $$"},
+        python=sys.executable,
     )
     trainer = kubeflow.manifest(spec)["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    pod = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-    (words, first), (other, second) = (as_kubernetes(trainer, pod | {"PET_NODE_RANK": rank}) for rank in "01")
+    pod = {
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": port,
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+    }
+    (words, first), (other, second) = (
+        as_kubernetes(trainer, pod | {"PET_NODE_RANK": rank}) for rank in "01"
+    )
     assert without_meeting(words) == without_meeting(other)
     with (
         job(tmp_path, words[1:], command=words[:1], **first, GLOO_SOCKET_IFNAME="lo") as one,
@@ -255,7 +325,11 @@ def test_a_trainjob_on_two_nodes_is_a_real_job(tmp_path: Path) -> None:
             status, _, err = finish(running)
             assert status == 0, err
     for rank in range(2):
-        assert json.loads((tmp_path / f"result{rank}").read_text()) == [2, list(NASTY), "$(PET_NNODES) $$"]
+        assert json.loads((tmp_path / f"result{rank}").read_text()) == [
+            2,
+            list(NASTY),
+            "$(PET_NNODES) $$",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -266,15 +340,25 @@ def test_a_trainjob_on_two_nodes_is_a_real_job(tmp_path: Path) -> None:
         ({"name": "x-"}, {}, "not end with -"),
         ({"args": ("x",) * 129}, {}, "129 words, a TrainJob takes 128"),
         ({"nnodes": "2", "max_restarts": 1}, {}, "max_restarts=1"),
-        ({"args": ("a", "\udcff")}, {}, "Invalid args: '\\udcff' is no text, and a TrainJob holds text only."),
+        (
+            {"args": ("a", "\udcff")},
+            {},
+            "Invalid args: '\\udcff' is no text, and a TrainJob holds text only.",
+        ),
         ({"script": "\udcff.py"}, {}, "Invalid script: '\\udcff.py' is no text"),
         ({"python": "/\udcff"}, {}, "Invalid python: '/\\udcff' is no text"),
-        ({"env": {"SECRET": "\udcff"}}, {}, "Invalid env['SECRET']: the value is no text, and a TrainJob"),
+        (
+            {"env": {"SECRET": "\udcff"}},
+            {},
+            "Invalid env['SECRET']: the value is no text, and a TrainJob",
+        ),
         ({}, {"runtime": "a b"}, "runtime='a b'"),
         ({}, {"namespace": "A"}, "namespace='A'"),
     ],
 )
-def test_what_is_no_trainjob_is_refused(change: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_what_is_no_trainjob_is_refused(
+    change: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         kubeflow.manifest(LaunchSpec(**{"script": "train.py", **change}), **options)
 

@@ -1,4 +1,5 @@
-"""The package as it is installed: its files, its command, and an editable install that static tools understand."""
+"""The package as it is installed: its files, its command, and an editable install that static tools
+understand."""
 
 from __future__ import annotations
 
@@ -39,13 +40,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         found = {name: files.read(name) for name in files.namelist() if ".dist-info/" not in name}
-    package = [file for file in (ROOT / "dist_sparse").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    package = [
+        file
+        for file in (ROOT / "dist_sparse").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    ]
     assert found == {file.relative_to(ROOT).as_posix(): file.read_bytes() for file in package}
 
 
 def test_the_installed_command_runs_a_job(wheel: Path, tmp_path: Path) -> None:
     place = tmp_path / "site-packages"
-    subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", str(place), str(wheel)], check=True)
+    subprocess.run(
+        [*PIP, "install", "--no-deps", "--no-index", "--target", str(place), str(wheel)], check=True
+    )
     command = str(place / "bin" / "dist-sparse")
     text = "import dist_sparse\nprint(dist_sparse.__file__, sys.argv[1:])\n"
     words = ["launch", "--nproc", "2", script(tmp_path, text), "--", "--no", "x"]
@@ -57,25 +64,41 @@ def test_the_installed_command_runs_a_job(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_make_setup_installs_every_extra() -> None:
-    """And nothing that it installs asks for another release: `pip check` names fbgemm-gpu alone (docs/install.md)."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    """And nothing that it installs asks for another release: `pip check` names fbgemm-gpu alone
+    (docs/install.md)."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert any(wanted.startswith("fbgemm-gpu>=") for wanted in extras["torchrec"])
-    pins = re.findall(r"^([\w.-]+)==", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
-    wanted = {re.split(r"[^\w.-]", each, maxsplit=1)[0] for extra in extras.values() for each in extra}
+    pins = re.findall(
+        r"^([\w.-]+)==", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE
+    )
+    wanted = {
+        re.split(r"[^\w.-]", each, maxsplit=1)[0] for extra in extras.values() for each in extra
+    }
     assert wanted - set(pins) == {"fbgemm-gpu"} and "fbgemm-gpu-cpu" in pins
     assert len(pins) == len(set(pins))
 
 
 def test_no_line_installs_the_package_from_an_index() -> None:
-    """It is on none: `pip install "dist_sparse[report]"` finds nothing where the package is not installed yet."""
-    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "dist_sparse").rglob("*.py")]
+    """It is on none: `pip install "dist_sparse[report]"` finds nothing where the package is not
+    installed yet."""
+    files = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "dist_sparse").rglob("*.py"),
+    ]
     assert [file.name for file in files if "dist_sparse[" in file.read_text()] == []
 
 
 def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
     """Static tools (mypy, editors) follow a path in a .pth file, and no import hook."""
     copy, place = clone(tmp_path / "clone"), tmp_path / "site-packages"
-    subprocess.run([*PIP, "install", *OFFLINE, "--target", str(place), "-e", str(copy)], check=True, cwd=tmp_path)
+    subprocess.run(
+        [*PIP, "install", *OFFLINE, "--target", str(place), "-e", str(copy)],
+        check=True,
+        cwd=tmp_path,
+    )
     (path,) = place.glob("*.pth")
     assert path.read_text().split() == [str(copy)]
     assert not [*place.glob("__editable__*.py")]

@@ -60,9 +60,22 @@ os._exit(0)  # gloo's own teardown aborts now and then
 
 
 def test_a_job_on_one_machine(tmp_path: Path) -> None:
-    """Words, environment, prefixes, and one restart: a rank dies, and all train on with a new store."""
-    words = ["--nproc", "2", "--max-restarts", "1", "--env", "KEY=x y=$z", script(tmp_path, TALK), "--", *NASTY]
-    with job(tmp_path, words, PET_NNODES="7", PET_STANDALONE="1", PET_NPROC_PER_NODE="5") as running:
+    """Words, environment, prefixes, and one restart: a rank dies, and all train on with a new
+    store."""
+    words = [
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "1",
+        "--env",
+        "KEY=x y=$z",
+        script(tmp_path, TALK),
+        "--",
+        *NASTY,
+    ]
+    with job(
+        tmp_path, words, PET_NNODES="7", PET_STANDALONE="1", PET_NPROC_PER_NODE="5"
+    ) as running:
         status, out, err = finish(running)
     assert status == 0, err
     assert sorted(out.splitlines()) == ["[0] to stdout", "[1] to stdout"]
@@ -84,12 +97,21 @@ def test_a_job_on_one_machine(tmp_path: Path) -> None:
 
 
 FAILURES = {
-    "exception": ("fail('a')", 1, r"rank 1 failed at job\.py:\d+ with ValueError: no column 'a' \(exit code 1\)"),
-    "exit": ("sys.exit(75)", 75, r"rank 1 failed at job\.py:\d+ with SystemExit: 75 \(exit code 75\)"),
+    "exception": (
+        "fail('a')",
+        1,
+        r"rank 1 failed at job\.py:\d+ with ValueError: no column 'a' \(exit code 1\)",
+    ),
+    "exit": (
+        "sys.exit(75)",
+        75,
+        r"rank 1 failed at job\.py:\d+ with SystemExit: 75 \(exit code 75\)",
+    ),
     "os._exit": ("os._exit(3)", 3, r"rank 1 failed \(exit code 3\)"),
     "signal": ("os.kill(os.getpid(), 9)", 137, r"rank 1 was killed by SIGKILL \(exit code 137\)"),
 }
-# Rank 0 fails because of rank 1, as in a collective: a moment later, which torchrun's own times don't tell apart.
+# Rank 0 fails because of rank 1, as in a collective: a moment later, which torchrun's own times
+# don't tell apart.
 FAIL = """
 def fail(name):
     raise ValueError(f"no column {name!r}\\nsecond line")
@@ -104,7 +126,9 @@ raise ConnectionError("lost rank 1")
 
 
 @pytest.mark.parametrize(("last", "status", "line"), FAILURES.values(), ids=FAILURES)
-def test_the_last_line_names_the_rank_that_failed_first(tmp_path: Path, last: str, status: int, line: str) -> None:
+def test_the_last_line_names_the_rank_that_failed_first(
+    tmp_path: Path, last: str, status: int, line: str
+) -> None:
     script(tmp_path, FAIL.replace("LAST", last))
     with job(tmp_path, ["--nproc", "2", "job.py"]) as running:
         found, out, err = finish(running)
@@ -116,7 +140,8 @@ def test_the_last_line_names_the_rank_that_failed_first(tmp_path: Path, last: st
 
 
 def test_threads_of_gloo_end_before_the_interpreter(tmp_path: Path) -> None:
-    """As a thread of Python's here, which runs only where the main thread waits after the script's last line."""
+    """As a thread of Python's here, which runs only where the main thread waits after the script's
+    last line."""
     text = """
 import sys, threading
 sys.modules["torch.distributed"] = sys
@@ -135,7 +160,9 @@ def test_one_process_has_the_launcher_s_own_files(tmp_path: Path) -> None:
     """A module here; and its traceback ends with the script's frames."""
     script(tmp_path, "print(sys.argv[1:], __name__, __spec__.name, input())\nint('x')\n")
     words = [sys.executable, "-m", "launch", "-m", "job", "--x"]
-    with job(tmp_path, [f"echo typed | {' '.join(words)}"], command=("sh", "-c"), PYTHONPATH=str(ROOT)) as running:
+    with job(
+        tmp_path, [f"echo typed | {' '.join(words)}"], command=("sh", "-c"), PYTHONPATH=str(ROOT)
+    ) as running:
         status, out, err = finish(running)
     assert (status, out) == (1, "['--x'] __main__ job typed\n")
     assert "child.py" not in err and "runpy" not in err
@@ -156,14 +183,21 @@ time.sleep(0 if os.environ["WORLD_SIZE"] == "1" else 60)
 """
 
 
-@pytest.mark.parametrize(("words", "status"), [([], 0), (["--nproc", "2", "--ranks", "0"], 1)], ids=["alone", "shown"])
-def test_one_shown_rank_writes_to_the_terminal(tmp_path: Path, words: list[str], status: int) -> None:
-    """So that a bar is drawn in place. Of the others there is the traceback of the one that failed."""
+@pytest.mark.parametrize(
+    ("words", "status"), [([], 0), (["--nproc", "2", "--ranks", "0"], 1)], ids=["alone", "shown"]
+)
+def test_one_shown_rank_writes_to_the_terminal(
+    tmp_path: Path, words: list[str], status: int
+) -> None:
+    """So that a bar is drawn in place. Of the others there is the traceback of the one that
+    failed."""
     command = [*LAUNCH, *words, script(tmp_path, BAR)]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
-        os.execve(command[0], command, {**os.environ, "FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)})
+        os.execve(
+            command[0], command, {**os.environ, "FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        )
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     drawn = b""
     while True:
@@ -182,7 +216,13 @@ def test_one_shown_rank_writes_to_the_terminal(tmp_path: Path, words: list[str],
 
 
 def test_only_shown_ranks_are_printed(tmp_path: Path) -> None:
-    words = ["--nproc", "3", "--ranks", "0,2", script(tmp_path, "print(rank)\nprint('error', file=sys.stderr)\n")]
+    words = [
+        "--nproc",
+        "3",
+        "--ranks",
+        "0,2",
+        script(tmp_path, "print(rank)\nprint('error', file=sys.stderr)\n"),
+    ]
     with job(tmp_path, words) as running:
         status, out, err = finish(running)
     assert status == 0
@@ -208,6 +248,9 @@ os._exit(0)
     first = [*common, "--rdzv-endpoint", f"127.0.0.1:{port}", "--env", "NODE=a", path]
     second = [*common, "--rdzv-host-env", "HEAD", "--rdzv-port", port, "--env", "NODE=b", path]
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    with job(tmp_path, first, **loopback) as one, job(tmp_path, second, HEAD="127.0.0.1", **loopback) as other:
+    with (
+        job(tmp_path, first, **loopback) as one,
+        job(tmp_path, second, HEAD="127.0.0.1", **loopback) as other,
+    ):
         outputs = sorted(finish(running)[:2] for running in (one, other))
     assert outputs == [(0, "0 2 ['a', 'b'] 1\n"), (0, "1 2 ['a', 'b'] 1\n")]

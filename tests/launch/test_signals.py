@@ -11,7 +11,8 @@ import pytest
 
 from .jobs import alive, finish, job, script
 
-# Ranks that save on SIGTERM, and say so on an output; ranks that ignore all signals, each with a child that does too.
+# Ranks that save on SIGTERM, and say so on an output; ranks that ignore all signals, each with a
+# child that does too.
 POLITE = """
 def stop(number, frame):
     print("saving")
@@ -64,7 +65,9 @@ def test_signals_end_ranks_as_they_are_sent(tmp_path: Path, number: signal.Signa
 def test_ranks_that_ignore_signals_are_killed_with_their_children(tmp_path: Path) -> None:
     with job(tmp_path, words(tmp_path, STUBBORN)) as running:
         running.wait_until("ready0", "ready1")
-        assert len(alive(running.mark)) == 6  # launcher, torchrun, two ranks, two children of theirs
+        assert (
+            len(alive(running.mark)) == 6
+        )  # launcher, torchrun, two ranks, two children of theirs
         running.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         running.process.send_signal(signal.SIGTERM)  # a second one does not break off the shutdown
@@ -82,4 +85,7 @@ def test_a_killed_torchrun_is_named(tmp_path: Path) -> None:
         for left in alive(running.mark):
             os.kill(left, signal.SIGKILL)
         assert running.process.stderr is not None
-        assert running.process.stderr.read().splitlines()[-1] == "launch: torchrun was killed by SIGKILL"
+        assert (
+            running.process.stderr.read().splitlines()[-1]
+            == "launch: torchrun was killed by SIGKILL"
+        )

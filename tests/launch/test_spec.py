@@ -1,4 +1,5 @@
-"""Specs: what can't be run is refused at construction, and torchrun gets exactly what a spec says."""
+"""Specs: what can't be run is refused at construction, and torchrun gets exactly what a spec
+says."""
 
 from __future__ import annotations
 
@@ -112,22 +113,36 @@ def test_a_spec_is_frozen_with_all_it_holds() -> None:
 
 def test_torchrun_understands_one_node() -> None:
     args = ("--no", "--", "-h", "--nnodes", "9", "a b")
-    words = argv(LaunchSpec(script="train.py", args=args, nproc_per_node="gpu", max_restarts=2, python="py"))
+    words = argv(
+        LaunchSpec(script="train.py", args=args, nproc_per_node="gpu", max_restarts=2, python="py")
+    )
     assert words[:3] == ["py", "-m", "torch.distributed.run"]
     options = parse_args(words[3:])
     assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("1", "gpu", 2)
-    assert (options.rdzv_backend, options.rdzv_endpoint, options.local_addr) == ("c10d", "127.0.0.1:0", "127.0.0.1")
+    assert (options.rdzv_backend, options.rdzv_endpoint, options.local_addr) == (
+        "c10d",
+        "127.0.0.1:0",
+        "127.0.0.1",
+    )
     assert (options.standalone, options.module, options.no_python) == (False, False, False)
     assert (options.training_script, options.training_script_args) == ("train.py", list(args))
 
 
 def test_torchrun_understands_several_nodes_and_a_module() -> None:
     meeting = Rendezvous(endpoint="[fe80::1]:29400", id="x1", local_addr="10.0.0.2")
-    words = argv(LaunchSpec(module="a.b", args=("--n", "1"), nnodes="2:4", nproc_per_node=8, rendezvous=meeting))
+    words = argv(
+        LaunchSpec(
+            module="a.b", args=("--n", "1"), nnodes="2:4", nproc_per_node=8, rendezvous=meeting
+        )
+    )
     options = parse_args(words[3:])
     assert (options.nnodes, options.nproc_per_node, options.rdzv_id) == ("2:4", "8", "x1")
     assert (options.rdzv_endpoint, options.local_addr) == ("[fe80::1]:29400", "10.0.0.2")
-    assert (options.module, options.training_script, options.training_script_args) == (True, "a.b", ["--n", "1"])
+    assert (options.module, options.training_script, options.training_script_args) == (
+        True,
+        "a.b",
+        ["--n", "1"],
+    )
 
 
 def test_ids_are_random_and_never_the_same() -> None:
@@ -141,7 +156,10 @@ def test_ids_are_random_and_never_the_same() -> None:
     [
         (
             Rendezvous(id="x"),
-            "rendezvous.endpoint=None: must be given and reach the same store from every node, for nnodes='2'",
+            (
+                "rendezvous.endpoint=None: must be given and reach the same store from every node,"
+                " for nnodes='2'"
+            ),
         ),
         (Rendezvous(endpoint="a:1"), "rendezvous.id=None: must be given, the same on all nodes"),
         (Rendezvous(endpoint="a:0", id="x"), "need a port that all know"),
@@ -154,7 +172,13 @@ def test_several_nodes_must_know_where_to_meet(meeting: Rendezvous, message: str
 
 def test_variables_that_are_set_stay() -> None:
     spec = LaunchSpec(script="train.py", nproc_per_node=2, env={"A": "spec"})
-    inherited = {"OMP_NUM_THREADS": "7", "PYTHONHASHSEED": "3", "A": "outside", "B": "b", "PET_X": "1"}
+    inherited = {
+        "OMP_NUM_THREADS": "7",
+        "PYTHONHASHSEED": "3",
+        "A": "outside",
+        "B": "b",
+        "PET_X": "1",
+    }
     variables, dropped = environment(spec, inherited)
     assert (variables["OMP_NUM_THREADS"], variables["PYTHONHASHSEED"]) == ("7", "3")
     assert (variables["A"], variables["B"], dropped) == ("spec", "b", ["PET_X"])

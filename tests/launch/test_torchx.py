@@ -17,7 +17,9 @@ import pytest
 
 from .jobs import ROOT, finish, job, script
 
-pytestmark = pytest.mark.skipif(find_spec("torchx") is None, reason="NO TORCHX: `make setup` installs it")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchx") is None, reason="NO TORCHX: `make setup` installs it"
+)
 
 GOLDEN = Path(__file__).with_name("golden")
 TORCHX = (sys.executable, "-c", "from torchx.cli.main import main; main()")
@@ -33,14 +35,27 @@ print("hello")
 def without_torchrun() -> str:
     """A PATH without torchrun, with which torchx's own dist.ddp would not start anything."""
     return os.pathsep.join(
-        folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "torchrun").exists()
+        folder
+        for folder in os.environ["PATH"].split(os.pathsep)
+        if not Path(folder, "torchrun").exists()
     )
 
 
 def test_a_real_job(tmp_path: Path) -> None:
-    words = ["run", "-s", "local_cwd", f"{ROOT}/{COMPONENT}", "--script", script(tmp_path, TALK), "--nproc", "2"]
+    words = [
+        "run",
+        "-s",
+        "local_cwd",
+        f"{ROOT}/{COMPONENT}",
+        "--script",
+        script(tmp_path, TALK),
+        "--nproc",
+        "2",
+    ]
     words += ["--env", "NOTE=x$$y", "--", *NASTY]
-    with job(tmp_path, words, command=TORCHX, PYTHONPATH=str(ROOT), PATH=without_torchrun()) as running:
+    with job(
+        tmp_path, words, command=TORCHX, PYTHONPATH=str(ROOT), PATH=without_torchrun()
+    ) as running:
         status, _, err = finish(running)
     assert status == 0, err
     for rank in range(2):
@@ -49,23 +64,72 @@ def test_a_real_job(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_one_of_torchx(tmp_path: Path) -> None:
-    words = ["run", "-s", "local_cwd", f"{ROOT}/{COMPONENT}", "--script", script(tmp_path, "sys.exit(3)\n")]
-    with job(tmp_path, words, command=TORCHX, PYTHONPATH=str(ROOT), PATH=without_torchrun()) as running:
+    words = [
+        "run",
+        "-s",
+        "local_cwd",
+        f"{ROOT}/{COMPONENT}",
+        "--script",
+        script(tmp_path, "sys.exit(3)\n"),
+    ]
+    with job(
+        tmp_path, words, command=TORCHX, PYTHONPATH=str(ROOT), PATH=without_torchrun()
+    ) as running:
         status, _, err = finish(running)
     assert status != 0
     assert "FAILED" in err
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "options"), [("slurm", []), ("kubernetes", ["-cfg", "queue=default"])], ids=["slurm", "kubernetes"]
+    ("scheduler", "options"),
+    [("slurm", []), ("kubernetes", ["-cfg", "queue=default"])],
+    ids=["slurm", "kubernetes"],
 )
 def test_dryruns_are_the_golden_ones(scheduler: str, options: list[str]) -> None:
-    words = ["run", "--dryrun", "--workspace", "", "-s", scheduler, *options, COMPONENT, "--script", "train.py"]
-    words += ["--name", "dlrm", "--nnodes", "2", "--nproc", "8", "--gpu", "8", "--cpu", "64", "--memMB", "65536"]
-    words += ["--python", "python", "--image", "registry.example/t:1", "--env", "NOTE=x$y", "--max_restarts", "3"]
+    words = [
+        "run",
+        "--dryrun",
+        "--workspace",
+        "",
+        "-s",
+        scheduler,
+        *options,
+        COMPONENT,
+        "--script",
+        "train.py",
+    ]
+    words += [
+        "--name",
+        "dlrm",
+        "--nnodes",
+        "2",
+        "--nproc",
+        "8",
+        "--gpu",
+        "8",
+        "--cpu",
+        "64",
+        "--memMB",
+        "65536",
+    ]
+    words += [
+        "--python",
+        "python",
+        "--image",
+        "registry.example/t:1",
+        "--env",
+        "NOTE=x$y",
+        "--max_restarts",
+        "3",
+    ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*TORCHX, *words, "--", *NASTY], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
+        [*TORCHX, *words, "--", *NASTY],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     request = done.stdout.split("=== SCHEDULER REQUEST ===\n", 1)[1].rstrip("\n") + "\n"

@@ -67,11 +67,13 @@ class Net(pl.LightningModule):
 
 
 class Numbered(Net):
-    """What a rank trains on depends on the step and the rank alone: no DataLoader of torch's can go back into the
-    middle of an epoch."""
+    """What a rank trains on depends on the step and the rank alone: no DataLoader of torch's can go
+    back into the middle of an epoch."""
 
     def ids(self) -> Tensor:
-        generator = torch.Generator().manual_seed(7 * self.trainer.global_step + self.trainer.global_rank)
+        generator = torch.Generator().manual_seed(
+            7 * self.trainer.global_step + self.trainer.global_rank
+        )
         return torch.randint(ROWS, (4, 3), generator=generator)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -83,7 +85,9 @@ class Collected(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        item = EmbeddingBagConfig(name="item", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])
+        item = EmbeddingBagConfig(
+            name="item", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"]
+        )
         self.tables = EmbeddingBagCollection(tables=[item])
         del self._modules["bag"]
 
@@ -92,7 +96,9 @@ class Collected(Net):
         return self.tables.embedding_bags["item"]
 
     def loss(self, ids: Tensor) -> Tensor:
-        keyed = KeyedJaggedTensor(["f"], ids.flatten(), lengths=torch.full((len(ids),), ids.shape[1]))
+        keyed = KeyedJaggedTensor(
+            ["f"], ids.flatten(), lengths=torch.full((len(ids),), ids.shape[1])
+        )
         loss: Tensor = (self.over(self.tables(keyed).values()).tanh() - 1).square().mean()
         return loss
 
@@ -110,15 +116,26 @@ def batches(number: int = 12) -> DataLoader[Any]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without what Lightning says about devices, workers and log intervals."""
-    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "pytorch_lightning")]
+    loggers = [
+        logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "pytorch_lightning")
+    ]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            for message in (".*does not have many workers", ".*LeafSpec", ".*val_dataloader", ".*logging interval"):
+            for message in (
+                ".*does not have many workers",
+                ".*LeafSpec",
+                ".*val_dataloader",
+                ".*logging interval",
+            ):
                 warnings.filterwarnings("ignore", message)
-            for message in (".*ended before the epoch ended", ".*exists and is not empty", ".*has no training batches"):
+            for message in (
+                ".*ended before the epoch ended",
+                ".*exists and is not empty",
+                ".*has no training batches",
+            ):
                 warnings.filterwarnings("ignore", message)
             yield
     finally:
@@ -127,8 +144,13 @@ def quiet() -> Iterator[None]:
 
 
 def trainer(folder: Path, *callbacks: Any, **options: Any) -> pl.Trainer:
-    """On the CPU, in ``folder``, one epoch, without bars, loggers and checkpoints unless ``options`` say so."""
-    silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    """On the CPU, in ``folder``, one epoch, without bars, loggers and checkpoints unless
+    ``options`` say so."""
+    silent = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     plain = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "default_root_dir": folder}
     with quiet():
         return pl.Trainer(**{**silent, **plain, **options}, callbacks=list(callbacks))

@@ -18,7 +18,17 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dist_sparse import sparsify
 from dist_sparse.lightning import OptimizerRounds
-from tests.lightning.lightning_fits import PLAN, Collected, Net, adam, batches, quiet, sparsified, trainer, zero_rows
+from tests.lightning.lightning_fits import (
+    PLAN,
+    Collected,
+    Net,
+    adam,
+    batches,
+    quiet,
+    sparsified,
+    trainer,
+    zero_rows,
+)
 
 
 def looped(module: Net, steps: int, *, accumulate: int = 1, clip: float = 0.0) -> list[int]:
@@ -40,7 +50,9 @@ def looped(module: Net, steps: int, *, accumulate: int = 1, clip: float = 0.0) -
 
 
 def same(module: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(module.parameters(), other.parameters(), strict=True))
+    return all(
+        torch.equal(p, q) for p, q in zip(module.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.0), (3, 0.0), (5, 0.01)])
@@ -53,7 +65,9 @@ def test_equals_a_loop_without_lightning(accumulate: int, clip: float, tmp_path:
     callback = sparsified(tmp_path, found, 23, **options)
     assert found.trained == zeros and zeros[-1] > 0
     assert same(found, expected)
-    assert callback.training is not None and callback.training.scheduler.last_epoch == -(-23 // accumulate)
+    assert callback.training is not None and callback.training.scheduler.last_epoch == -(
+        -23 // accumulate
+    )
 
 
 def test_bf16_mixed(tmp_path: Path) -> None:
@@ -67,7 +81,9 @@ class Overflowing(Net):
     """Its loss is infinite in some batches."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * (float("inf") if batch_idx in (0, 4, 5) else 1.0)
+        return super().training_step(batch, batch_idx) * (
+            float("inf") if batch_idx in (0, 4, 5) else 1.0
+        )
 
 
 def test_steps_that_a_gradient_scaler_skips_do_not_count(tmp_path: Path) -> None:
@@ -75,7 +91,10 @@ def test_steps_that_a_gradient_scaler_skips_do_not_count(tmp_path: Path) -> None
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
     callback = sparsified(tmp_path, found, plugins=[scaled])
     assert callback.training is not None and callback.training.scheduler.last_epoch == 9
-    assert found.trained[1] == found.trained[0] and found.trained[5] == found.trained[6] == found.trained[4]
+    assert (
+        found.trained[1] == found.trained[0]
+        and found.trained[5] == found.trained[6] == found.trained[4]
+    )
     assert not bool(found.bag.weight.isnan().any())
 
 
@@ -131,11 +150,16 @@ def test_several_optimizers_by_hand(how: Any, rounds: int, tmp_path: Path) -> No
 
 
 def test_torchrecs_optimizers() -> None:
-    """One that is made of others counts by itself, also where nothing that torch steps has a gradient."""
+    """One that is made of others counts by itself, also where nothing that torch steps has a
+    gradient."""
     module = Net()
     ids = next(iter(batches()))[0]
-    dense = KeyedOptimizerWrapper(dict(module.over.named_parameters()), lambda params: optim.SGD(params, lr=0.1))
-    table = KeyedOptimizerWrapper(dict(module.bag.named_parameters()), lambda params: optim.SGD(params, lr=0.1))
+    dense = KeyedOptimizerWrapper(
+        dict(module.over.named_parameters()), lambda params: optim.SGD(params, lr=0.1)
+    )
+    table = KeyedOptimizerWrapper(
+        dict(module.bag.named_parameters()), lambda params: optim.SGD(params, lr=0.1)
+    )
     combined = CombinedOptimizer([("dense", dense), ("table", table)])
     rounds = OptimizerRounds([combined])
     for _ in range(3):
@@ -155,7 +179,8 @@ def test_torchrecs_optimizers() -> None:
 
 
 def test_goes_on_from_saved_counts() -> None:
-    """Two that step in turns, cut between the two: the second one's step ends the round that the first began."""
+    """Two that step in turns, cut between the two: the second one's step ends the round that the
+    first began."""
     module = Net()
     both = [optim.SGD(module.bag.parameters(), lr=0.1), optim.SGD(module.over.parameters(), lr=0.1)]
     module.loss(next(iter(batches()))[0]).backward()
@@ -175,7 +200,9 @@ def test_goes_on_from_saved_counts() -> None:
 def test_a_table_of_torchrecs(tmp_path: Path) -> None:
     module = Collected()
     callback = sparsified(tmp_path, module)
-    assert callback.training is not None and list(callback.training.sparsifier.data_groups) == ["item"]
+    assert callback.training is not None and list(callback.training.sparsifier.data_groups) == [
+        "item"
+    ]
     assert module.trained[-1] == 24
 
 

@@ -21,12 +21,24 @@ from torch import Tensor, nn
 from dist_sparse import sparsify
 from dist_sparse.lightning import SparsifyCallback
 from tests.enforcer.test_enforce_errors import hooks
-from tests.lightning.lightning_fits import PLAN, Net, Numbered, adam, batches, checkpoint, quiet, trainer, zero_rows
+from tests.lightning.lightning_fits import (
+    PLAN,
+    Net,
+    Numbered,
+    adam,
+    batches,
+    checkpoint,
+    quiet,
+    trainer,
+    zero_rows,
+)
 
 LEFT = round(0.6 * 40)
 
 
-def fit(module: Net, callback: SparsifyCallback, folder: Path, *others: Any, **options: Any) -> pl.Trainer:
+def fit(
+    module: Net, callback: SparsifyCallback, folder: Path, *others: Any, **options: Any
+) -> pl.Trainer:
     ckpt = options.pop("ckpt_path", None)
     fitted = trainer(folder, callback, *others, **options)
     with quiet():
@@ -53,7 +65,12 @@ class TestWhileItTrains:
         """The sanity check before training changes nothing."""
         module = Net()
         callback, _ = fitted(module, tmp_path, val_check_interval=4)
-        assert module.validated == [0, 0, *[round(PLAN["level"] * 40 * f) for f in (0.578125, 0.578125)], *[24] * 4]
+        assert module.validated == [
+            0,
+            0,
+            *[round(PLAN["level"] * 40 * f) for f in (0.578125, 0.578125)],
+            *[24] * 4,
+        ]
         assert callback.training is not None and not callback.training.enforcer.attached
 
     def test_logs_what_masks_achieve_when_they_move(self, tmp_path: Path) -> None:
@@ -63,8 +80,13 @@ class TestWhileItTrains:
         _, done = fitted(module, tmp_path, logger=logger)
         rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
         assert [int(row["step"]) for row in rows] == [1, 3, 5, 7, 9]
-        assert float(rows[-1]["sparsity/bag"]) == 0.6 and float(rows[-1]["sparsity/level"]) == pytest.approx(0.6)
-        assert all(abs(float(row["sparsity/bag"]) - float(row["sparsity/level"])) <= 0.5 / 40 for row in rows)
+        assert float(rows[-1]["sparsity/bag"]) == 0.6 and float(
+            rows[-1]["sparsity/level"]
+        ) == pytest.approx(0.6)
+        assert all(
+            abs(float(row["sparsity/bag"]) - float(row["sparsity/level"])) <= 0.5 / 40
+            for row in rows
+        )
         assert float(done.callback_metrics["sparsity/bag"]) == pytest.approx(0.6)
 
     def test_logs_nothing_on_request(self, tmp_path: Path) -> None:
@@ -112,7 +134,8 @@ class TestAfterIt:
         assert module.trained == whole.trained
 
     def test_an_average_before_it_is_sparse_in_the_end(self, tmp_path: Path) -> None:
-        """It takes the place of the weights when training ends, past what torch counts as a write."""
+        """It takes the place of the weights when training ends, past what torch counts as a
+        write."""
         module = Net()
         ended = trainer(tmp_path, EMAWeightAveraging(), SparsifyCallback(**PLAN))
         with quiet():
@@ -143,8 +166,17 @@ class TestCheckpoints:
         """A model after two epochs, and the checkpoints of every step."""
         module = Numbered()
         saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-        fit(module, SparsifyCallback(**PLAN, **options), folder, saving, max_epochs=2, enable_checkpointing=True)
-        return module, sorted(folder.glob("*.ckpt"), key=lambda file: int(file.stem.partition("=")[2]))
+        fit(
+            module,
+            SparsifyCallback(**PLAN, **options),
+            folder,
+            saving,
+            max_epochs=2,
+            enable_checkpointing=True,
+        )
+        return module, sorted(
+            folder.glob("*.ckpt"), key=lambda file: int(file.stem.partition("=")[2])
+        )
 
     @pytest.mark.parametrize("state", ["keep", "reset"])
     def test_resumes_exactly(self, state: str, tmp_path: Path) -> None:
@@ -156,32 +188,49 @@ class TestCheckpoints:
             callback = SparsifyCallback(**PLAN, optimizer_state=state)
             fit(module, callback, tmp_path, max_epochs=2, ckpt_path=files[step - 1])
             assert module.trained == whole.trained[step:]
-            assert all(torch.equal(p, q) for p, q in zip(module.parameters(), whole.parameters(), strict=True))
+            assert all(
+                torch.equal(p, q)
+                for p, q in zip(module.parameters(), whole.parameters(), strict=True)
+            )
             assert callback.training is not None and callback.training.scheduler.last_epoch == 24
 
     def test_resumes_rotated_tables(self, tmp_path: Path) -> None:
         """A checkpoint has their bases, which the model has only once training starts."""
-        options: dict[str, Any] = {**PLAN, "block": "col", "rotate": "table", "optimizer_state": "reset"}
+        options: dict[str, Any] = {
+            **PLAN,
+            "block": "col",
+            "rotate": "table",
+            "optimizer_state": "reset",
+        }
         saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
         whole, module = Numbered(), Numbered()
         fit(whole, SparsifyCallback(**options), tmp_path, saving, enable_checkpointing=True)
         fit(module, SparsifyCallback(**options), tmp_path, ckpt_path=tmp_path / "step=6.ckpt")
-        assert all(torch.equal(value, whole.state_dict()[key]) for key, value in module.state_dict().items())
+        assert all(
+            torch.equal(value, whole.state_dict()[key])
+            for key, value in module.state_dict().items()
+        )
         assert not module.bag.weight[:, 3:].any() and "rotation_of_bag" in module.state_dict()
         with pytest.raises(RuntimeError, match=r"Unexpected key.*rotation_of_bag"):
             fit(Numbered(), SparsifyCallback(**PLAN), tmp_path, ckpt_path=tmp_path / "step=6.ckpt")
 
     def test_weights_in_them_are_settled(self, tmp_path: Path) -> None:
-        """Also where somebody has written them since the last step, and nothing but weights is saved."""
+        """Also where somebody has written them since the last step, and nothing but weights is
+        saved."""
 
         class Writing(pl.Callback):
             def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
                 with torch.no_grad():
                     pl_module.bag.weight.add_(1)
 
-        saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1, save_weights_only=True)
+        saving = ModelCheckpoint(
+            tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1, save_weights_only=True
+        )
         fit(Net(), SparsifyCallback(**PLAN), tmp_path, Writing(), saving, enable_checkpointing=True)
-        zeros = [zero_rows(torch.load(tmp_path / f"step={step}.ckpt")["state_dict"]["bag.weight"]) for step in (1, 11)]
+        zeros = [
+            zero_rows(torch.load(tmp_path / f"step={step}.ckpt")["state_dict"]["bag.weight"])
+            for step in (1, 11)
+        ]
         assert zeros == [0, LEFT]
 
     def test_after_the_fit(self, tmp_path: Path) -> None:
@@ -190,7 +239,10 @@ class TestCheckpoints:
         saved = checkpoint(done, tmp_path / "last.ckpt")
         state = saved["callbacks"]["SparsifyCallback"]
         assert zero_rows(saved["state_dict"]["bag.weight"]) == LEFT
-        assert state["optimizer_steps"] == [12] and json.loads(state["schedule"])["scheduler"]["last_epoch"] == 12
+        assert (
+            state["optimizer_steps"] == [12]
+            and json.loads(state["schedule"])["scheduler"]["last_epoch"] == 12
+        )
         other = SparsifyCallback(**PLAN)
         trainer(tmp_path, other)
         other.load_state_dict(state)
@@ -208,7 +260,9 @@ class TestCheckpoints:
             done.fit(Net(), batches())
         assert callback.training is not None and callback.training.scheduler.last_epoch == 12
 
-    def test_without_masks_it_begins_anew_and_says_so(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_without_masks_it_begins_anew_and_says_so(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         dense = trainer(tmp_path)
         with quiet():
             dense.fit(Net(), batches())
@@ -222,17 +276,34 @@ class TestCheckpoints:
         _, files = self.saved(tmp_path)
         module = Net()
         before = hooks(module)
-        with pytest.raises(ValueError, match=r"has the masks of \['SparsifyCallback'\], which no callback loads"):
-            fit(module, SparsifyCallback(**PLAN, include="bag"), tmp_path, max_epochs=3, ckpt_path=files[-1])
+        with pytest.raises(
+            ValueError, match=r"has the masks of \['SparsifyCallback'\], which no callback loads"
+        ):
+            fit(
+                module,
+                SparsifyCallback(**PLAN, include="bag"),
+                tmp_path,
+                max_epochs=3,
+                ckpt_path=files[-1],
+            )
         spoilt = torch.load(files[11])
         state = spoilt["callbacks"]["SparsifyCallback"]
         for part, value, message in (
             ("optimizer_steps", [1, 2], "the steps of 2 optimizers; the model has 1 here"),
             ("sparsifier", {}, "not the state of a sparsifier: it lacks"),
         ):
-            torch.save({**spoilt, "callbacks": {"SparsifyCallback": {**state, part: value}}}, tmp_path / "spoilt.ckpt")
+            torch.save(
+                {**spoilt, "callbacks": {"SparsifyCallback": {**state, part: value}}},
+                tmp_path / "spoilt.ckpt",
+            )
             with pytest.raises(ValueError, match=message):
-                fit(module, SparsifyCallback(**PLAN), tmp_path, max_epochs=3, ckpt_path=tmp_path / "spoilt.ckpt")
+                fit(
+                    module,
+                    SparsifyCallback(**PLAN),
+                    tmp_path,
+                    max_epochs=3,
+                    ckpt_path=tmp_path / "spoilt.ckpt",
+                )
         assert hooks(module) == before
 
 
@@ -245,7 +316,9 @@ class TestSearchesForALearningRate:
             Tuner(searching).lr_find(module, batches(), num_training=5, update_attr=False)
         assert callback.training is None
 
-    @pytest.mark.parametrize("how", [{}, {"block": "col", "rotate": "table", "optimizer_state": "reset"}], ids=str)
+    @pytest.mark.parametrize(
+        "how", [{}, {"block": "col", "rotate": "table", "optimizer_state": "reset"}], ids=str
+    )
     def test_while_it_goes_on(self, how: dict[str, Any], tmp_path: Path) -> None:
         """What the search did to weights, masks, bases and counts is undone."""
 
@@ -294,7 +367,9 @@ class TestRefusals:
         ],
         ids=str,
     )
-    def test_when_training_starts(self, wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def test_when_training_starts(
+        self, wrong: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
         module = Net()
         before = hooks(module)
         with pytest.raises(ValueError, match=message):
@@ -310,7 +385,9 @@ class TestRefusals:
         callback = SparsifyCallback(**PLAN)
         apart = trainer(tmp_path, callback)
         apart._accelerator_connector.strategy = FSDPStrategy()  # a Trainer takes it with CUDA only
-        with pytest.raises(ValueError, match=r"Invalid strategy FSDPStrategy: .* it flattens or splits parameters"):
+        with pytest.raises(
+            ValueError, match=r"Invalid strategy FSDPStrategy: .* it flattens or splits parameters"
+        ):
             callback.setup(apart, Net(), "fit")
 
     def test_a_compiled_module(self, tmp_path: Path) -> None:

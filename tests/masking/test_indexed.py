@@ -1,4 +1,5 @@
-"""What is known of indexed scores equals a pass over all of them, whatever was replaced in between."""
+"""What is known of indexed scores equals a pass over all of them, whatever was replaced in
+between."""
 
 from __future__ import annotations
 
@@ -29,10 +30,16 @@ def some(count: int, *, ties: bool) -> Tensor:
     seed=st.integers(0, 1000),
     ties=st.booleans(),
     level=st.floats(0, 1),
-    steps=st.lists(st.tuples(st.sampled_from([0, 1, 30, 300]), st.sampled_from([True, True, True, False])), max_size=8),
+    steps=st.lists(
+        st.tuples(st.sampled_from([0, 1, 30, 300]), st.sampled_from([True, True, True, False])),
+        max_size=8,
+    ),
 )
-def test_what_is_known_is_true(seed: int, ties: bool, level: float, steps: list[tuple[int, bool]]) -> None:
-    """Counts of the second and third round, and the places of scores in a range, after each change of some scores."""
+def test_what_is_known_is_true(
+    seed: int, ties: bool, level: float, steps: list[tuple[int, bool]]
+) -> None:
+    """Counts of the second and third round, and the places of scores in a range, after each change
+    of some scores."""
     torch.manual_seed(seed)
     bits = some(SCORES, ties=ties).view(-1, COLS)
     index = IndexedScores(bits.clone(), first_histogram(bits.view(-1)))
@@ -51,18 +58,30 @@ def test_what_is_known_is_true(seed: int, ties: bool, level: float, steps: list[
             counts = index.counts(threshold >> before, before, shift, 1024)
             if counts is not None:
                 assert torch.equal(counts, torch.bincount((inside >> shift) & 1023, minlength=1024))
-        for least, most in ((threshold, threshold), (threshold + 1, threshold + (1 << 14)), (threshold, KEPT - 1)):
+        for least, most in (
+            (threshold, threshold),
+            (threshold + 1, threshold + (1 << 14)),
+            (threshold, KEPT - 1),
+        ):
             found = index.within(least, most)
             if found is not None:
                 answered += 1
-                assert torch.equal(found.long().sort().values, ((flat >= least) & (flat <= most)).nonzero().view(-1))
+                assert torch.equal(
+                    found.long().sort().values,
+                    ((flat >= least) & (flat <= most)).nonzero().view(-1),
+                )
     assert answered or ties or level < 0.5 or not any(asked for _, asked in steps)
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
-@given(seed=st.integers(0, 1000), quantile=st.floats(0, 1), last=st.sampled_from([None, -1, 0, 50, SCORES]))
+@given(
+    seed=st.integers(0, 1000),
+    quantile=st.floats(0, 1),
+    last=st.sampled_from([None, -1, 0, 50, SCORES]),
+)
 def test_flags_are_changed_where_they_differ(seed: int, quantile: float, last: int | None) -> None:
-    """A threshold decides the same by place as in a pass, and a mask changes at those places alone."""
+    """A threshold decides the same by place as in a pass, and a mask changes at those places
+    alone."""
     torch.manual_seed(seed)
     bits = some(SCORES, ties=True)
     segment = Segment(7, torch.arange(COLS), COLS)

@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 @st.composite
 def masks(draw: st.DrawFn) -> BlockMask:
-    rect = Rect(*(draw(st.integers(0, 20)) for _ in range(2)), *(draw(st.integers(1, 40)) for _ in range(2)))
+    rect = Rect(
+        *(draw(st.integers(0, 20)) for _ in range(2)), *(draw(st.integers(1, 40)) for _ in range(2))
+    )
     block = draw(st.sampled_from([(1, 1), (1, 4), (4, 1), (3, 5), (1, 64), (64, 1), (8, 8)]))
     grid = grid_of(rect, block)
     seed = draw(st.integers(0, 2**30))
@@ -48,7 +50,9 @@ def test_pack_and_unpack_are_inverse(count: int) -> None:
     assert torch.equal(unpack(packed, count), flags)
     assert count_bits(packed) == int(flags.sum())
     assert torch.equal(positions(packed), flags.nonzero().flatten())
-    assert [int(byte) >> bit & 1 for byte in packed for bit in range(8)][:count] == flags.int().tolist()
+    assert [int(byte) >> bit & 1 for byte in packed for bit in range(8)][
+        :count
+    ] == flags.int().tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,7 +60,9 @@ def test_pack_and_unpack_are_inverse(count: int) -> None:
 def test_chunks_of_block_rows_cover_the_mask_and_begin_at_bytes(mask: BlockMask, most: int) -> None:
     chunks = list(mask.row_chunks(most))
     assert [row for chunk in chunks for row in range(*chunk)] == list(range(mask.grid.rows))
-    assert all((last - first) * mask.grid.cols <= max(most, 8 * mask.grid.cols) for first, last in chunks)
+    assert all(
+        (last - first) * mask.grid.cols <= max(most, 8 * mask.grid.cols) for first, last in chunks
+    )
     assert torch.equal(torch.cat([mask.flags(*chunk) for chunk in chunks]), mask.flags())
 
 
@@ -77,7 +83,9 @@ def test_dense_is_by_definition(mask: BlockMask) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(masks(), masks(), st.booleans())
-def test_zeros_are_written_where_removed_and_nowhere_else(mask: BlockMask, other: BlockMask, contiguous: bool) -> None:
+def test_zeros_are_written_where_removed_and_nowhere_else(
+    mask: BlockMask, other: BlockMask, contiguous: bool
+) -> None:
     rect = mask.rect
     weight = torch.rand(rect.rows, rect.cols) + 1
     weight = weight if contiguous else torch.cat([weight, weight], 1)[:, : rect.cols]
@@ -89,7 +97,9 @@ def test_zeros_are_written_where_removed_and_nowhere_else(mask: BlockMask, other
     weight.copy_(was)
     before = BlockMask(rect, mask.block, pack(torch.rand(mask.blocks) < 0.5))
     mask.apply_changed_(weight, before, None)
-    torch.testing.assert_close(weight, torch.where(kept | ~dense(before), was, 0.0), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(
+        weight, torch.where(kept | ~dense(before), was, 0.0), equal_nan=True, rtol=0, atol=0
+    )
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,4 +1,5 @@
-"""Several tables lose together the bytes with the smallest scores, exactly, and none more than it may."""
+"""Several tables lose together the bytes with the smallest scores, exactly, and none more than it
+may."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def together(tables: list[Tensor], most: list[int], prices: list[int], need: int
 
 def oracle(tables: list[Tensor], most: list[int], prices: list[int], need: int) -> list[Tensor]:
     """One block after the other."""
-    order = sorted((float(score), t, i) for t, scores in enumerate(tables) for i, score in enumerate(scores))
+    order = sorted(
+        (float(score), t, i) for t, scores in enumerate(tables) for i, score in enumerate(scores)
+    )
     removed = [torch.zeros(len(scores), dtype=torch.bool) for scores in tables]
     for _, table, i in order:
         if need > 0 and int(removed[table].sum()) < most[table]:
@@ -50,7 +53,9 @@ def test_equals_a_loop_over_all_blocks(data: st.DataObject) -> None:
         st.integers(0, 3000).map(lambda i: 1 + i * 2.0**-23),  # equal in their leading bits
     )
     element = data.draw(st.sampled_from(kinds), "kind of scores")
-    tables = data.draw(st.lists(st.lists(element, min_size=1, max_size=40), min_size=1, max_size=5), "tables")
+    tables = data.draw(
+        st.lists(st.lists(element, min_size=1, max_size=40), min_size=1, max_size=5), "tables"
+    )
     scores = [torch.tensor(values, dtype=torch.float32) for values in tables]
     most = [data.draw(st.integers(0, len(values)), "most") for values in tables]
     prices = [data.draw(st.sampled_from([1, 3, 4, 64]), "price") for _ in tables]

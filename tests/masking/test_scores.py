@@ -13,7 +13,9 @@ from tests.oracle import oracle_scores
 BLOCKS = [(1, 1), (1, 4), (4, 1), (3, 5), (1, 37), (8, 8), (20, 2), (2, 20), (50, 50)]
 
 
-def score(weight: torch.Tensor, rect: Rect, shape: tuple[int, int], block: tuple[int, int], norm: str) -> torch.Tensor:
+def score(
+    weight: torch.Tensor, rect: Rect, shape: tuple[int, int], block: tuple[int, int], norm: str
+) -> torch.Tensor:
     grid = grid_of(rect, block)
     widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
     parts = [
@@ -26,7 +28,9 @@ def score(weight: torch.Tensor, rect: Rect, shape: tuple[int, int], block: tuple
 @pytest.mark.parametrize("norm", ["L1", "L2"])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_scores_equal_the_oracle_bit_for_bit(block: tuple[int, int], norm: str, dtype: torch.dtype) -> None:
+def test_scores_equal_the_oracle_bit_for_bit(
+    block: tuple[int, int], norm: str, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     weight = torch.randn(23, 37).to(dtype)
     got = score(weight, Rect(0, 0, 23, 37), (23, 37), block, norm)
@@ -71,14 +75,18 @@ def test_one_long_row_does_not_depend_on_threads() -> None:
 def test_row_chunks_cover_the_shard_in_whole_block_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 40)
     chunks = list(row_chunks(Rect(5, 0, 30, 4), (3, 2)))
-    assert chunks[0] == (0, 1) and chunks[-1] == (28, 30)  # row 5 ends block row 1; rows 33 and 34 begin block row 11
+    assert chunks[0] == (0, 1) and chunks[-1] == (
+        28,
+        30,
+    )  # row 5 ends block row 1; rows 33 and 34 begin block row 11
     assert [start for start, _ in chunks[1:]] == [stop for _, stop in chunks[:-1]]
     assert all((5 + start) % 3 == 0 for start, _ in chunks[1:])
     assert list(row_chunks(Rect(5, 0, 0, 4), (3, 2))) == []
 
 
 def test_tall_blocks_are_summed_in_an_order_of_their_own() -> None:
-    """Whole columns of more rows than are summed at a time: neither the other columns nor how they are read counts."""
+    """Whole columns of more rows than are summed at a time: neither the other columns nor how they
+    are read counts."""
     torch.manual_seed(0)
     weights = torch.randn(20_011, 24)
     whole = Rect(0, 0, *weights.shape)
@@ -87,10 +95,14 @@ def test_tall_blocks_are_summed_in_an_order_of_their_own() -> None:
     assert first == 0 and sums.shape == (1, 24)
     for start, stop in ((0, 1), (3, 11), (8, 24)):
         part = weights[:, start:stop].contiguous()
-        [(_, found)] = block_sums(part, Rect(0, start, len(part), stop - start), (len(part), 1), "L2")
+        [(_, found)] = block_sums(
+            part, Rect(0, start, len(part), stop - start), (len(part), 1), "L2"
+        )
         assert torch.equal(found[0], sums[0, start:stop])
     uneven = dict(block_sums(weights, whole, (9_000, 5), "L1"))
     assert list(uneven) == [0, 1, 2]
     for i, found in uneven.items():
         rows = weights[i * 9_000 : (i + 1) * 9_000].double().abs()
-        torch.testing.assert_close(found[0], torch.stack([part.sum() for part in rows.split(5, dim=1)]))
+        torch.testing.assert_close(
+            found[0], torch.stack([part.sum() for part in rows.split(5, dim=1)])
+        )

@@ -29,7 +29,8 @@ class Two(nn.Module):
 
 
 class Steady(OptimScheduler):
-    """Constant learning rate; records the calls of ``update_lr``. ``scale`` is the initial scale under AMP."""
+    """Constant learning rate; records the calls of ``update_lr``. ``scale`` is the initial scale
+    under AMP."""
 
     def sche_init(self, **sche_conf: Any) -> None:
         self.conf, self.base, self.asked = sche_conf, self.get_lr(), []
@@ -73,11 +74,16 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
-def train(model: nn.Module, schedulers: list[Any], steps: int, first: int = 1, **more: Any) -> dict[str, Tensor]:
-    """Run steps ``first`` to ``steps``, passing the losses of each forward to all schedulers; return the weights."""
+def train(
+    model: nn.Module, schedulers: list[Any], steps: int, first: int = 1, **more: Any
+) -> dict[str, Tensor]:
+    """Run steps ``first`` to ``steps``, passing the losses of each forward to all schedulers;
+    return the weights."""
     for step_num in range(first, steps + 1):
         with schedulers[0].forward_context(step_num):
             losses = model(batch(step_num))

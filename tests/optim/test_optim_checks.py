@@ -19,7 +19,9 @@ from tests.optim.optim_loop import Steady, Two, batch, copied, same, train
 
 
 def made(model: nn.Module | None = None, **more: Any) -> Steady:
-    return Steady(more.pop("optim_type", "SGD"), more.pop("optim_conf", {"lr": 0.1}), model or Two(), **more)
+    return Steady(
+        more.pop("optim_type", "SGD"), more.pop("optim_conf", {"lr": 0.1}), model or Two(), **more
+    )
 
 
 def data() -> DataNormSparsifier:
@@ -45,14 +47,20 @@ def test_invalid_values_are_refused(wrong: dict[str, Any]) -> None:
         made(**wrong)
 
 
-@pytest.mark.parametrize("fine", [{"grad_clip": 1}, {"grad_norm_type": 3}, {"ft_factor": 0}, {"ft_factor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "fine", [{"grad_clip": 1}, {"grad_norm_type": 3}, {"ft_factor": 0}, {"ft_factor": 2}], ids=str
+)
 def test_valid_values_are_accepted(fine: dict[str, Any]) -> None:
     model = Two()
     before = copied(model)
-    assert same(before, train(model, [made(model, use_amp=False, **fine)], 1)) == (fine == {"ft_factor": 0})
+    assert same(before, train(model, [made(model, use_amp=False, **fine)], 1)) == (
+        fine == {"ft_factor": 0}
+    )
 
 
-@pytest.mark.parametrize("query", ["torch.optim.AdamW", "torch.optim.adamw.AdamW", "AdamW", torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "query", ["torch.optim.AdamW", "torch.optim.adamw.AdamW", "AdamW", torch.optim.AdamW]
+)
 def test_optimizers_by_name_by_path_and_by_class(query: Any) -> None:
     assert type(made(optim_type=query).optimizer) is torch.optim.AdamW
 
@@ -116,7 +124,9 @@ def test_a_model_without_parameters() -> None:
 
 def test_averaging_needs_something_that_averages() -> None:
     made(distributed=True)  # one process, nothing to save
-    with pytest.raises(ValueError, match="Invalid distributed=True: Two does not average gradients"):
+    with pytest.raises(
+        ValueError, match="Invalid distributed=True: Two does not average gradients"
+    ):
         made(distributed=True, accum_grad=2)
 
 
@@ -148,7 +158,9 @@ def test_integers_of_numpy_are_step_numbers(number: Any) -> None:
     assert {type(each) for pair in scheduler.asked for each in pair} == {int}
 
 
-@pytest.mark.parametrize("asked", [math.nan, math.inf, -0.1, None, "much", "0.1", b"0.1", 10**400, 1e308])
+@pytest.mark.parametrize(
+    "asked", [math.nan, math.inf, -0.1, None, "much", "0.1", b"0.1", 10**400, 1e308]
+)
 def test_an_invalid_learning_rate_changes_nothing(asked: Any) -> None:
     model = Two()
     scheduler = made(model, use_amp=False, ft_factor=10)
@@ -176,8 +188,14 @@ def test_sparsity_is_checked_by_type_and_by_pair() -> None:
     scheduler = CubicDataScheduler(other, final=0.5, begin=0, end=4, every=2)
     for wrong, said in [
         ({"data_sparsifier": 3}, "Invalid data_sparsifier of type int"),
-        ({"data_sparsifier": sparsifier, "data_scheduler": 3}, "Invalid data_scheduler of type int"),
-        ({"data_sparsifier": sparsifier, "data_scheduler": scheduler}, "schedules another sparsifier"),
+        (
+            {"data_sparsifier": sparsifier, "data_scheduler": 3},
+            "Invalid data_scheduler of type int",
+        ),
+        (
+            {"data_sparsifier": sparsifier, "data_scheduler": scheduler},
+            "schedules another sparsifier",
+        ),
         ({"data_scheduler": scheduler}, "schedules another sparsifier"),
     ]:
         with pytest.raises(ValueError, match=said):
@@ -189,11 +207,21 @@ def test_sparsity_is_checked_by_type_and_by_pair() -> None:
     ("conf", "owns_them", "said"),
     [
         ({}, False, r"use_amp=True with float16.*amp_dtype=torch.bfloat16.*dense kernel"),
-        ({"use_amp": False, "accum_grad": 2}, False, r"Invalid accum_grad=2.*larger batches.*dense kernel"),
-        ({"use_amp": False}, True, r"Invalid grad_clip=1.0.*gradient_clipping.*updated_modules.*dense kernel"),
+        (
+            {"use_amp": False, "accum_grad": 2},
+            False,
+            r"Invalid accum_grad=2.*larger batches.*dense kernel",
+        ),
+        (
+            {"use_amp": False},
+            True,
+            r"Invalid grad_clip=1.0.*gradient_clipping.*updated_modules.*dense kernel",
+        ),
     ],
 )
-def test_arguments_that_fused_tables_do_not_allow(conf: dict[str, Any], owns_them: bool, said: str) -> None:
+def test_arguments_that_fused_tables_do_not_allow(
+    conf: dict[str, Any], owns_them: bool, said: str
+) -> None:
     with pytest.raises(ValueError, match=said) as raised:
         OptimConfig(**conf).check_fused(owns_them=owns_them)
     assert "updated inside every backward" in str(raised.value)
@@ -222,7 +250,11 @@ def test_parameters_that_torch_updates_inside_the_backward_are_refused() -> None
 
 def test_the_arguments_are_read_only() -> None:
     scheduler = made(accum_grad=np.int64(3), updated_modules="encoder", use_amp=False)
-    assert (scheduler.accum_grad, scheduler.updated_modules, scheduler.use_amp) == (3, ["encoder"], False)
+    assert (scheduler.accum_grad, scheduler.updated_modules, scheduler.use_amp) == (
+        3,
+        ["encoder"],
+        False,
+    )
     with pytest.raises(AttributeError):
         scheduler.accum_grad = 2
     with pytest.raises(FrozenInstanceError):
@@ -233,10 +265,14 @@ def test_what_a_model_is_wrapped_in_does_not_matter() -> None:
     model = Two()
     compiled = torch.compile(model, backend="eager")
     scheduler = Steady("SGD", {"lr": 0.1}, compiled, updated_modules="decoder", use_amp=False)
-    assert {id(p) for p in scheduler.optimizer.param_groups[0]["params"]} == {id(p) for p in model.decoder.parameters()}
+    assert {id(p) for p in scheduler.optimizer.param_groups[0]["params"]} == {
+        id(p) for p in model.decoder.parameters()
+    }
 
 
-@pytest.mark.parametrize("wrong", [{"d_model": value} for value in (math.inf, math.nan, 0, "8")], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"d_model": value} for value in (math.inf, math.nan, 0, "8")], ids=str
+)
 def test_schedules_check_their_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Invalid d_model="):
         Noamlr("SGD", {"lr": 0.1}, Two(), **wrong)

@@ -1,4 +1,5 @@
-"""Fused tables, which TorchRec updates inside the backward, next to other modules: one process, a real model."""
+"""Fused tables, which TorchRec updates inside the backward, next to other modules: one process, a
+real model."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = EmbeddingBagConfig(name="item", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["id"])
+        config = EmbeddingBagConfig(
+            name="item", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["id"]
+        )
         self.tables = EmbeddingBagCollection(tables=[config])
         self.over = nn.Linear(DIM, 1)
 
@@ -79,15 +82,21 @@ def steps(model: DistributedModelParallel, schedulers: list[Steady], first: int,
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_tables_take_the_learning_rate_of_their_owner(model: DistributedModelParallel, order: int) -> None:
+def test_the_tables_take_the_learning_rate_of_their_owner(
+    model: DistributedModelParallel, order: int
+) -> None:
     """The first one to be stepped runs the backward, which updates the other one's tables."""
     plain = Net()
     with torch.no_grad():
         for parameter, value in zip(
-            (plain.tables.embedding_bags["item"].weight, plain.over.weight), weights(model), strict=True
+            (plain.tables.embedding_bags["item"].weight, plain.over.weight),
+            weights(model),
+            strict=True,
         ):
             parameter.copy_(value)
-        plain.over.bias.copy_(next(value for name, value in model.named_parameters() if name.endswith("over.bias")))
+        plain.over.bias.copy_(
+            next(value for name, value in model.named_parameters() if name.endswith("over.bias"))
+        )
     pair = [made(model, "over", lr=0.1), made(model, "tables")][::order]
     groups = [{"params": plain.tables.parameters()}, {"params": plain.over.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.125)
@@ -142,10 +151,15 @@ def test_a_forward_outside_of_its_context_is_refused(
     with schedulers[0].forward_context(*numbers) if numbers else nullcontext():
         losses = model(ids_of(2))
     for scheduler in schedulers:
-        with pytest.raises(ValueError, match=r"was not in forward_context\(\). Run the model inside"):
+        with pytest.raises(
+            ValueError, match=r"was not in forward_context\(\). Run the model inside"
+        ):
             scheduler.step(losses, None, "a", 2, 1)
     assert same(before, weights(model)) == [True, True]
-    with pytest.raises(ValueError, match="Invalid epoch_num=None"), schedulers[0].forward_context(2):
+    with (
+        pytest.raises(ValueError, match="Invalid epoch_num=None"),
+        schedulers[0].forward_context(2),
+    ):
         pass
     steps(model, schedulers, 2, 2)
     assert same(before, weights(model)) == [False, False]

@@ -40,13 +40,24 @@ def fed(model: Words, schedulers: list[Any], steps: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("use_amp", [True, False])
 @pytest.mark.parametrize("accum_grad", [1, 3])
-def test_sparse_gradients_are_clipped_as_dense_ones(accum_grad: int, use_amp: bool, norm_type: float) -> None:
-    conf = {"accum_grad": accum_grad, "use_amp": use_amp, "grad_clip": 0.1, "grad_norm_type": norm_type, "scale": 128.0}
+def test_sparse_gradients_are_clipped_as_dense_ones(
+    accum_grad: int, use_amp: bool, norm_type: float
+) -> None:
+    conf = {
+        "accum_grad": accum_grad,
+        "use_amp": use_amp,
+        "grad_clip": 0.1,
+        "grad_norm_type": norm_type,
+        "scale": 128.0,
+    }
     weights = []
     for sparse in (True, False):
         model = Words(sparse)
         weights.append(fed(model, [Steady("SGD", {"lr": 0.5}, model, **conf)], 6))
-    assert all(torch.allclose(weights[0][name], value, rtol=1e-5, atol=1e-6) for name, value in weights[1].items())
+    assert all(
+        torch.allclose(weights[0][name], value, rtol=1e-5, atol=1e-6)
+        for name, value in weights[1].items()
+    )
     unclipped = Words(True)
     conf["grad_clip"] = None
     assert not same(weights[0], fed(unclipped, [Steady("SGD", {"lr": 0.5}, unclipped, **conf)], 6))
@@ -71,7 +82,14 @@ def test_sparse_adam_beside_adam(use_amp: bool) -> None:
 def test_a_batch_without_ids(sparse: bool, norm_type: float, use_amp: bool) -> None:
     """A sparse gradient without a row has no largest value."""
     model, log = Words(sparse), Log()
-    scheduler = Steady("SGD", {"lr": 0.1}, model, updated_modules="table", grad_norm_type=norm_type, use_amp=use_amp)
+    scheduler = Steady(
+        "SGD",
+        {"lr": 0.1},
+        model,
+        updated_modules="table",
+        grad_norm_type=norm_type,
+        use_amp=use_amp,
+    )
     before = copied(model)
     scheduler.step(model(torch.tensor([], dtype=torch.int64)), None, "a", 1, 1, log)
     assert same(before, copied(model)) and log.lines == []
@@ -106,11 +124,16 @@ def test_frozen_parameters(use_amp: bool) -> None:
 
 def test_one_of_two_is_frozen() -> None:
     model = Two()
-    pair = [Steady("SGD", {"lr": 0.1}, model, updated_modules=name) for name in ("encoder", "decoder")]
+    pair = [
+        Steady("SGD", {"lr": 0.1}, model, updated_modules=name) for name in ("encoder", "decoder")
+    ]
     model.encoder.requires_grad_(False)
     before = copied(model)
     got = train(model, pair, 2)
-    assert [name for name in got if torch.equal(got[name], before[name])] == ["encoder.0.weight", "encoder.0.bias"]
+    assert [name for name in got if torch.equal(got[name], before[name])] == [
+        "encoder.0.weight",
+        "encoder.0.bias",
+    ]
 
 
 def test_the_scale_grows_and_shrinks_as_in_torch() -> None:
@@ -126,14 +149,18 @@ def test_the_scale_grows_and_shrinks_as_in_torch() -> None:
     assert seen == [1, 2, 2, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("optim", [("Adam", {"fused": True}), ("Adagrad", {}), ("SGD", {"foreach": True})])
+@pytest.mark.parametrize(
+    "optim", [("Adam", {"fused": True}), ("Adagrad", {}), ("SGD", {"foreach": True})]
+)
 def test_optimizers_that_know_of_amp(optim: tuple[str, dict[str, Any]]) -> None:
     """GradScaler hands the scale and found_inf to fused optimizers."""
     name, conf = optim
     model, slow = Two(), Two()
     got = train(model, [Steady(name, {"lr": 0.1, **conf}, model)], 3)
     wanted = train(slow, [Steady(name, {"lr": 0.1, "foreach": False}, slow)], 3)
-    assert all(torch.allclose(got[key], value, rtol=1e-4, atol=1e-5) for key, value in wanted.items())
+    assert all(
+        torch.allclose(got[key], value, rtol=1e-4, atol=1e-5) for key, value in wanted.items()
+    )
 
 
 def test_the_context_of_the_forward() -> None:
@@ -166,7 +193,11 @@ def test_norms_are_torchs(norm_type: float) -> None:
     clip_gradients(parameters, norm, 0.1)
     nn.utils.clip_grad_norm_(copies, 0.1, norm_type)
     for copy, parameter in zip(copies[:-1], parameters[:-1], strict=True):
-        assert parameter.grad is not None and copy.grad is not None and torch.equal(parameter.grad, copy.grad)
+        assert (
+            parameter.grad is not None
+            and copy.grad is not None
+            and torch.equal(parameter.grad, copy.grad)
+        )
 
 
 def test_pieces_and_wholes_make_one_norm() -> None:

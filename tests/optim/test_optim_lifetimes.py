@@ -84,11 +84,14 @@ def test_a_replaced_scheduler_can_still_be_stepped() -> None:
 
 @pytest.mark.parametrize("modules", [[None], [["encoder", "decoder"]], ["encoder", "decoder"]])
 @pytest.mark.parametrize("different", [False, True])
-def test_leaves_beside_the_model_have_gradients_as_of_a_plain_backward(modules: list[Any], different: bool) -> None:
+def test_leaves_beside_the_model_have_gradients_as_of_a_plain_backward(
+    modules: list[Any], different: bool
+) -> None:
     model, weight, alone = Two(), nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(2.0))
     names = ["loss", "other"] if different else ["loss", "loss"]
     schedulers = [
-        made(model, updated_modules=part, optim_loss=name) for part, name in zip(modules, names, strict=False)
+        made(model, updated_modules=part, optim_loss=name)
+        for part, name in zip(modules, names, strict=False)
     ]
     found = model(batch(1))
     for name in dict.fromkeys(scheduler.optim_loss or "loss" for scheduler in schedulers):
@@ -106,7 +109,9 @@ def test_a_sparsifier_in_two_schedulers_is_refused() -> None:
     schedule = LinearDataScheduler(sparsifier, "sparsity_level", final=0.5, begin=0, end=2, every=1)
     parts = {"data_sparsifier": sparsifier, "data_scheduler": schedule}
     kept = made(model, updated_modules="encoder", **parts)
-    with pytest.raises(ValueError, match="Invalid data_sparsifier: another OptimScheduler of the model steps it"):
+    with pytest.raises(
+        ValueError, match="Invalid data_sparsifier: another OptimScheduler of the model steps it"
+    ):
         made(model, updated_modules="decoder", **parts)
     train(model, [kept, made(model, updated_modules="decoder")], 2)
     made(model, updated_modules="encoder", **parts)  # in the place of the first
@@ -119,7 +124,9 @@ def test_one_forward_has_one_precision() -> None:
     for scheduler in (low, plain):
         with scheduler.forward_context(1):
             assert model.decoder(torch.zeros(1, 6)).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"another OptimScheduler of the model has torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"another OptimScheduler of the model has torch\.bfloat16"
+    ):
         made(model, updated_modules="decoder", use_amp=True)
 
 
@@ -141,7 +148,9 @@ def test_numbers_of_a_configuration() -> None:
     model, same_model = Two(), Two()
     conf = {"accum_grad": np.int64(2), "step_per_update": np.int32(1), "grad_clip": np.float32(0.5)}
     scheduler = made(model, **conf, ft_factor=np.float32(0.5), grad_norm_type="inf")
-    other = made(same_model, accum_grad=2, grad_clip=0.5, ft_factor=0.5, grad_norm_type=float("inf"))
+    other = made(
+        same_model, accum_grad=2, grad_clip=0.5, ft_factor=0.5, grad_norm_type=float("inf")
+    )
     assert same(train(model, [scheduler], 4), train(same_model, [other], 4))
 
 
@@ -165,17 +174,23 @@ class Fails(torch.autograd.Function):
 @pytest.mark.parametrize("use_amp", [False, True])
 @pytest.mark.parametrize("names", [[None], ["encoder", "decoder"]])
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_backward_that_fails_leaves_no_gradients(at: int, names: list[Any], use_amp: bool) -> None:
-    """The decoder has gradients by then, the encoder has none. The rest of the real step makes its update."""
+def test_a_backward_that_fails_leaves_no_gradients(
+    at: int, names: list[Any], use_amp: bool
+) -> None:
+    """The decoder has gradients by then, the encoder has none. The rest of the real step makes its
+    update."""
     model, fresh = Two(), Two()
     pairs = [
-        [made(each, updated_modules=name, accum_grad=2, use_amp=use_amp) for name in names] for each in (model, fresh)
+        [made(each, updated_modules=name, accum_grad=2, use_amp=use_amp) for name in names]
+        for each in (model, fresh)
     ]
     for step_num in range(1, at + 1):
         if step_num < at:
             train(model, pairs[0], step_num, first=step_num)
             continue
-        failing = model.encoder.register_forward_hook(lambda module, args, result: Fails.apply(result))
+        failing = model.encoder.register_forward_hook(
+            lambda module, args, result: Fails.apply(result)
+        )
         losses = model(batch(step_num))
         with pytest.raises(MemoryError):
             pairs[0][0].step(losses, None, "a", step_num, 1)
@@ -188,7 +203,9 @@ def test_a_backward_that_fails_leaves_no_gradients(at: int, names: list[Any], us
 
 
 @pytest.mark.parametrize("use_amp", [False, True])
-def test_an_update_that_fails_leaves_no_gradients(use_amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_leaves_no_gradients(
+    use_amp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, fresh = Two(), Two()
     scheduler, plain = (made(each, use_amp=use_amp) for each in (model, fresh))
 
@@ -208,7 +225,9 @@ def test_copies_and_pickles_are_refused(copied_by: Any) -> None:
     model = Two()
     scheduler = made(model, accum_grad=2)
     train(model, [scheduler], 1)
-    with pytest.raises(TypeError, match=r"Steady can't be copied or pickled: .* load state_dict\(\)"):
+    with pytest.raises(
+        TypeError, match=r"Steady can't be copied or pickled: .* load state_dict\(\)"
+    ):
         copied_by(scheduler)
     train(model, [scheduler], 4, first=2)
 

@@ -1,6 +1,7 @@
 """Several OptimSchedulers of one model, in one process.
 
-The reference takes all gradients at the weights of the forward, each loss's for its own parameters, then steps.
+The reference takes all gradients at the weights of the forward, each loss's for its own parameters,
+then steps.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ def over(model: nn.Module, names: Any, **more: Any) -> Steady:
 
 
 def reference(plans: Sequence[dict[str, Any]], steps: int) -> dict[str, Tensor]:
-    """``plans``: module, loss, accum, every. Gradients of a step are all taken before any update."""
+    """``plans``: module, loss, accum, every. Gradients of a step are all taken before any
+    update."""
     model = Two()
-    optimizers = [torch.optim.SGD(model.get_submodule(plan["module"]).parameters(), LR) for plan in plans]
+    optimizers = [
+        torch.optim.SGD(model.get_submodule(plan["module"]).parameters(), LR) for plan in plans
+    ]
     for step_num in range(1, steps + 1):
         losses = model(batch(step_num))
         due = []
@@ -46,7 +50,9 @@ def reference(plans: Sequence[dict[str, Any]], steps: int) -> dict[str, Tensor]:
 
 
 def close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return all(torch.allclose(value, got[name], rtol=1e-5, atol=1e-7) for name, value in wanted.items())
+    return all(
+        torch.allclose(value, got[name], rtol=1e-5, atol=1e-7) for name, value in wanted.items()
+    )
 
 
 PLANS: dict[str, list[dict[str, Any]]] = {
@@ -55,9 +61,15 @@ PLANS: dict[str, list[dict[str, Any]]] = {
     "three": [{"module": "encoder.0"}, {"module": "decoder", "loss": "other"}, {"module": "norm"}],
     "other accumulation": [{"module": "encoder", "accum": 2}, {"module": "decoder", "accum": 3}],
     "one accumulates": [{"module": "encoder", "accum": 3}, {"module": "decoder"}],
-    "other accumulation and loss": [{"module": "encoder", "accum": 2}, {"module": "decoder", "loss": "other"}],
+    "other accumulation and loss": [
+        {"module": "encoder", "accum": 2},
+        {"module": "decoder", "loss": "other"},
+    ],
     "both accumulate": [{"module": "encoder", "accum": 2}, {"module": "decoder", "accum": 2}],
-    "not always due": [{"module": "encoder", "every": 2}, {"module": "decoder", "every": 3, "loss": "other"}],
+    "not always due": [
+        {"module": "encoder", "every": 2},
+        {"module": "decoder", "every": 3, "loss": "other"},
+    ],
     "one not always due": [{"module": "encoder"}, {"module": "decoder", "every": 2}],
     "all of it": [
         {"module": "encoder", "accum": 2, "every": 2},
@@ -67,7 +79,9 @@ PLANS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("plans", [plan for name, plan in PLANS.items() if name != "three"], ids=str)
+@pytest.mark.parametrize(
+    "plans", [plan for name, plan in PLANS.items() if name != "three"], ids=str
+)
 def test_two(plans: list[dict[str, Any]], turned: bool) -> None:
     model = Two()
     schedulers = [
@@ -104,7 +118,8 @@ def test_three_and_a_module_without_an_optimizer() -> None:
 
 @pytest.mark.parametrize("use_amp", [True, False])
 def test_parameters_in_common_share_no_forward(use_amp: bool) -> None:
-    """One that shares parameters has no part in another's steps, and torch refuses a second backward."""
+    """One that shares parameters has no part in another's steps, and torch refuses a second
+    backward."""
     model, alone = Two(), Two()
     first, second = over(model, None, use_amp=use_amp), over(model, "decoder", use_amp=use_amp)
     with first.forward_context(1):
@@ -115,7 +130,11 @@ def test_parameters_in_common_share_no_forward(use_amp: bool) -> None:
     assert same(copied(model), train(alone, [over(alone, None, use_amp=use_amp)], 1))
     before = copied(model)
     second.step(model(batch(2)), None, "b", 2, 1)
-    assert [name.split(".")[0] for name, value in copied(model).items() if not torch.equal(value, before[name])] == [
+    assert [
+        name.split(".")[0]
+        for name, value in copied(model).items()
+        if not torch.equal(value, before[name])
+    ] == [
         "decoder",
         "decoder",
     ]
@@ -129,7 +148,9 @@ def test_parameters_in_common_do_not_accumulate() -> None:
     grad = model.decoder.weight.grad
     assert grad is not None
     grad = grad.clone()
-    with pytest.raises(ValueError, match="has accumulated gradients in parameters that this one updates too"):
+    with pytest.raises(
+        ValueError, match="has accumulated gradients in parameters that this one updates too"
+    ):
         schedulers[1].step(model(batch(1)), None, "a", 1, 1)
     assert same(before, copied(model)) and torch.equal(grad, model.decoder.weight.grad)  # type: ignore[arg-type]
     train(model, schedulers[:1], 2, first=2)
@@ -145,13 +166,16 @@ def test_scales_that_differ_share_one_backward(accum_grad: int) -> None:
         model.decoder.weight.register_hook(served.append)
         conf = {"use_amp": True, "accum_grad": accum_grad}
         pair = [
-            over(model, name, scale=scale, **conf) for name, scale in zip(("encoder", "decoder"), scales, strict=True)
+            over(model, name, scale=scale, **conf)
+            for name, scale in zip(("encoder", "decoder"), scales, strict=True)
         ]
         results.append(train(model, pair, 4))
         assert len(served) == 4
         assert [scheduler.scaler.get_scale() for scheduler in pair] == list(scales)  # type: ignore[union-attr]
     assert all(
-        torch.allclose(value, other[name], atol=1e-3) for other in results[1:] for name, value in results[0].items()
+        torch.allclose(value, other[name], atol=1e-3)
+        for other in results[1:]
+        for name, value in results[0].items()
     )
     assert not same(results[0], copied(Two()))
 
@@ -160,12 +184,17 @@ def test_a_scaler_that_has_backed_off_is_not_overruled() -> None:
     """Its gradients would overflow at the scale of the other one, again and again."""
     model, log = Two(), Log()
     conf = {"use_amp": True, "grad_norm_type": float("inf")}
-    pair = [over(model, "encoder", scale=2.0**20, **conf), over(model, "decoder", scale=1.0, **conf)]
+    pair = [
+        over(model, "encoder", scale=2.0**20, **conf),
+        over(model, "decoder", scale=1.0, **conf),
+    ]
     before = copied(model)
     losses = {"loss": model.decoder(model.encoder(batch(1))).sum() * 1e36}
     for scheduler in pair:
         scheduler.step(losses, None, "a", 1, 1, log)
-    assert same(copied(model.encoder), {k[8:]: v for k, v in before.items() if k.startswith("encoder.")})
+    assert same(
+        copied(model.encoder), {k[8:]: v for k, v in before.items() if k.startswith("encoder.")}
+    )
     assert not torch.equal(model.decoder.weight, before["decoder.weight"])
     assert [scheduler.scaler.get_scale() for scheduler in pair] == [2.0**19, 1.0]  # type: ignore[union-attr]
     assert len(log.lines) == 1
@@ -177,8 +206,14 @@ def test_a_dict_each(accum_grad: int) -> None:
     got, wanted = Two(), Two()
     served: list[Any] = []
     got.encoder[0].weight.register_hook(served.append)
-    schedulers = [over(got, "encoder", accum_grad=accum_grad), over(got, "decoder", accum_grad=accum_grad)]
-    optimizers = [torch.optim.SGD(wanted.get_submodule(name).parameters(), LR) for name in ("encoder", "decoder")]
+    schedulers = [
+        over(got, "encoder", accum_grad=accum_grad),
+        over(got, "decoder", accum_grad=accum_grad),
+    ]
+    optimizers = [
+        torch.optim.SGD(wanted.get_submodule(name).parameters(), LR)
+        for name in ("encoder", "decoder")
+    ]
     for step_num in range(1, 5):
         for i, (scheduler, optimizer) in enumerate(zip(schedulers, optimizers, strict=True)):
             scheduler.step(got(batch(10 * i + step_num)), None, "a", step_num, 1)
@@ -194,10 +229,17 @@ def test_a_dict_each(accum_grad: int) -> None:
 @pytest.mark.parametrize("names", [("loss", "loss"), ("loss", "other")])
 @pytest.mark.parametrize("turned", [False, True])
 def test_one_that_is_stepped_now_and_then(turned: bool, names: tuple[str, str]) -> None:
-    """The first one's backward also computes the second one's gradients, whether or not it is stepped."""
+    """The first one's backward also computes the second one's gradients, whether or not it is
+    stepped."""
     got, wanted = Two(), Two()
-    schedulers = [over(got, "encoder", optim_loss=names[0]), over(got, "decoder", optim_loss=names[1])]
-    optimizers = [torch.optim.SGD(wanted.get_submodule(name).parameters(), LR) for name in ("encoder", "decoder")]
+    schedulers = [
+        over(got, "encoder", optim_loss=names[0]),
+        over(got, "decoder", optim_loss=names[1]),
+    ]
+    optimizers = [
+        torch.optim.SGD(wanted.get_submodule(name).parameters(), LR)
+        for name in ("encoder", "decoder")
+    ]
     for step_num in range(1, 10):
         now = schedulers if step_num % 3 == 0 else schedulers[:1]
         losses, theirs = got(batch(step_num)), wanted(batch(step_num))
@@ -232,7 +274,9 @@ def test_a_load_drops_gradients_taken_for_it() -> None:
     pair = [over(model, "encoder", optim_type="Adam"), over(model, "decoder")]
     train(model, pair, 2)
     weights, states = copied(model), [scheduler.state_dict() for scheduler in pair]
-    states = torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, states)
+    states = torch.utils._pytree.tree_map(
+        lambda v: v.clone() if isinstance(v, Tensor) else v, states
+    )
     wanted = train(model, pair, 3, first=3)
     losses = model(batch(4))
     pair[0].step(losses, None, "a", 4, 1)  # and the second is never stepped
@@ -269,7 +313,9 @@ def test_leaves_beside_the_model_accumulate(names: list[Any]) -> None:
     losses = {"loss": weight * model(batch(2))["loss"]}
     for scheduler in schedulers:
         scheduler.step(losses, None, "a", 2, 1)
-    assert weight.grad is not None and weight.grad.item() == pytest.approx(losses["loss"].item() / 2)
+    assert weight.grad is not None and weight.grad.item() == pytest.approx(
+        losses["loss"].item() / 2
+    )
 
 
 def test_models_do_not_mix() -> None:
@@ -283,7 +329,10 @@ def test_models_do_not_mix() -> None:
 def test_scalers_are_independent() -> None:
     """One loss overflows: the other optimizer steps, and its scale is unchanged."""
     model = Two()
-    one, other = over(model, "encoder", use_amp=True), over(model, "decoder", use_amp=True, optim_loss="other")
+    one, other = (
+        over(model, "encoder", use_amp=True),
+        over(model, "decoder", use_amp=True, optim_loss="other"),
+    )
     train(model, [one, other], 2)
     encoder, decoder = copied(model.encoder), copied(model.decoder)
     losses = model(batch(3))

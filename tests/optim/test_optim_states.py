@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_sparse import BaseDataScheduler, CubicDataScheduler, DataNormSparsifier, ExponentDecayLr, MaskEnforcer, Noamlr
+from dist_sparse import (
+    BaseDataScheduler,
+    CubicDataScheduler,
+    DataNormSparsifier,
+    ExponentDecayLr,
+    MaskEnforcer,
+    Noamlr,
+)
 from tests.optim.optim_loop import Steady, Two, copied, same, train
 
 
@@ -72,10 +79,16 @@ def corrupted(change: Callable[[dict[str, Any]], Any], state: dict[str, Any]) ->
         (lambda s: {**s, "optimizer": {}}, "KeyError: 'param_groups'"),
         (lambda s: {**s, "optimizer": None}, "The state does not fit"),
         (lambda s: {**s, "optimizer": {**s["optimizer"], "param_groups": []}}, "parameter group"),
-        (lambda s: {**s, "optimizer": Steady("SGD", {"lr": 0.1}, Two()).optimizer.state_dict()}, r"it lacks \['betas'"),
+        (
+            lambda s: {**s, "optimizer": Steady("SGD", {"lr": 0.1}, Two()).optimizer.state_dict()},
+            r"it lacks \['betas'",
+        ),
         (
             lambda s: turned(s),
-            r"of other parameters: exp_avg of number 0 has the shape \(3, 6\), the parameter \(6, 4\)",
+            (
+                r"of other parameters: exp_avg of number 0 has the shape \(3, 6\), the parameter"
+                r" \(6, 4\)"
+            ),
         ),
         (lambda s: {**s, "scaler": {**s["scaler"], "scale": math.nan}}, "Invalid scale=nan"),
         (lambda s: {**s, "scaler": {**s["scaler"], "scale": 0.0}}, "Invalid scale=0.0"),
@@ -106,7 +119,9 @@ def test_a_bad_state_changes_nothing(change: Callable[[dict[str, Any]], Any], sa
 OF_TORCH = sorted(
     name
     for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS")
 )
 
 
@@ -152,9 +167,13 @@ def test_foreign_keys_of_the_groups_are_not_required(own: Callable[[Any], Any]) 
 
 def test_a_size_of_1_does_not_fit_any_size() -> None:
     small, large = nn.Linear(3, 1, bias=False), nn.Linear(3, 2, bias=False)
-    saved, scheduler = (Steady("Adam", {"lr": 0.1}, model, use_amp=False) for model in (small, large))
+    saved, scheduler = (
+        Steady("Adam", {"lr": 0.1}, model, use_amp=False) for model in (small, large)
+    )
     saved.step({"loss": small(torch.ones(1, 3)).sum()}, None, "a", 1, 1)
-    with pytest.raises(ValueError, match=r"exp_avg of number 0 has the shape \(1, 3\), the parameter \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"exp_avg of number 0 has the shape \(1, 3\), the parameter \(2, 3\)"
+    ):
         scheduler.load_state_dict(saved.state_dict())
 
 
@@ -175,25 +194,34 @@ def sparse(model: Net, **more: Any) -> Any:
     sparsifier.add_model(model, include=["table"])
     curve = CubicDataScheduler(sparsifier, "sparsity_level", final=0.5, begin=1, end=4, every=1)
     scheduler = Steady(
-        "Adagrad", {"lr": 0.1}, model, data_sparsifier=sparsifier, data_scheduler=curve, use_amp=False, **more
+        "Adagrad",
+        {"lr": 0.1},
+        model,
+        data_sparsifier=sparsifier,
+        data_scheduler=curve,
+        use_amp=False,
+        **more,
     )
     MaskEnforcer(sparsifier).attach(scheduler.optimizer)
     return scheduler
 
 
 def sparse_steps(scheduler: Any, steps: int, first: int = 1) -> list[tuple[float, int, int]]:
-    """After each step: zeros in the table, the data scheduler's step, how often the sparsifier has stepped."""
+    """After each step: zeros in the table, the data scheduler's step, how often the sparsifier has
+    stepped."""
     seen = []
     for step_num in range(first, steps + 1):
         scheduler.step(scheduler.model(step_num), None, "a", step_num, 1)
         zeros = float((scheduler.model.table.weight == 0).float().mean())
-        seen.append((zeros, scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier.step_count))
+        seen.append(
+            (zeros, scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier.step_count)
+        )
     return seen
 
 
 def test_sparsity_is_part_of_the_step() -> None:
-    """Optimizer, then sparsifier, then scheduler: the sparsifier uses the level that the scheduler last set, on
-    the weights that the optimizer has just written, and pruned weights stay zero."""
+    """Optimizer, then sparsifier, then scheduler: the sparsifier uses the level that the scheduler
+    last set, on the weights that the optimizer has just written, and pruned weights stay zero."""
     scheduler = sparse(Net())
     order: list[str] = []
     scheduler.optimizer.register_step_post_hook(lambda *args: order.append("optimizer"))
@@ -207,7 +235,8 @@ def test_sparsity_is_part_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "wanted"), [({"accum_grad": 2}, [2, 4, 6]), ({"step_per_update": 3}, [3, 6]), ({}, [1, 2, 3, 4, 5, 6])]
+    ("more", "wanted"),
+    [({"accum_grad": 2}, [2, 4, 6]), ({"step_per_update": 3}, [3, 6]), ({}, [1, 2, 3, 4, 5, 6])],
 )
 def test_sparsity_moves_on_real_steps_only(more: dict[str, int], wanted: list[int]) -> None:
     counts = [row[2] for row in sparse_steps(sparse(Net(), **more), 6)]
@@ -219,7 +248,11 @@ def test_a_skipped_step_counts_nowhere(bad: float) -> None:
     scheduler = sparse(Net())
     sparse_steps(scheduler, 2)
     before = scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier.step_count
-    loss = scheduler.model(3)["loss"] * bad if bad else (scheduler.model.over.bias.detach().requires_grad_() * 1).sum()
+    loss = (
+        scheduler.model(3)["loss"] * bad
+        if bad
+        else (scheduler.model.over.bias.detach().requires_grad_() * 1).sum()
+    )
     scheduler.step({"loss": loss}, None, "a", 3, 1)
     assert (scheduler.data_scheduler.last_epoch, scheduler.data_sparsifier.step_count) == before
 
@@ -243,17 +276,28 @@ def test_a_state_without_its_sparsity_changes_nothing(name: str) -> None:
     scheduler = sparse(Net())
     sparse_steps(scheduler, 3)
     state = scheduler.state_dict()
-    before = repr(state["optimizer"]), scheduler.data_sparsifier.fingerprint(), scheduler.data_scheduler.last_epoch
+    before = (
+        repr(state["optimizer"]),
+        scheduler.data_sparsifier.fingerprint(),
+        scheduler.data_scheduler.last_epoch,
+    )
     other = sparse(Net(seed=1))
     sparse_steps(other, 4)
     theirs = other.state_dict()
     broken = theirs["data_sparsifier"].copy()
     broken["sharded"] = {}
-    for wrong in ({k: v for k, v in theirs.items() if k != name}, {**theirs, "data_sparsifier": broken}):
+    for wrong in (
+        {k: v for k, v in theirs.items() if k != name},
+        {**theirs, "data_sparsifier": broken},
+    ):
         with pytest.raises((ValueError, RuntimeError)):
             scheduler.load_state_dict(wrong)
         now = repr(scheduler.state_dict()["optimizer"])
-        assert (now, scheduler.data_sparsifier.fingerprint(), scheduler.data_scheduler.last_epoch) == before
+        assert (
+            now,
+            scheduler.data_sparsifier.fingerprint(),
+            scheduler.data_scheduler.last_epoch,
+        ) == before
 
 
 def everything(scheduler: Any) -> tuple[str, str, Tensor, str]:
@@ -292,14 +336,19 @@ def test_a_load_that_a_users_scheduler_refuses_changes_nothing() -> None:
         model = Net(seed)
         sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, 2))
         sparsifier.add_model(model, include=["table"])
-        parts: dict[str, Any] = {"data_sparsifier": sparsifier, "data_scheduler": Written(sparsifier, "sparsity_level")}
+        parts: dict[str, Any] = {
+            "data_sparsifier": sparsifier,
+            "data_scheduler": Written(sparsifier, "sparsity_level"),
+        }
         pair.append(Steady("Adagrad", {"lr": 0.1}, model, use_amp=False, **parts))
     scheduler, other = pair
     sparse_steps(scheduler, 2)
     sparse_steps(other, 5)
     state, before = other.state_dict(), everything(scheduler)
     with pytest.raises(ValueError, match="last_epoch"):
-        scheduler.load_state_dict({**state, "data_scheduler": {**state["data_scheduler"], "last_epoch": "5"}})
+        scheduler.load_state_dict(
+            {**state, "data_scheduler": {**state["data_scheduler"], "last_epoch": "5"}}
+        )
     after = everything(scheduler)
     assert torch.equal(before[2], after[2]) and before[:2] + before[3:] == after[:2] + after[3:]
     scheduler.load_state_dict(state)
@@ -310,7 +359,9 @@ def test_masks_hold_under_amp_and_clipping() -> None:
     model = Net()
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
     sparsifier.add_model(model, include=["table"])
-    scheduler = Steady("Adam", {"lr": 0.1}, model, data_sparsifier=sparsifier, grad_clip=0.1, scale=128.0)
+    scheduler = Steady(
+        "Adam", {"lr": 0.1}, model, data_sparsifier=sparsifier, grad_clip=0.1, scale=128.0
+    )
     MaskEnforcer(sparsifier).attach(scheduler.optimizer)
     for step_num in range(1, 6):
         with scheduler.forward_context(step_num):

@@ -25,16 +25,26 @@ DTYPES: Any = ("fp32", "fp16", "int8", "int4")
 def two() -> tuple[nn.Module, list[ShardedData]]:
     """Two tables of one width, and one of an odd one."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({"user": nn.Embedding(70, 24), "item": nn.Embedding(33, 24), "odd": nn.EmbeddingBag(40, 7)})
+    model = nn.ModuleDict(
+        {"user": nn.Embedding(70, 24), "item": nn.Embedding(33, 24), "odd": nn.EmbeddingBag(40, 7)}
+    )
     return model, model_source(model).locate()
 
 
-def check(candidate: Candidate, model: nn.Module, tables: Any, path: Path, sparse: Any = None) -> None:
+def check(
+    candidate: Candidate, model: nn.Module, tables: Any, path: Path, sparse: Any = None
+) -> None:
     manifest = export(model, sparse, path, dtype=candidate.dtype).manifest
-    assert candidate.file_bytes(tables) == manifest.bytes == (path / "tables.safetensors").stat().st_size, candidate
+    assert (
+        candidate.file_bytes(tables)
+        == manifest.bytes
+        == (path / "tables.safetensors").stat().st_size
+    ), candidate
     written = [table.bytes for table in manifest.tables.values()]
     served = candidate.served_bytes(tables)
-    assert served.index == sum(2 * each.index for each in written), "in memory each word has a count"
+    assert served.index == sum(2 * each.index for each in written), (
+        "in memory each word has a count"
+    )
     assert served.scales == sum(each.scales for each in written)
     assert served.total == served.bases + served.index // 2 + sum(each.after for each in written)
 
@@ -54,7 +64,13 @@ def test_dense_and_rows_in_every_dtype(tmp_path: Path) -> None:
     levels = {"user": 0.75, "odd": 0.3}
     sparsifier = masked(model, levels, "row")
     for dtype in DTYPES:
-        check(Candidate(dtype=dtype, levels=levels), model, tables, tmp_path / f"{dtype}-rows", sparsifier)
+        check(
+            Candidate(dtype=dtype, levels=levels),
+            model,
+            tables,
+            tmp_path / f"{dtype}-rows",
+            sparsifier,
+        )
     assert Candidate(levels=levels).shape(tables[0]) == (18, 24), "round(52.5) rows are removed"
 
 
@@ -64,14 +80,22 @@ def test_blocks_within_rows_save_nothing(dtype: Any, tmp_path: Path) -> None:
     model, tables = two()
     with torch.no_grad():
         model["user"].weight[:, :8] = 9.0  # type: ignore[index]
-    check(Candidate(dtype=dtype), model, tables, tmp_path / "a", masked(model, {"user": 0.6}, "1x4"))
+    check(
+        Candidate(dtype=dtype), model, tables, tmp_path / "a", masked(model, {"user": 0.6}, "1x4")
+    )
 
 
 def narrowed(groups: Any) -> tuple[nn.Module, list[ShardedData]]:
     """The model with a third of the columns of two tables, and its tables as they were."""
     model, tables = two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how: Any = {"level": 1 - 0.3, "block": "col", "schedule": "one_shot", "exclude": "odd", "rotate": groups}
+    how: Any = {
+        "level": 1 - 0.3,
+        "block": "col",
+        "schedule": "one_shot",
+        "exclude": "odd",
+        "rotate": groups,
+    }
     sparse = sparsify(model, optimizer, end=1, **how)
     sparse.step()
     return compact(model, sparse), tables
@@ -82,7 +106,9 @@ def test_narrow_tables(tmp_path: Path) -> None:
     model, tables = narrowed(groups)
     for dtype in DTYPES:
         candidate = Candidate(dtype=dtype, columns=0.3, groups=groups)
-        assert [candidate.shape(table) for table in tables] == [(70, 8), (33, 8), (40, 7)], "of 7 columns"
+        assert [candidate.shape(table) for table in tables] == [(70, 8), (33, 8), (40, 7)], (
+            "of 7 columns"
+        )
         check(candidate, model, tables, tmp_path / dtype)
 
 
@@ -96,7 +122,11 @@ def test_tables_that_are_turned_back(tmp_path: Path) -> None:
 
 
 def test_small_dense_tables() -> None:
-    tables = [TableShape("a", (100, 64)), TableShape("b", (10, 16), torch.float16), TableShape("c", (10, 2))]
+    tables = [
+        TableShape("a", (100, 64)),
+        TableShape("b", (10, 16), torch.float16),
+        TableShape("c", (10, 2)),
+    ]
     small = Candidate(dtype="int8", columns=12 / 64)
     assert [small.shape(table) for table in tables] == [(100, 12), (10, 4), (10, 2)]
     assert small.served_bytes(tables).total == 100 * 16 + 10 * 8 + 10 * 6
@@ -105,11 +135,17 @@ def test_small_dense_tables() -> None:
 
 def test_one_row_stays_below_level_1() -> None:
     tables = [TableShape("a", (10, 4))]
-    assert [Candidate(levels={"a": level}).shape(tables[0])[0] for level in (0.0, 0.99, 1.0)] == [10, 1, 0]
+    assert [Candidate(levels={"a": level}).shape(tables[0])[0] for level in (0.0, 0.99, 1.0)] == [
+        10,
+        1,
+        0,
+    ]
 
 
 def test_through_json() -> None:
-    candidate = Candidate(dtype="int8", columns=0.25, groups=(("a", "b"), ("c",)), levels={"d": 0.5})
+    candidate = Candidate(
+        dtype="int8", columns=0.25, groups=(("a", "b"), ("c",)), levels={"d": 0.5}
+    )
     read = Candidate(**json.loads(json.dumps(asdict(candidate))))
     assert read == candidate and hash(read) == hash(candidate)
     assert str(read) == "int8, 25.0% of the columns, rotated, d without 50.0% of its rows"

@@ -45,7 +45,9 @@ def test_each_method_uses_what_a_budget_holds() -> None:
         evaluated.append(model.weight.clone())  # type: ignore[operator]
         return error(model)
 
-    result = frontier(model, evaluate, budgets=[0.5, 0.1], lower_is_better=["error"], tolerance=0.01)
+    result = frontier(
+        model, evaluate, budgets=[0.5, 0.1], lower_is_better=["error"], tolerance=0.01
+    )
     assert torch.equal(model.weight, before) and torch.equal(evaluated[0], before)
     assert result.table_bytes == 400 * 16 * 4 and result.full == {"error": 0.0, "fit": 1.0}
     assert {point.method for point in result.points if point.budget == 0.5} == {
@@ -55,7 +57,11 @@ def test_each_method_uses_what_a_budget_holds() -> None:
         bytes_ = point.measured.bytes
         candidate = point.measured.attempt.candidate
         assert bytes_ <= point.budget * result.table_bytes
-        [served] = [rows for rows, each in zip(evaluated[1:], result.trials, strict=True) if each is point.measured]
+        [served] = [
+            rows
+            for rows, each in zip(evaluated[1:], result.trials, strict=True)
+            if each is point.measured
+        ]
         with serving(model, candidate):
             assert torch.equal(model.weight, served)
         if point.method == "rows":
@@ -66,11 +72,26 @@ def test_each_method_uses_what_a_budget_holds() -> None:
 
 
 def test_the_recommendation() -> None:
-    """int4 where that is enough; columns in a rotated basis where few hold everything; and a word if nothing is."""
+    """int4 where that is enough; columns in a rotated basis where few hold everything; and a word
+    if nothing is."""
     for rank, tolerance, expected in (
         (16, 0.5, "Use int4: 18.8% of the bytes"),
-        (4, 0.2, "Remove 75.0% of the rotated columns during training, and serve it as int4: 10.4% of the bytes"),
-        (16, 1e-9, "Nothing comes within 1e-09 of the error 0.0000 of the whole model; nearest is this: Use fp16"),
+        (
+            4,
+            0.2,
+            (
+                "Remove 75.0% of the rotated columns during training, and serve it as int4: 10.4%"
+                " of the bytes"
+            ),
+        ),
+        (
+            16,
+            1e-9,
+            (
+                "Nothing comes within 1e-09 of the error 0.0000 of the whole model; nearest is"
+                " this: Use fp16"
+            ),
+        ),
     ):
         model = table(rank)
         result = frontier(
@@ -98,18 +119,27 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
         trained.append(("rows", share))
         return nn.EmbeddingBag(int(400 * share), 16), lambda model: {"error": 9.0, "fit": 0.0}
 
-    options = {"train": {"columns": columns, "rows": rows}, "methods": ["small", "hashed", "rows"], "out": tmp_path}
+    options = {
+        "train": {"columns": columns, "rows": rows},
+        "methods": ["small", "hashed", "rows"],
+        "out": tmp_path,
+    }
     points = found(model, budgets=[0.2, 0.1], **options)
     assert points[0.2, "small"] == 400 * (8 + 4) and points[0.1, "small"] == 400 * (2 + 4)
     assert 0.99 * 2560 < points[0.1, "hashed"] <= 2560
     assert sorted(trained) == [("columns", 0.25), ("columns", 0.5), ("rows", 0.1 / 0.1875)]
     trained.clear()
-    assert found(model, budgets=[0.2, 0.1], **options) == points and trained == []  # read from trials.jsonl
+    assert (
+        found(model, budgets=[0.2, 0.1], **options) == points and trained == []
+    )  # read from trials.jsonl
     written = (tmp_path / "trials.jsonl").read_text()
-    (tmp_path / "trials.jsonl").write_text("3\n{}\n" + written[:-40])  # other lines; interrupted in the last one
+    (tmp_path / "trials.jsonl").write_text(
+        "3\n{}\n" + written[:-40]
+    )  # other lines; interrupted in the last one
     assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
     assert (
-        json.loads((tmp_path / "frontier.json").read_text())["recommendation"] in (tmp_path / "frontier.md").read_text()
+        json.loads((tmp_path / "frontier.json").read_text())["recommendation"]
+        in (tmp_path / "frontier.md").read_text()
     )
     drawn = (tmp_path / "frontier.svg").read_text()
     assert "the model as it is" in drawn and "hashed rows" in drawn
@@ -123,15 +153,27 @@ def test_a_plan_is_measured(tmp_path: Path) -> None:
     """All that fits, but smaller dense tables, the best first; exactly the bytes of the plan."""
     model = table(4)
     planned = plan(model, "20%", rotate="table", cold="weight")
-    result = measure_plan(model, error_of(model), planned, lower_is_better=["error"], tolerance=0.01, out=tmp_path)
-    expected = {c.candidate: c.served.total for c in planned.choices if c.fits and c.kind != "small"}
-    assert {p.measured.attempt.candidate: p.measured.bytes for p in result.points} == expected and len(expected) > 3
+    result = measure_plan(
+        model, error_of(model), planned, lower_is_better=["error"], tolerance=0.01, out=tmp_path
+    )
+    expected = {
+        c.candidate: c.served.total for c in planned.choices if c.fits and c.kind != "small"
+    }
+    assert {
+        p.measured.attempt.candidate: p.measured.bytes for p in result.points
+    } == expected and len(expected) > 3
     losses = [result.loss(point.measured) for point in result.points]
     assert losses == sorted(losses) and result.recommended is not None
     assert result.recommended.measured.attempt.candidate.groups == (("weight",),)
-    whole = measure_plan(model, error_of(model), plan(model, 10**9), lower_is_better=["error"], tolerance=0.1)
-    assert "100.0%" in str(whole) and whole.recommendation.startswith("Use int4"), "fp16 is as good, in more bytes"
-    with pytest.raises(ValueError, match=r"must be of all tables of the model; .*'other', 'weight'"):
+    whole = measure_plan(
+        model, error_of(model), plan(model, 10**9), lower_is_better=["error"], tolerance=0.1
+    )
+    assert "100.0%" in str(whole) and whole.recommendation.startswith("Use int4"), (
+        "fp16 is as good, in more bytes"
+    )
+    with pytest.raises(
+        ValueError, match=r"must be of all tables of the model; .*'other', 'weight'"
+    ):
         measure_plan(model, error_of(model), plan({"other": (400, 16)}, "20%"))
 
 
@@ -144,9 +186,16 @@ def test_untouched_rows_of_a_plan_are_called_so() -> None:
     optimizer.step()
     before = model(touched).detach()
     planned = plan(model, "10%", optimizer=optimizer)
-    result = measure_plan(model, lambda model: {"loss": float((model(touched).detach() - before).abs().max())}, planned)
+    result = measure_plan(
+        model,
+        lambda model: {"loss": float((model(touched).detach() - before).abs().max())},
+        planned,
+    )
     assert {point.method for point in result.points} == {"untouched"}
-    assert "Remove the rows that training has never touched, and serve it as int8" in result.recommendation
+    assert (
+        "Remove the rows that training has never touched, and serve it as int8"
+        in result.recommendation
+    )
 
 
 def test_errors(tmp_path: Path) -> None:
@@ -179,27 +228,52 @@ def test_errors(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = tmp_path / "entry.py"
     entry.write_text(
-        "from tests.planning.test_frontier import error_of, table\n\n\n"
-        "def measured(columns=1.0):\n    model = table(2, round(16 * columns))\n    return model, error_of(model)\n\n\n"
-        "def stopped():\n    model = table(2)\n    evaluate, calls = error_of(model), []\n"
-        "    def third(model):\n        calls.append(1)\n        if len(calls) == 3:\n"
-        "            raise KeyboardInterrupt\n        return evaluate(model)\n    return model, third\n"
+        "from tests.planning.test_frontier import error_of, table\n\n\ndef measured(columns=1.0):\n"
+        "    model = table(2, round(16 * columns))\n    return model, error_of(model)\n\n\ndef"
+        " stopped():\n    model = table(2)\n    evaluate, calls = error_of(model), []\n    def"
+        " third(model):\n        calls.append(1)\n        if len(calls) == 3:\n            raise"
+        " KeyboardInterrupt\n        return evaluate(model)\n    return model, third\n"
     )
-    words = ["frontier", f"{entry}:measured", "--budget", "20%", "--method", "small", "--method", "bits"]
+    words = [
+        "frontier",
+        f"{entry}:measured",
+        "--budget",
+        "20%",
+        "--method",
+        "small",
+        "--method",
+        "bits",
+    ]
     assert main([*words, "--less", "error", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [point["measured"]["attempt"]["method"] for point in told["points"]] == ["small", "bits"]
-    assert main(["plan", words[1], "--budget", "20%", "--measure", "--less", "error", "--json"]) == 0
+    assert (
+        main(["plan", words[1], "--budget", "20%", "--measure", "--less", "error", "--json"]) == 0
+    )
     told = json.loads(capsys.readouterr().out)
-    assert told["plan"]["budget"] == 5120 and told["measured"]["points"][0]["measured"]["bytes"] <= 5120
+    assert (
+        told["plan"]["budget"] == 5120
+        and told["measured"]["points"][0]["measured"]["bytes"] <= 5120
+    )
     with pytest.raises(SystemExit):
         main(["plan", words[1], "--measure"])
     assert "--budget" in capsys.readouterr().err
-    kept = ["--budget", "20%", "--method", "rows", "--less", "error", "--out", str(tmp_path / "out")]
+    kept = [
+        "--budget",
+        "20%",
+        "--method",
+        "rows",
+        "--less",
+        "error",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(["frontier", f"{entry}:stopped", *kept]) == 130
     assert capsys.readouterr().err.endswith("dist-sparse: interrupted\n")
     assert main(["frontier", f"{entry}:measured", *kept, "--json"]) == 0
     trials = json.loads(capsys.readouterr().out)["trials"]
-    assert len((tmp_path / "out" / "trials.jsonl").read_text().splitlines()) == len(trials), "none is measured twice"
+    assert len((tmp_path / "out" / "trials.jsonl").read_text().splitlines()) == len(trials), (
+        "none is measured twice"
+    )
     assert main([*words, "--metric", "auc"]) == 1
     assert "Invalid --metric='auc'" in capsys.readouterr().err

@@ -22,7 +22,10 @@ GROUPS: Any = [["user", "item"]]
 
 def used(answer: Plan) -> list[tuple[str, str, int]]:
     """Kind, dtype and columns of the first table of what is recommended."""
-    return [(c.kind, c.candidate.dtype, c.candidate.shape(answer.tables[0])[1]) for c in answer.recommended]
+    return [
+        (c.kind, c.candidate.dtype, c.candidate.shape(answer.tables[0])[1])
+        for c in answer.recommended
+    ]
 
 
 @pytest.mark.parametrize(
@@ -31,22 +34,37 @@ def used(answer: Plan) -> list[tuple[str, str, int]]:
         ("100%", [], []),
         ("50%", [("full", "int8", 64)], [("full", "int8", 64)]),
         ("27%", [("full", "int8", 64)], [("full", "int8", 64)]),
-        ("20%", [("full", "int4", 64), ("columns", "int8", 44)], [("full", "int4", 64), ("small", "int8", 44)]),
+        (
+            "20%",
+            [("full", "int4", 64), ("columns", "int8", 44)],
+            [("full", "int4", 64), ("small", "int8", 44)],
+        ),
         (
             "9.4%",
-            [("columns", "int8", 20), ("columns", "int4", 40), ("small", "int8", 20), ("small", "int4", 40)],
+            [
+                ("columns", "int8", 20),
+                ("columns", "int4", 40),
+                ("small", "int8", 20),
+                ("small", "int4", 40),
+            ],
             [("small", "int8", 20), ("small", "int4", 40)],
         ),
         (
             "4.7%",
-            [("columns", "int8", 8), ("columns", "int4", 16), ("small", "int8", 8), ("small", "int4", 16)],
+            [
+                ("columns", "int8", 8),
+                ("columns", "int4", 16),
+                ("small", "int8", 8),
+                ("small", "int4", 16),
+            ],
             [("small", "int8", 8), ("small", "int4", 16)],
         ),
         ("1%", [], []),
     ],
 )
 def test_the_measured_rules(budget: str, towers: Any, others: Any) -> None:
-    """Those of a table of 64 columns, for two towers and for models that may read their tables otherwise."""
+    """Those of a table of 64 columns, for two towers and for models that may read their tables
+    otherwise."""
     assert used(plan(TOWERS, budget, rotate=GROUPS)) == towers
     assert used(plan(TOWERS, budget)) == others
     turned = plan(TOWERS, budget, rotate="table")
@@ -56,7 +74,8 @@ def test_the_measured_rules(budget: str, towers: Any, others: Any) -> None:
 
 @pytest.mark.parametrize("budget", ["13%", "9.4%", "6.9%", "4.7%", "2.5%"])
 def test_columns_or_small_tables_is_no_fixed_verdict(budget: str) -> None:
-    """As frontier() does, at every budget: both are to be measured, and the reason says what decides."""
+    """As frontier() does, at every budget: both are to be measured, and the reason says what
+    decides."""
     answer = plan(TOWERS, budget, rotate=GROUPS)
     assert {kind for kind, *_ in used(answer)} == {"columns", "small"}
     for what in ("interactions per item", "passes over the data", "compute", "Measure both"):
@@ -73,7 +92,10 @@ def test_what_fits_is_the_most_that_fits() -> None:
             if choice.kind in ("small", "columns"):
                 more = replace(choice.candidate, columns=choice.candidate.columns + 4 / 64)
             elif choice.kind == "rows":
-                more = replace(choice.candidate, levels={"cross": choice.candidate.levels["cross"] - 2 / 500_000})
+                more = replace(
+                    choice.candidate,
+                    levels={"cross": choice.candidate.levels["cross"] - 2 / 500_000},
+                )
             else:
                 continue
             assert more.served_bytes(answer.tables).total > answer.budget
@@ -83,16 +105,26 @@ def test_rows_of_cold_tables_below_5_percent() -> None:
     assert all(choice.kind != "rows" for choice in plan(CROSSED, "3%").choices)
     below = plan(CROSSED, "3%", cold="cross")
     assert used(below) == [("small", "int4", 4), ("rows", "int8", 4), ("rows", "int8", 8)]
-    assert [list(choice.candidate.levels) for choice in below.recommended] == [[], ["cross"], ["cross"]]
+    assert [list(choice.candidate.levels) for choice in below.recommended] == [
+        [],
+        ["cross"],
+        ["cross"],
+    ]
     assert "rows" not in {kind for kind, *_ in used(plan(CROSSED, "6%", cold="cross"))}
-    assert used(plan(TOWERS, "1.2%", cold="item")) == [("rows", "int4", 4)], "no table of all rows is that small"
+    assert used(plan(TOWERS, "1.2%", cold="item")) == [("rows", "int4", 4)], (
+        "no table of all rows is that small"
+    )
 
 
 def test_small_tables_are_not_turned_back() -> None:
     """Their basis would take more than they lose."""
     answer = plan({"user": (30_000, 64), "country": (4, 64)}, "9.4%", rotate="table", cold="user")
-    assert {choice.candidate.groups for choice in answer.choices if choice.kind == "columns"} == {(("user",),)}
-    assert plan({"user": (30_000, 64), "country": (4, 64)}, "3%", rotate="table", cold="country").choices
+    assert {choice.candidate.groups for choice in answer.choices if choice.kind == "columns"} == {
+        (("user",),)
+    }
+    assert plan(
+        {"user": (30_000, 64), "country": (4, 64)}, "3%", rotate="table", cold="country"
+    ).choices
 
 
 def test_nothing_fits() -> None:
@@ -113,7 +145,10 @@ def trained(optimizer: Any) -> tuple[Crossed, torch.optim.Optimizer]:
     model = Crossed()
     stepping = optimizer(model.parameters(), lr=0.1)
     for _ in range(2):
-        (model.user(torch.arange(50)[None]).sum() + model.cross(torch.arange(0, 1000, 4)[None]).sum()).backward()
+        (
+            model.user(torch.arange(50)[None]).sum()
+            + model.cross(torch.arange(0, 1000, 4)[None]).sum()
+        ).backward()
         stepping.step()
     return model, stepping
 
@@ -128,14 +163,31 @@ def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     assert "750 of 1,000 rows of cross. Removing them is lossless." in str(answer)
     users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
     before = model.user(users), model.cross(crossed)
-    assert paste(answer, 1, model, optimizer, tmp_path)["sparse"].sparsifier.full_mask("cross").any(1).sum() == 250
-    assert torch.equal(model.user(users), before[0]) and torch.equal(model.cross(crossed), before[1])
+    assert (
+        paste(answer, 1, model, optimizer, tmp_path)["sparse"]
+        .sparsifier.full_mask("cross")
+        .any(1)
+        .sum()
+        == 250
+    )
+    assert torch.equal(model.user(users), before[0]) and torch.equal(
+        model.cross(crossed), before[1]
+    )
 
 
-def paste(answer: Plan, place: int, model: nn.Module, optimizer: Any, folder: Path) -> dict[str, Any]:
-    """Run what a plan prints for a recommended choice; the artifact takes the bytes that were planned."""
+def paste(
+    answer: Plan, place: int, model: nn.Module, optimizer: Any, folder: Path
+) -> dict[str, Any]:
+    """Run what a plan prints for a recommended choice; the artifact takes the bytes that were
+    planned."""
     code = str(answer).split(f"\n\n{place}. ")[1].split("\n\n")[0].partition("\n")[2]
-    names = {"model": model, "optimizer": optimizer, "sparsify": sparsify, "compact": compact, "export": export}
+    names = {
+        "model": model,
+        "optimizer": optimizer,
+        "sparsify": sparsify,
+        "compact": compact,
+        "export": export,
+    }
     exec(code.replace('"served"', repr(str(folder / "served"))), names)
     planned = answer.recommended[place - 1].candidate.file_bytes(answer.tables)
     assert (folder / "served" / "tables.safetensors").stat().st_size == planned
@@ -160,7 +212,9 @@ def test_what_is_printed_fits_tables_of_a_few_rows(tmp_path: Path) -> None:
 
 
 def test_traffic_that_is_not_known() -> None:
-    model, optimizer = trained(torch.optim.Adam)  # its sums shrink: after a while they are zero again
+    model, optimizer = trained(
+        torch.optim.Adam
+    )  # its sums shrink: after a while they are zero again
     assert plan(model, "9%", optimizer=optimizer).untouched == plan(model, "9%").untouched == {}
     assert "Never looked up" not in str(plan(model, "9%"))
 
@@ -179,11 +233,20 @@ def test_a_few_idle_rows_stay() -> None:
 def test_for_people_and_for_programs() -> None:
     answer = plan(CROSSED, "9.4%", rotate=[list(CROSSED)])
     assert str(answer).splitlines()[0] == "budget 13.1 MiB, 9.4% of 139 MiB in 3 tables"
-    parts = [str(plan(CROSSED, "9.4%", rotate=how)).splitlines()[2].split()[6:] for how in ([list(CROSSED)], "table")]
-    assert parts == [["weights", "scales"], ["weights", "scales", "bases"]], "columns of zeros are left out"
+    parts = [
+        str(plan(CROSSED, "9.4%", rotate=how)).splitlines()[2].split()[6:]
+        for how in ([list(CROSSED)], "table")
+    ]
+    assert parts == [
+        ["weights", "scales"],
+        ["weights", "scales", "bases"],
+    ], "columns of zeros are left out"
     assert str(answer).split("\n\n")[-3].splitlines()[:3] == [
         "2. rotated columns removed, int4:",
-        "sparse = sparsify(model, optimizer, level=0.375, block=\"col\", rotate=[['user', 'item', 'cross']], end=0)",
+        (
+            "sparse = sparsify(model, optimizer, level=0.375, block=\"col\", rotate=[['user',"
+            " 'item', 'cross']], end=0)"
+        ),
         "sparse.step()",
     ]
     said = json.loads(json.dumps(answer.to_json()))
@@ -207,7 +270,10 @@ def test_a_model_that_was_not_trained_keeps_its_rows() -> None:
 def test_tables_of_a_model() -> None:
     model = Crossed().half()
     answer = plan(model, "60%", exclude="user")
-    assert answer.tables == (TableShape("cross", (1000, 16), torch.float16),) and answer.dense_bytes == 32_000
+    assert (
+        answer.tables == (TableShape("cross", (1000, 16), torch.float16),)
+        and answer.dense_bytes == 32_000
+    )
     assert used(answer) == [("full", "int4", 16), ("small", "int8", 12)], "int8 is 20 of 32 bytes"
 
 
@@ -216,7 +282,10 @@ def test_tables_of_a_model() -> None:
     [
         ({"budget": "ten"}, "budget='ten'"),
         ({"rotate": [["user", "items"]]}, r"\['items'\] are none of the tables"),
-        ({"rotate": [["user", "item"]], "model": {"user": (9, 8), "item": (9, 4)}}, r"have \[8, 4\] columns"),
+        (
+            {"rotate": [["user", "item"]], "model": {"user": (9, 8), "item": (9, 4)}},
+            r"have \[8, 4\] columns",
+        ),
         ({"rotate": ["user", "item"]}, 'must be "table", or groups of names'),
         ({"cold": "cross*"}, "'cross\\*' matches none"),
         ({"exclude": "user"}, "they are for models"),

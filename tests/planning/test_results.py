@@ -14,7 +14,12 @@ pretty = pytest.importorskip("IPython.lib.pretty")
 def test_a_repl_and_a_notebook_show_the_table() -> None:
     budget = plan({"user": (1000, 16), "item": (2000, 16)}, "10%")
     model = nn.EmbeddingBag(50, 8)
-    measured = frontier(model, lambda model: {"auc": float(model.weight.detach().mean())}, budgets=[0.5])
-    for result, head in ((budget, "budget 18.8 KiB, 10.0% of 188 KiB in 2 tables"), (measured, "budget  method ")):
+    measured = frontier(
+        model, lambda model: {"auc": float(model.weight.detach().mean())}, budgets=[0.5]
+    )
+    for result, head in (
+        (budget, "budget 18.8 KiB, 10.0% of 188 KiB in 2 tables"),
+        (measured, "budget  method "),
+    ):
         assert repr(result) == str(result) == pretty.pretty(result)
         assert str(result).startswith(head) and len(str(result).splitlines()) > 5

@@ -1,4 +1,5 @@
-"""Within a trial a model has what an artifact would serve, on every sharding; afterwards its own weights again."""
+"""Within a trial a model has what an artifact would serve, on every sharding; afterwards its own
+weights again."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ FEATURES = ["user_id", "item_id", "last_item_id", "genre", "query"]
 def artifact(model: nn.Module, candidate: Candidate, path: Path) -> dict[str, Tensor]:
     """What is served of a model that is sparsified as the candidate says, in one process."""
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="row", norm="L2")
-    sparsifier.add_model(model, config={name: {"sparsity_level": level} for name, level in candidate.levels.items()})
+    sparsifier.add_model(
+        model, config={name: {"sparsity_level": level} for name, level in candidate.levels.items()}
+    )
     sparsifier.step()
     export(model, sparsifier, path, candidate.dtype)
     return dense(path)
@@ -43,7 +46,9 @@ def artifact(model: nn.Module, candidate: Candidate, path: Path) -> dict[str, Te
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **close: Any) -> None:
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name].float(), weight.float(), **{"rtol": 0, "atol": 0, **close})
+        torch.testing.assert_close(
+            found[name].float(), weight.float(), **{"rtol": 0, "atol": 0, **close}
+        )
 
 
 def tables_of(cell: Cell) -> str:
@@ -58,7 +63,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
         if tables_of(cell) not in found:
             path = tmp_path_factory.mktemp("served")
             some = enumerate((ROWS, MORE, HALVES))
-            found[tables_of(cell)] = [artifact(plain(cell), each, path / str(i)) for i, each in some]
+            found[tables_of(cell)] = [
+                artifact(plain(cell), each, path / str(i)) for i, each in some
+            ]
     return found
 
 
@@ -68,7 +75,9 @@ def test_what_an_artifact_serves(name: str, served: dict[str, list[dict[str, Ten
     cell = cells(2)[name]
     model = build(cell)
     before = gathered(model)
-    half = torch.finfo(torch.float16).eps if "fp16" in name else 0.0  # the table's own dtype rounds once more
+    half = (
+        torch.finfo(torch.float16).eps if "fp16" in name else 0.0
+    )  # the table's own dtype rounds once more
     for candidate, expected in zip((ROWS, MORE, HALVES), served[tables_of(cell)], strict=True):
         with serving(model, candidate):
             same(gathered(model), expected, rtol=half)
@@ -78,8 +87,8 @@ def test_what_an_artifact_serves(name: str, served: dict[str, list[dict[str, Ten
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["ec_row_wise", "ec_column_wise"])
 def test_rotated_columns(name: str, tmp_path: Path) -> None:
-    """A pair that meets in dot products, as it is exported; and a table alone, turned back as its hook turns outputs
-    back."""
+    """A pair that meets in dot products, as it is exported; and a table alone, turned back as its
+    hook turns outputs back."""
     model = build(cells(2)[name])
     groups, columns = (("user", "item"), ("word",)), 0.25
     with serving(model, Candidate(dtype="int8", columns=columns, groups=groups)):
@@ -90,7 +99,10 @@ def test_rotated_columns(name: str, tmp_path: Path) -> None:
     with MaskEnforcer(sparsifier).attach(optimizer):
         rotate(sparsifier, [list(group) for group in groups])
         sparsifier.step()
-        real = {table: decode(encode(rows, "int8"), rows.shape[1]) for table, rows in gathered(model).items()}
+        real = {
+            table: decode(encode(rows, "int8"), rows.shape[1])
+            for table, rows in gathered(model).items()
+        }
     basis = model.module.get_buffer("rotation_of_word")
     turned = real["word"] @ basis.T
     assert (real["user"][:, 4:] == 0).all() and (real["word"] != turned).any()
@@ -107,8 +119,8 @@ def look_up_users(model: nn.Module, ids: Tensor) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("attached", [False, True])
 def test_rows_by_what_adagrad_has_summed(attached: bool) -> None:
-    """A fused Adagrad trains all tables that lose rows: those that were never looked up are removed first. Also while
-    an enforcer of somebody else masks them."""
+    """A fused Adagrad trains all tables that lose rows: those that were never looked up are removed
+    first. Also while an enforcer of somebody else masks them."""
     cell = cells(2)["row_wise"]
     model = build(cell)
     ids = torch.tensor([5, 20, 36])
@@ -122,13 +134,17 @@ def test_rows_by_what_adagrad_has_summed(attached: bool) -> None:
     with serving(model, Candidate(levels={"user": 1 - 3 / 37})):
         left = gathered(model)["user"].any(1).nonzero().flatten()
     enforcer.detach()
-    assert left.tolist() == ids.tolist() and len(set(ids.tolist()) & set(largest(before["user"], 3))) < 3
+    assert (
+        left.tolist() == ids.tolist()
+        and len(set(ids.tolist()) & set(largest(before["user"], 3))) < 3
+    )
     same(gathered(model), before)
 
 
 @on_ranks(2)
 def test_removed_weights_are_tried_as_zeros() -> None:
-    """What an optimizer has revived of them since the last forward no forward reads, so no trial scores it."""
+    """What an optimizer has revived of them since the last forward no forward reads, so no trial
+    scores it."""
     model = build(cells(2)["row_wise"])
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
     sparsifier.add_model(model)
@@ -147,14 +163,27 @@ def largest(weight: Tensor, count: int) -> list[int]:
 
 @on_ranks(2)
 def test_errors() -> None:
-    """Refused on every rank before anything is written; an error within the block puts the weights back too."""
+    """Refused on every rank before anything is written; an error within the block puts the weights
+    back too."""
     model, rank = build(cells(2)["mixed"]), dist.get_rank()
     before = gathered(model)
     for candidate, message in (
-        (Candidate(dtype="int4" if rank else "int8"), r"candidate: dtype is int4 on rank 1 and int8 on rank 0"),
-        (Candidate(levels={"users": 0.5}), r"'users' of the candidate is none of the model's tables \['item'"),
-        (Candidate(columns=0.5), "A smaller dense table, fp32, 50.0% of the columns, dense from the start, can't be"),
-        (Candidate(columns=0.5, groups=(("user", "item"),)), r"can't be rotated together: their widths.*8.*16"),
+        (
+            Candidate(dtype="int4" if rank else "int8"),
+            r"candidate: dtype is int4 on rank 1 and int8 on rank 0",
+        ),
+        (
+            Candidate(levels={"users": 0.5}),
+            r"'users' of the candidate is none of the model's tables \['item'",
+        ),
+        (
+            Candidate(columns=0.5),
+            "A smaller dense table, fp32, 50.0% of the columns, dense from the start, can't be",
+        ),
+        (
+            Candidate(columns=0.5, groups=(("user", "item"),)),
+            r"can't be rotated together: their widths.*8.*16",
+        ),
     ):
         with pytest.raises(ValueError, match=message), serving(model, candidate):
             raise AssertionError("entered")
@@ -180,17 +209,32 @@ def test_a_frontier(tmp_path: Path) -> None:
     before = gathered(model)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        return {"error": sum(float((full - before[name]).abs().sum()) for name, full in gathered(model).items())}
+        return {
+            "error": sum(
+                float((full - before[name]).abs().sum()) for name, full in gathered(model).items()
+            )
+        }
 
     options = {
-        **{"budgets": [0.3], "methods": ["bits", "rows", "rotated"], "rotate": [["user", "tiny"]], "min_rows": 20},
+        **{
+            "budgets": [0.3],
+            "methods": ["bits", "rows", "rotated"],
+            "rotate": [["user", "tiny"]],
+            "min_rows": 20,
+        },
         "lower_is_better": ["error"],
     }
     result = frontier(model, evaluate, out=tmp_path, **options)  # type: ignore[arg-type]
     everyone: list[object] = [None, None]
     dist.all_gather_object(everyone, str(result))
-    assert everyone[0] == everyone[1] and {point.method for point in result.points} == {"bits", "rows", "rotated"}
-    assert {"user", "word"} == {name for each in result.trials for name in each.attempt.candidate.levels}
+    assert everyone[0] == everyone[1] and {point.method for point in result.points} == {
+        "bits",
+        "rows",
+        "rotated",
+    }
+    assert {"user", "word"} == {
+        name for each in result.trials for name in each.attempt.candidate.levels
+    }
     lines = (tmp_path / "trials.jsonl").read_text().splitlines()
     assert len(lines) == len(result.trials)
     with pytest.raises(ValueError, match=r"metrics.*on rank 1 and .* on rank 0"):
@@ -202,5 +246,8 @@ def test_a_frontier(tmp_path: Path) -> None:
 def test_copies_cut_by_columns() -> None:
     """2-D parallelism: rows can't be put together, since each copy has its own."""
     model = build_copies(copied_cells()["column_wise"])
-    with pytest.raises(ValueError, match="2-D parallelism trains copies"), serving(model, Candidate(dtype="int8")):
+    with (
+        pytest.raises(ValueError, match="2-D parallelism trains copies"),
+        serving(model, Candidate(dtype="int8")),
+    ):
         raise AssertionError("entered")

@@ -17,12 +17,24 @@ from typing import Any
 __all__ = ["Browser", "chromium", "opened"]
 
 _FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
-    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--remote-debugging-pipe",
+    ),
+    *(
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    ),
 ]
 _SECONDS = 60
 
-# Chromium reads commands from file descriptor 3 and writes to 4; whatever these were is moved out of the way first.
+# Chromium reads commands from file descriptor 3 and writes to 4; whatever these were is moved out
+# of the way first.
 _STARTER = """
 import fcntl, os, sys
 read, write = (fcntl.fcntl(int(word), fcntl.F_DUPFD, 10) for word in sys.argv[1:3])
@@ -70,14 +82,31 @@ class Browser:
         self._number, self._buffer, self._session = 0, b"", ""
         self.requested: list[str] = []
         target = self._do("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._do("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Runtime"):
             self._do(f"{domain}.enable")
 
-    def open(self, file: Path, width: int, *, dark: bool = False, script: bool = True, paper: bool = False) -> None:
-        """Load the page in a window ``width`` CSS pixels wide, or on paper; return when it is laid out."""
+    def open(
+        self,
+        file: Path,
+        width: int,
+        *,
+        dark: bool = False,
+        script: bool = True,
+        paper: bool = False,
+    ) -> None:
+        """Load the page in a window ``width`` CSS pixels wide, or on paper; return when it is laid
+        out."""
         self.requested.clear()
-        self._do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self._do(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._do("Emulation.setEmulatedMedia", media="print" if paper else "", features=[scheme])
         self._do("Emulation.setScriptExecutionDisabled", value=not script)
@@ -94,7 +123,8 @@ class Browser:
         return came["result"].get("value")
 
     def low_contrasts(self, selector: str = "body *") -> list[Any]:
-        """Return class, text and contrast of the elements with text whose contrast with what is behind is below 4.5."""
+        """Return class, text and contrast of the elements with text whose contrast with what is
+        behind is below 4.5."""
         found: list[Any] = self.value(_CONTRASTS.replace("SELECTOR", json.dumps(selector)))
         return found
 
@@ -106,8 +136,16 @@ class Browser:
     def screenshot(self, file: Path, height: int | None = None) -> None:
         """Write a PNG of the whole page, or of its upper part, for people to look at."""
         size = self.value("[window.innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": size[0], "height": min(size[1], height or size[1]), "scale": 1}
-        came = self._do("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size[0],
+            "height": min(size[1], height or size[1]),
+            "scale": 1,
+        }
+        came = self._do(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
         file.write_bytes(base64.b64decode(came["data"]))
 
     def close(self) -> None:
@@ -147,7 +185,16 @@ def opened(folder: Path) -> Iterator[Browser]:
     assert program is not None
     (to_read, write), (read, to_write) = os.pipe(), os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", _STARTER, str(to_read), str(to_write), program, *_FLAGS, f"--user-data-dir={folder}"],
+        [
+            sys.executable,
+            "-c",
+            _STARTER,
+            str(to_read),
+            str(to_write),
+            program,
+            *_FLAGS,
+            f"--user-data-dir={folder}",
+        ],
         pass_fds=(to_read, to_write),
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

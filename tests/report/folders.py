@@ -16,7 +16,8 @@ __all__ = ["DRIVING", "HOSTILE", "edit", "full_disk", "write_many"]
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'&$x$"
 
 DRIVING = "表अ\x1b]0;title\x07\x1b[2J\nfake row\x9b31m\u202etxt\u2028\ud800"
-"""Control sequences of a terminal, a right-to-left override, and a surrogate that UTF-8 can't encode."""
+"""Control sequences of a terminal, a right-to-left override, and a surrogate that UTF-8 can't
+encode."""
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -28,7 +29,8 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> No
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file of this process can grow beyond ``room`` bytes: a write fails as on a full disk (EFBIG for ENOSPC)."""
+    """No file of this process can grow beyond ``room`` bytes: a write fails as on a full disk
+    (EFBIG for ENOSPC)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
@@ -38,12 +40,24 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 def write_many(folder: Path, tables: int, due: int, steps: int, ends: bool = True) -> None:
-    """Write the log of a run with many tables, table ``i`` of ``1000 + i`` rows of 4; half of each is pruned."""
+    """Write the log of a run with many tables, table ``i`` of ``1000 + i`` rows of 4; half of each
+    is pruned."""
     folder.mkdir(parents=True)
-    about = {"format": 1, "started": "2026-11-21T15:02:15+0000", "world": 8, "versions": {}, "config": {"lr": 0.1}}
+    about = {
+        "format": 1,
+        "started": "2026-11-21T15:02:15+0000",
+        "world": 8,
+        "versions": {},
+        "config": {"lr": 0.1},
+    }
     (folder / RUN).write_text(json.dumps(about))
     lines: list[dict[str, Any]] = [
-        {"kind": "values", "step": step, "seconds": step / 100, "values": {"loss": 1 / (1 + step), "lr": 0.1}}
+        {
+            "kind": "values",
+            "step": step,
+            "seconds": step / 100,
+            "values": {"loss": 1 / (1 + step), "lr": 0.1},
+        }
         for step in range(steps)
     ]
     for number in range(1, due + 1):

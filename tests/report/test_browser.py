@@ -18,7 +18,8 @@ from tests.report.folders import HOSTILE, write_many
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(
-        chromium() is None, reason="NO CHROMIUM: the report was not looked at in a browser (apt-get install chromium)"
+        chromium() is None,
+        reason="NO CHROMIUM: the report was not looked at in a browser (apt-get install chromium)",
     ),
 ]
 
@@ -56,17 +57,25 @@ def test_it_can_be_read(browser: Browser, report: Path, width: int, dark: bool) 
     browser.open(report, width, dark=dark)
     found = numbers(read_run(report.parent))
     assert browser.value("document.getElementById('head-sparsity').innerText") == "50.0%"
-    assert float(browser.value("document.getElementById('head-bytes').dataset.value")) == found["bytes_kept"]
+    assert (
+        float(browser.value("document.getElementById('head-bytes').dataset.value"))
+        == found["bytes_kept"]
+    )
     box = browser.value(
-        "(({x, width, height}) => [x, width, height])(document.querySelector('.plot').getBoundingClientRect())"
+        "(({x, width, height}) => [x, width,"
+        " height])(document.querySelector('.plot').getBoundingClientRect())"
     )
     assert box[0] >= 0 and box[0] + box[1] <= width and box[1] > 250 and box[2] > 150
-    assert browser.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), "page scrolls"
+    assert browser.value(
+        "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    ), "page scrolls"
     assert browser.value(OUTSIDE) == []
     assert browser.low_contrasts() == []
     brightness = sum(
         json.loads(
-            browser.value("getComputedStyle(document.body).backgroundColor").replace("rgb(", "[").replace(")", "]")
+            browser.value("getComputedStyle(document.body).backgroundColor")
+            .replace("rgb(", "[")
+            .replace(")", "]")
         )
     )
     assert (brightness < 150) == dark
@@ -76,7 +85,9 @@ def test_it_can_be_read(browser: Browser, report: Path, width: int, dark: bool) 
 
 def test_nothing_is_cut_off_on_paper(browser: Browser, report: Path) -> None:
     browser.open(report, 720, paper=True)
-    assert browser.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert browser.value(
+        "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )
     assert browser.value("document.querySelectorAll('.filter')[0].checkVisibility()") is False
 
 
@@ -106,8 +117,14 @@ def test_without_scripts_all_is_there(browser: Browser, report: Path) -> None:
 
 def test_tables_sort(browser: Browser, report: Path) -> None:
     browser.open(report, 1280)
-    head = f"[...document.querySelectorAll('{ALL} button')].find((button) => button.innerText.trim() === 'blocks')"
-    rows = f"[...document.querySelectorAll('{ALL} tbody tr')].map((row) => +row.cells[6].dataset.value)"
+    head = (
+        f"[...document.querySelectorAll('{ALL} button')].find((button) => button.innerText.trim()"
+        " === 'blocks')"
+    )
+    rows = (
+        f"[...document.querySelectorAll('{ALL} tbody tr')].map((row) =>"
+        " +row.cells[6].dataset.value)"
+    )
     assert browser.value(rows) == [1000 + i for i in reversed(range(40))]
     for sort, expected in (("descending", range(39, -1, -1)), ("ascending", range(40))):
         browser.value(f"{head}.scrollIntoView({{block: 'center'}})")
@@ -126,7 +143,8 @@ def test_a_pointer_shows_numbers(browser: Browser, report: Path) -> None:
     assert browser.value(tips) == []
     browser.value("document.querySelector('#sparsity').scrollIntoView()")
     box = browser.value(
-        "(({right, y}) => [right, y])(document.querySelector('#sparsity .area').getBoundingClientRect())"
+        "(({right, y}) => [right, y])(document.querySelector('#sparsity"
+        " .area').getBoundingClientRect())"
     )
     browser.point(box[0] - 5, box[1] + 60)
     [said] = browser.value(tips)
@@ -136,9 +154,13 @@ def test_a_pointer_shows_numbers(browser: Browser, report: Path) -> None:
 def test_a_filter_leaves_the_tables_of_that_name(browser: Browser, report: Path) -> None:
     browser.open(report, 390)
     assert browser.value("document.querySelectorAll('.filter').length") == 1
-    shown = f"[...document.querySelectorAll('{ALL} tbody tr')].filter((row) => row.checkVisibility()).length"
+    shown = (
+        f"[...document.querySelectorAll('{ALL} tbody tr')].filter((row) =>"
+        " row.checkVisibility()).length"
+    )
     assert browser.value(shown) == 40
     browser.value(
-        "(box => {box.value = 'TABLE_1'; box.dispatchEvent(new Event('input'))})(document.querySelector('.filter'))"
+        "(box => {box.value = 'TABLE_1'; box.dispatchEvent(new"
+        " Event('input'))})(document.querySelector('.filter'))"
     )
     assert browser.value(shown) == 11, "table_1 and table_10 to table_19"

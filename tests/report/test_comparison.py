@@ -1,4 +1,5 @@
-"""Several runs beside each other: the baseline, one denominator, the sentence on top, artifacts, and the command."""
+"""Several runs beside each other: the baseline, one denominator, the sentence on top, artifacts,
+and the command."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from dist_sparse.report.page import page
 from dist_sparse.report.summary import numbers, summary
 
 
-def log(folder: Path, dim: int = 8, level: float | None = None, auc: float = 0.75, **config: Any) -> Path:
+def log(
+    folder: Path, dim: int = 8, level: float | None = None, auc: float = 0.75, **config: Any
+) -> Path:
     """A run of two tables of 1000 and 100 rows, of which only the larger is sparsified."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"item": nn.EmbeddingBag(1000, dim), "day": nn.EmbeddingBag(100, dim)})
@@ -30,7 +33,9 @@ def log(folder: Path, dim: int = 8, level: float | None = None, auc: float = 0.7
     if level is not None:
         sparsifier = DataNormSparsifier(sparsity_level=level, sparse_block_shape=(1, ROW))
         sparsifier.add_model(model, include="item")
-    with RunLog(folder, sparsifier, model=model, name=config.pop("name", None), config=config) as held:
+    with RunLog(
+        folder, sparsifier, model=model, name=config.pop("name", None), config=config
+    ) as held:
         for step in range(3):
             if sparsifier is not None:
                 sparsifier.step()
@@ -40,7 +45,8 @@ def log(folder: Path, dim: int = 8, level: float | None = None, auc: float = 0.7
 
 
 def test_every_share_is_of_the_same_bytes(tmp_path: Path) -> None:
-    """Tables that are not sparsified count, and of a narrow run the baseline's bytes are the whole."""
+    """Tables that are not sparsified count, and of a narrow run the baseline's bytes are the
+    whole."""
     log(tmp_path / "run", level=0.9, auc=0.749, name="pruned", lr=0.1, more={"level": 0.9})
     log(tmp_path / "run" / "dense", auc=0.75, lr=0.1)
     log(tmp_path / "run" / "a_narrow", dim=4, auc=0.74, lr=0.2)
@@ -50,18 +56,29 @@ def test_every_share_is_of_the_same_bytes(tmp_path: Path) -> None:
     assert (run.bytes_dense, run.bytes_kept) == (1100 * 32, 200 * 32)
     pruned, narrow, dense = compare(run)
     assert (pruned.name, pruned.share, pruned.ms_per_step) == ("pruned", 200 / 1100, 2.5)
-    assert pruned.delta == pytest.approx(-0.001) and narrow.delta == pytest.approx(-0.01) and dense.delta is None
+    assert (
+        pruned.delta == pytest.approx(-0.001)
+        and narrow.delta == pytest.approx(-0.01)
+        and dense.delta is None
+    )
     assert narrow.share == 0.5 and dense.share == 1.0
     assert (pruned.changed, narrow.changed, dense.changed) == ({"more.level": 0.9}, {"lr": 0.2}, {})
-    assert headline(run).startswith("Keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC")
+    assert headline(run).startswith(
+        "Keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC"
+    )
     assert headline(run.compared["dense"]) == "Keeps all table bytes (34.4 KiB) at 0.7500 test AUC."
-    assert summary(run).endswith("\n\nchanged config:\n  pruned: more.level=0.9\n  a_narrow: lr=0.2")
+    assert summary(run).endswith(
+        "\n\nchanged config:\n  pruned: more.level=0.9\n  a_narrow: lr=0.2"
+    )
     found = numbers(run)
     assert found["other_tables"] == {"day": 3200} and found["baseline"] == "dense"
     assert [row["name"] for row in found["runs"]] == ["pruned", "a_narrow", "dense"]
     bars = next(chart for chart in charts(run) if chart.key == "bytes")
     assert isinstance(bars, BarChart)
-    assert {bar.name: (bar.share, bar.whole) for bar in bars.bars} == {"item": (0.1, 1.0), "day": (0.1, 0.1)}
+    assert {bar.name: (bar.share, bar.whole) for bar in bars.bars} == {
+        "item": (0.1, 1.0),
+        "day": (0.1, 0.1),
+    }
 
 
 def test_auc_over_bytes(tmp_path: Path) -> None:
@@ -86,17 +103,28 @@ def test_auc_over_bytes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         add_artifact(tmp_path, served, auc=0.5)
     (tmp_path / "run" / "artifacts.json").write_text('[{"name": "x", "size": 1, "auc": 0.5}]')
-    with pytest.raises(ValueError, match=r"artifacts\.json is not one that add_artifact\(\) writes: .*'size'"):
+    with pytest.raises(
+        ValueError, match=r"artifacts\.json is not one that add_artifact\(\) writes: .*'size'"
+    ):
         read_run(tmp_path / "run")
 
 
-def test_the_command_compares_runs_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_runs_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = log(tmp_path / "a", level=0.5, auc=0.7, name="half", lr=0.1)
-    b, c = log(tmp_path / "b", level=0.9, auc=0.6, name="half"), log(tmp_path / "c", auc=0.75, lr=0.1)
+    b, c = (
+        log(tmp_path / "b", level=0.9, auc=0.6, name="half"),
+        log(tmp_path / "c", auc=0.75, lr=0.1),
+    )
     log(tmp_path / "a" / "inside")
     assert main(["report", str(a), str(b), str(c)]) == 0
     said = capsys.readouterr().out
-    rows = [re.split(" {2,}", line.strip()) for line in said.splitlines() if line.startswith(("half", "c "))]
+    rows = [
+        re.split(" {2,}", line.strip())
+        for line in said.splitlines()
+        if line.startswith(("half", "c "))
+    ]
     assert [row[:6] for row in rows] == [
         ["half", "50.0%", "18.8 KiB", "54.5%", "0.7000", "-0.0500"],
         ["half (b)", "90.0%", "6.25 KiB", "18.2%", "0.6000", "-0.1500"],
@@ -114,7 +142,9 @@ def test_the_latest_run_and_the_browser(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or len(opened) < 2)
+    monkeypatch.setattr(
+        webbrowser, "open", lambda address: opened.append(address) or len(opened) < 2
+    )
     runs = tmp_path / "runs"
     older, newer = log(runs / "older"), log(runs / "newer")
     assert (runs / "latest").readlink() == Path("newer")
@@ -123,13 +153,17 @@ def test_the_latest_run_and_the_browser(
     assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"The newest of the runs inside is .*runs/latest\."):
         read_run(runs)
-    assert list(read_runs(sorted(runs.iterdir())).compared) == ["older"]  # runs/*: latest and newer are one run
+    assert list(read_runs(sorted(runs.iterdir())).compared) == [
+        "older"
+    ]  # runs/*: latest and newer are one run
     RunLog(older, resume=True).close()
     RunLog(runs / "latest", resume=True).close()
     assert (runs / "latest").readlink() == Path("older")
     assert sorted(file.name for file in runs.iterdir()) == ["latest", "newer", "older"]
     older.rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"latest holds no run: it links to older, which is gone\."):
+    with pytest.raises(
+        ValueError, match=r"latest holds no run: it links to older, which is gone\."
+    ):
         read_run(runs / "latest")
 
 
@@ -139,7 +173,9 @@ def test_latest_stays_what_the_user_made_it(tmp_path: Path) -> None:
         runs.mkdir(parents=True)
         made(runs / "latest")
         log(runs / "a")
-        assert not (runs / "latest").is_symlink() and sorted(each.name for each in runs.iterdir()) == ["a", "latest"]
+        assert not (runs / "latest").is_symlink() and sorted(
+            each.name for each in runs.iterdir()
+        ) == ["a", "latest"]
     log(tmp_path / "elsewhere" / "a")
     assert not (tmp_path / "elsewhere" / "latest").exists()
 
@@ -153,12 +189,19 @@ def test_labels_of_near_dots_are_on_the_sides_away_from_each_other() -> None:
 
 
 def test_a_run_has_one_color_on_the_page(tmp_path: Path) -> None:
-    """Runs by their bytes are in another order than on the command line, and one of them has no masks to draw."""
+    """Runs by their bytes are in another order than on the command line, and one of them has no
+    masks to draw."""
     folders = [log(tmp_path / "first", level=0.9)]
-    folders += [log(tmp_path / "narrow", dim=4), log(tmp_path / "pruned", level=0.5), log(tmp_path / "dense", dim=9)]
+    folders += [
+        log(tmp_path / "narrow", dim=4),
+        log(tmp_path / "pruned", level=0.5),
+        log(tmp_path / "dense", dim=9),
+    ]
     run = read_runs(folders)
     colors: dict[str, set[str]] = {}
-    for color, name in re.findall(r'<li class="(?:other )?(main|other\d)">([^<]*)</li>', page(run, charts(run))):
+    for color, name in re.findall(
+        r'<li class="(?:other )?(main|other\d)">([^<]*)</li>', page(run, charts(run))
+    ):
         colors.setdefault(name, set()).add(color)
     assert colors.pop("first") == {"main"}
     assert {name: colors[name] for name in ("narrow", "pruned", "dense")} == {
@@ -168,11 +211,15 @@ def test_a_run_has_one_color_on_the_page(tmp_path: Path) -> None:
     }
     for chart in charts(run):
         if isinstance(chart, (DotChart, LineChart)):
-            looks = {look for look, _ in plot_of(chart).shapes if look.startswith(("main", "other"))}
+            looks = {
+                look for look, _ in plot_of(chart).shapes if look.startswith(("main", "other"))
+            }
             assert all(f'class="{look}"' in svg_of(chart) for look in looks)
 
 
-def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_says_how_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--data", "a b"])
     log(tmp_path / "run")
     text = write_report(tmp_path / "run").read_text()
@@ -180,7 +227,8 @@ def test_the_head_says_how_the_run_was_started(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:
-    """A run that prunes nothing has no churn, no dead rows and, of scores that are all 0, no histogram."""
+    """A run that prunes nothing has no churn, no dead rows and, of scores that are all 0, no
+    histogram."""
     log(tmp_path / "run", level=0.0)
     found = {chart.key for chart in charts(read_run(tmp_path / "run"))}
     assert found == {"sparsity", "value_loss", "bytes", "time"}

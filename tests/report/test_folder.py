@@ -34,7 +34,8 @@ def mode_of(file: Path) -> int:
 
 
 def test_a_report_is_not_written_through_links(folder: Path, tmp_path: Path) -> None:
-    """A run folder from somebody else, with links to a file of the reader and to one that does not exist."""
+    """A run folder from somebody else, with links to a file of the reader and to one that does not
+    exist."""
     mine = tmp_path / "bashrc"
     mine.write_text("mine")
     (folder / "report.html").symlink_to(mine)
@@ -42,12 +43,24 @@ def test_a_report_is_not_written_through_links(folder: Path, tmp_path: Path) -> 
     write_report(folder, svg=folder)
     assert mine.read_text() == "mine" and not (tmp_path / "new").exists()
     for name in ("report.html", "value_loss.svg"):
-        assert (folder / name).is_file() and not (folder / name).is_symlink() and (folder / name).stat().st_size > 2_000
-    assert sorted(file.name for file in folder.iterdir()) == [LINES, LOCK, "report.html", RUN, "value_loss.svg"]
+        assert (
+            (folder / name).is_file()
+            and not (folder / name).is_symlink()
+            and (folder / name).stat().st_size > 2_000
+        )
+    assert sorted(file.name for file in folder.iterdir()) == [
+        LINES,
+        LOCK,
+        "report.html",
+        RUN,
+        "value_loss.svg",
+    ]
 
 
 @pytest.mark.timeout(60)
-def test_a_report_is_not_written_into_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_not_written_into_a_pipe(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a reader, opening it would block forever."""
     os.mkfifo(folder / "report.html")
     assert main(["report", str(folder)]) == 1
@@ -61,7 +74,9 @@ def test_a_log_is_not_written_through_links(name: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(mine)
     if name != RUN:
-        with pytest.raises(ValueError, match=r"log\.(jsonl|lock) is not a regular file: nothing is written to it"):
+        with pytest.raises(
+            ValueError, match=r"log\.(jsonl|lock) is not a regular file: nothing is written to it"
+        ):
             RunLog(tmp_path / "run")
     else:
         RunLog(tmp_path / "run").close()
@@ -74,7 +89,10 @@ def test_the_temporary_file_of_run_json_is_not_written_through_links(tmp_path: P
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".run.json.part").symlink_to(mine)
     RunLog(tmp_path / "run").close()
-    assert mine.read_text() == "mine" and json.loads((tmp_path / "run" / RUN).read_text())["format"] == 1
+    assert (
+        mine.read_text() == "mine"
+        and json.loads((tmp_path / "run" / RUN).read_text())["format"] == 1
+    )
 
 
 def test_files_are_the_users_alone(folder: Path) -> None:
@@ -129,8 +147,13 @@ else:
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
-    command, env = [sys.executable, "-c", STARTER, str(folder)], {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command, env = (
+        [sys.executable, "-c", STARTER, str(folder)],
+        {**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_of_jobs_that_start_together_one_writes(tmp_path: Path) -> None:
@@ -179,7 +202,9 @@ time.sleep(60)
 def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
     """A DataLoader's worker may outlive its rank while the job restarts."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    job = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True
+    )
     assert job.stdout is not None
     worker = int(job.stdout.readline())
     try:
@@ -190,4 +215,6 @@ def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
     finally:
         os.kill(worker, signal.SIGKILL)
         job.stdout.close()
-    assert [line["step"] for _, line in read_lines(tmp_path / LINES) if line["kind"] == "values"] == [0]
+    assert [
+        line["step"] for _, line in read_lines(tmp_path / LINES) if line["kind"] == "values"
+    ] == [0]

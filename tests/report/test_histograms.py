@@ -36,11 +36,17 @@ def one(step: int, removed: int, zeros: int = 0, name: str = "t", threshold: flo
 
 
 def scores_of(folder: Path) -> list[dict[str, Any]]:
-    return [table for _, line in read_lines(folder / LINES) if line["kind"] == "scores" for table in line["tables"]]
+    return [
+        table
+        for _, line in read_lines(folder / LINES)
+        if line["kind"] == "scores"
+        for table in line["tables"]
+    ]
 
 
 def steps_at(folder: Path, levels: list[float], **options: Any) -> list[dict[str, Any]]:
-    """Update the masks of untrained weights at each level; return the histograms that are written."""
+    """Update the masks of untrained weights at each level; return the histograms that are
+    written."""
     torch.manual_seed(0)
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, 4), norm="L1")
     sparsifier.add_model(nn.EmbeddingBag(200, 8))
@@ -56,7 +62,9 @@ def steps_at(folder: Path, levels: list[float], **options: Any) -> list[dict[str
 def test_the_last_that_removed_much_is_kept() -> None:
     latest = Latest()
     assert latest.take(one(1, removed=50)) and latest.take(one(2, removed=60, zeros=50))
-    assert not latest.take(one(3, removed=60, zeros=60)) and not latest.take(one(4, removed=0, threshold=0.0))
+    assert not latest.take(one(3, removed=60, zeros=60)) and not latest.take(
+        one(4, removed=0, threshold=0.0)
+    )
     assert latest.of["t"].step == 2
     assert latest.take(one(5, removed=61, zeros=60))
 
@@ -73,11 +81,18 @@ def test_a_bucket_and_its_edge(score: float) -> None:
 def test_not_every_due_step_is_written(tmp_path: Path) -> None:
     rising = [0.01 * step for step in range(1, 26)]
     assert [table["step"] for table in steps_at(tmp_path / "ten", rising)] == [0, 10, 20, 24]
-    assert [table["step"] for table in steps_at(tmp_path / "one", rising[:4], scores_every=1)] == [0, 1, 2, 3]
+    assert [table["step"] for table in steps_at(tmp_path / "one", rising[:4], scores_every=1)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     still = steps_at(tmp_path / "still", [0.5] * 40)
     assert [table["step"] for table in still] == [0], "later due steps move nothing"
     lines = [line for _, line in read_lines(tmp_path / "still" / LINES) if line["kind"] == "masks"]
-    assert len(lines) == 40 and all("scores" not in table for line in lines for table in line["tables"])
+    assert len(lines) == 40 and all(
+        "scores" not in table for line in lines for table in line["tables"]
+    )
 
 
 def test_what_is_read_is_what_was_counted(tmp_path: Path) -> None:
@@ -115,7 +130,9 @@ def test_a_log_that_has_scores_at_every_due_step(tmp_path: Path) -> None:
         f"table_{i}": (80, 100) for i in range(3)
     }
     assert all(sum(table.counts) == table.blocks - 100 for table in run.scores.values())
-    assert all(edge_of(table.first) == 0.5 and len(table.counts) == 9 for table in run.scores.values())
+    assert all(
+        edge_of(table.first) == 0.5 and len(table.counts) == 9 for table in run.scores.values()
+    )
     assert len([one for one in charts(run) if isinstance(one, ScoreChart)]) == 3
 
 
@@ -147,7 +164,10 @@ def test_an_older_histogram_when_newer_steps_are_done_again(tmp_path: Path) -> N
         model = nn.EmbeddingBag(200, 8, _weight=weight.clone())
         sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, 4), norm="L1")
         sparsifier.add_model(model)
-        with pytest.raises(KeyError), RunLog(tmp_path, sparsifier, scores_every=1, **options) as log:
+        with (
+            pytest.raises(KeyError),
+            RunLog(tmp_path, sparsifier, scores_every=1, **options) as log,
+        ):
             for step, level in levels.items():
                 for config in sparsifier.data_groups.values():
                     config["sparsity_level"] = level
@@ -168,7 +188,8 @@ def test_an_older_histogram_when_newer_steps_are_done_again(tmp_path: Path) -> N
 
 
 def test_what_a_note_says_of_later_due_steps(tmp_path: Path) -> None:
-    """A run that is killed loses the histograms since the last writing; constant masks have none to show."""
+    """A run that is killed loses the histograms since the last writing; constant masks have none to
+    show."""
     lost, little = (
         " The histograms of later mask updates were not written.",
         " Later mask updates pruned less than 1% more each.",
@@ -192,7 +213,11 @@ _COUNTS: dict[str, Any] = {"zeros": 0, "low": 0.25, "counts": [500, 500]}
 @pytest.mark.parametrize("wrong", [{"low": 0}, {"low": 1e300}, {"counts": [1.5]}])
 def test_scores_that_no_run_log_writes(tmp_path: Path, wrong: dict[str, Any]) -> None:
     train(tmp_path)
-    said = {"step": 6, "name": "weight", "threshold": 0.5, "blocks": 1000, "removed_blocks": 500} | _COUNTS | wrong
+    said = (
+        {"step": 6, "name": "weight", "threshold": 0.5, "blocks": 1000, "removed_blocks": 500}
+        | _COUNTS
+        | wrong
+    )
     with (tmp_path / LINES).open("a") as held:
         held.write(json.dumps({"kind": "scores", "step": 6, "tables": [said]}) + "\n")
     with pytest.raises(ValueError, match=r"line \d+ is not one that RunLog writes"):

@@ -1,4 +1,5 @@
-"""Logs that somebody else wrote or that are long: no markup on the page, and time that is linear in the steps."""
+"""Logs that somebody else wrote or that are long: no markup on the page, and time that is linear in
+the steps."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from tests.report.test_run_log import train
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of all parts of a JSON value."""
     yield path
-    children = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:1])
+        if isinstance(value, list)
+        else ()
+    )
     for key, child in children:
         yield from paths(child, (*path, key))
 
@@ -37,7 +44,8 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def test_no_value_is_markup(tmp_path: Path) -> None:
-    """Replace each value of each kind of line, and of run.json, numbers too: markup is refused or shown as text."""
+    """Replace each value of each kind of line, and of run.json, numbers too: markup is refused or
+    shown as text."""
     train(tmp_path, config={"lr": 0.1})
     about = json.loads((tmp_path / RUN).read_text())
     lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
@@ -49,7 +57,9 @@ def test_no_value_is_markup(tmp_path: Path) -> None:
             changed = [*lines]
             if place is not None:
                 changed[place] = replaced(lines[place], path, HOSTILE)
-            (tmp_path / RUN).write_text(json.dumps(replaced(about, path, HOSTILE) if place is None else about))
+            (tmp_path / RUN).write_text(
+                json.dumps(replaced(about, path, HOSTILE) if place is None else about)
+            )
             (tmp_path / LINES).write_text("".join(json.dumps(line) + "\n" for line in changed))
             try:
                 run = read_run(tmp_path)
@@ -107,7 +117,11 @@ def test_a_running_mean_is_that_of_its_window() -> None:
     run.values["loss"] = tuple(enumerate(values))  # type: ignore[index]
     [chart] = [chart for chart in charts(run) if isinstance(chart, LineChart)]
     [mean] = [line for line in chart.lines if line.role == "main"]
-    assert 300 < len(mean.points) <= 400 and [x for x, _ in mean.points][:1] == [0] and mean.points[-1][0] == 2_999
+    assert (
+        300 < len(mean.points) <= 400
+        and [x for x, _ in mean.points][:1] == [0]
+        and mean.points[-1][0] == 2_999
+    )
     for x, y in mean.points:
         window = values[max(0, int(x) - 100) : int(x) + 101]
         assert y == math.fsum(window) / len(window)

@@ -27,7 +27,19 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     text = inspect_text(run)
     assert f"{tmp_path / 'run'}: started {run.started} on 1 rank; dist_sparse " in text
     assert "The run ended at step 8." in text
-    row = [stats.name, "20", "x", "4", "float32", stats.sharding, "row", "20", "0.5000", "0.5000", "10"]
+    row = [
+        stats.name,
+        "20",
+        "x",
+        "4",
+        "float32",
+        stats.sharding,
+        "row",
+        "20",
+        "0.5000",
+        "0.5000",
+        "10",
+    ]
     assert cells(text, stats.name) == [*row, "0.000", "0.000", "0.000"]
     assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "10", "0.000", "0.000", "0.000"]
     assert "mask updates: 3\nlookups of removed rows: not known\n" in text
@@ -48,7 +60,20 @@ def test_a_run_that_has_crashed(tmp_path: Path) -> None:
     file.write_text("".join(lines[:-1]) + lines[-1][:20])
     text = inspect_text(read_run(tmp_path))
     assert "The log stops at step 8 without an end" in text
-    assert cells(text, stats.name) == [stats.name, "-", "-", "-", "-", "20", "0.5000", "0.5000", "10", "-", "-", "-"]
+    assert cells(text, stats.name) == [
+        stats.name,
+        "-",
+        "-",
+        "-",
+        "-",
+        "20",
+        "0.5000",
+        "0.5000",
+        "10",
+        "-",
+        "-",
+        "-",
+    ]
     assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "10", "-", "-", "-"]
 
 
@@ -62,7 +87,9 @@ def test_names_do_not_drive_the_terminal(tmp_path: Path) -> None:
         log.step(0, **{DRIVING: 1.0})
     run = read_run(tmp_path)
     for text in (inspect_text(run), summary(run), describe(sparsifier)):
-        assert all(line.isprintable() for line in text.split("\n")) and "fake row" not in text.split("\n")
+        assert all(
+            line.isprintable() for line in text.split("\n")
+        ) and "fake row" not in text.split("\n")
         assert text.encode()
         assert r"表अ\x1b]0;title\x07\x1b[2J\nfake row\x9b31m\u202etxt\u2028\ud800" in text
 
@@ -70,7 +97,10 @@ def test_names_do_not_drive_the_terminal(tmp_path: Path) -> None:
 def test_a_table_as_it_stood_in_the_end(tmp_path: Path) -> None:
     """Dead rows that mask updates do not have are those of the end."""
     train(tmp_path)
-    edit(tmp_path, lambda line: line | {"tables": [t | {"dead_rows": None} for t in line.get("tables", ())]})
+    edit(
+        tmp_path,
+        lambda line: line | {"tables": [t | {"dead_rows": None} for t in line.get("tables", ())]},
+    )
     lines = (tmp_path / LINES).read_text().splitlines(keepends=True)
     end = json.loads(lines[-1])
     end["tables"][0]["dead_rows"] = 7
@@ -80,7 +110,9 @@ def test_a_table_as_it_stood_in_the_end(tmp_path: Path) -> None:
     assert cells(inspect_text(run), stats.name)[-4] == "7" and inspect_json(run)["dead_rows"] == 7
     (tmp_path / LINES).write_text("".join(lines[:-1]))
     run = read_run(tmp_path)
-    assert cells(inspect_text(run), stats.name)[-4] == "-" and inspect_json(run)["dead_rows"] is None
+    assert (
+        cells(inspect_text(run), stats.name)[-4] == "-" and inspect_json(run)["dead_rows"] is None
+    )
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:

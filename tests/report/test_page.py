@@ -54,7 +54,9 @@ class Page(HTMLParser):
             self.words.append(data)
 
     def heading(self, key: str) -> str | None:
-        return next(attrs["data-value"] for _, attrs in self.tags if attrs.get("id") == f"head-{key}")
+        return next(
+            attrs["data-value"] for _, attrs in self.tags if attrs.get("id") == f"head-{key}"
+        )
 
 
 def page_of(run: Run) -> str:
@@ -76,7 +78,16 @@ def test_the_page_says_what_the_run_did(folder: Path) -> None:
     assert shown.heading("sparsity") == "0.5" and shown.heading("bytes") == "160"
     assert shown.heading("loss") == repr(run.last("loss"))
     titles = {attrs.get("id") for tag, attrs in shown.tags if tag == "figure"}
-    assert titles == {"sparsity", "value_loss", "value_auc", "bytes", "churn", "dead_rows", "scores_1", "time"}
+    assert titles == {
+        "sparsity",
+        "value_loss",
+        "value_auc",
+        "bytes",
+        "churn",
+        "dead_rows",
+        "scores_1",
+        "time",
+    }
     text = " ".join(shown.words)
     for said in ("50.0%", "160 B", "dense", "The run ended at step 8.", '"lr": 0.1', "20 x 4"):
         assert said in text
@@ -86,20 +97,30 @@ def test_the_page_needs_nothing_else(folder: Path) -> None:
     text = page_of(read_run(folder))
     assert not re.search(r"https?:|@import|url\(", text)
     for tag, attrs in Page(text).tags:
-        assert not {"src", "href", "srcset", "onclick", "onerror", "onload"} & set(attrs), (tag, attrs)
+        assert not {"src", "href", "srcset", "onclick", "onerror", "onload"} & set(attrs), (
+            tag,
+            attrs,
+        )
         assert tag not in ("img", "link", "iframe", "object", "embed", "base")
 
 
 def test_what_charts_hold(folder: Path) -> None:
     found = {chart.key: chart for chart in charts(read_run(folder))}
     sparsity, loss, scores = found["sparsity"], found["value_loss"], found["scores_1"]
-    assert isinstance(sparsity, LineChart) and isinstance(loss, LineChart) and isinstance(scores, ScoreChart)
+    assert (
+        isinstance(sparsity, LineChart)
+        and isinstance(loss, LineChart)
+        and isinstance(scores, ScoreChart)
+    )
     assert [line.role for line in sparsity.lines] == ["main", "target", "table"]
     assert sparsity.lines[0].points[-1] == sparsity.lines[1].points[-1] == (8, 0.5)
     assert {line.name for line in loss.lines} == {"run", "dense"}
     [change] = read_run(folder).due[-1].record.tables
     assert scores.threshold > 0 and 0 <= scores.zeros < 1
-    assert sum(piece.blocks for piece in scores.bins) + round(scores.zeros * change.blocks) == change.blocks
+    assert (
+        sum(piece.blocks for piece in scores.bins) + round(scores.zeros * change.blocks)
+        == change.blocks
+    )
     assert all(piece.low < piece.high for piece in scores.bins)
     time = found["time"]
     assert isinstance(time, BarChart) and sum(bar.share for bar in time.bars) == pytest.approx(1)
@@ -110,7 +131,11 @@ def test_names_from_the_log_are_text(folder: Path) -> None:
         text = json.dumps(line)
         name = read_run(folder).tables[0].name
         return dict(
-            json.loads(text.replace(json.dumps(name), json.dumps(HOSTILE)).replace('"auc"', json.dumps(HOSTILE)))
+            json.loads(
+                text.replace(json.dumps(name), json.dumps(HOSTILE)).replace(
+                    '"auc"', json.dumps(HOSTILE)
+                )
+            )
         )
 
     lines = [rename(json.loads(line)) for line in (folder / LINES).read_text().splitlines()]
@@ -122,8 +147,12 @@ def test_names_from_the_log_are_text(folder: Path) -> None:
     text = page_of(read_run(folder))
     shown = Page(text)
     assert text.count("<script>") == 1 and "<img" not in text and "<b>dense" not in text
-    assert HOSTILE in "".join(shown.words) and not any("onerror" in attrs for _, attrs in shown.tags)
-    assert all(re.fullmatch(r"[\w-]+", attrs["id"] or "") for _, attrs in shown.tags if "id" in attrs)
+    assert HOSTILE in "".join(shown.words) and not any(
+        "onerror" in attrs for _, attrs in shown.tags
+    )
+    assert all(
+        re.fullmatch(r"[\w-]+", attrs["id"] or "") for _, attrs in shown.tags if "id" in attrs
+    )
     assert write_report(folder, svg=folder / "svg").exists()
     for file in (folder / "svg").iterdir():
         assert re.fullmatch(r"[\w-]+\.svg", file.name)
@@ -135,7 +164,11 @@ def test_names_drive_and_turn_nothing(folder: Path) -> None:
     def rename(line: dict[str, object]) -> dict[str, object]:
         name = json.dumps(read_run(folder).tables[0].name)
         return dict(
-            json.loads(json.dumps(line).replace(name, json.dumps(DRIVING)).replace('"auc"', json.dumps(DRIVING)))
+            json.loads(
+                json.dumps(line)
+                .replace(name, json.dumps(DRIVING))
+                .replace('"auc"', json.dumps(DRIVING))
+            )
         )
 
     lines = [rename(json.loads(line)) for line in (folder / LINES).read_text().splitlines()]
@@ -160,7 +193,9 @@ def test_a_run_that_has_not_ended_is_shown_as_far_as_it_went(folder: Path) -> No
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for step in range(5):
-            log.step(step, loss=float("nan") if step == 2 else 1.0 * step, flat=3, lost=float("inf"))
+            log.step(
+                step, loss=float("nan") if step == 2 else 1.0 * step, flat=3, lost=float("inf")
+            )
     text = page_of(read_run(tmp_path))
     assert "Not finite at 1 of these steps, first at step 2." in text and 'id="value_flat"' in text
     figures = {chart.key: chart for chart in charts(read_run(tmp_path))}
@@ -176,7 +211,9 @@ def test_many_tables_and_many_steps(tmp_path: Path) -> None:
     found = charts(read_run(tmp_path / "run"))
     for chart in found:
         if isinstance(chart, LineChart):
-            assert len(chart.lines) <= 33 and all(len(line.points) <= 400 for line in chart.lines), chart.key
+            assert len(chart.lines) <= 33 and all(
+                len(line.points) <= 400 for line in chart.lines
+            ), chart.key
     bars = next(chart for chart in found if chart.key == "bytes")
     assert isinstance(bars, BarChart) and len(bars.bars) == 30 and bars.bars[0].name == "table_999"
     assert "The first 30 of 1,000" in bars.note
@@ -184,7 +221,10 @@ def test_many_tables_and_many_steps(tmp_path: Path) -> None:
     assert isinstance(spread, BarChart) and len(spread.bars) == 10
     assert sum(int(bar.text.split(" ")[0]) for bar in spread.bars if bar.text != "none") == 1000
     sparsity = next(chart for chart in found if chart.key == "sparsity")
-    assert isinstance(sparsity, LineChart) and [line.role for line in sparsity.lines].count("table") == 3
+    assert (
+        isinstance(sparsity, LineChart)
+        and [line.role for line in sparsity.lines].count("table") == 3
+    )
     assert 'data-filter="Filter 1,000 tables by name"' in text
     assert sum(tag == "tr" for tag, _ in shown.tags) == 2 + 1 + 1000
 
@@ -204,16 +244,22 @@ def test_files(folder: Path, tmp_path: Path) -> None:
     assert out.read_text() == page_of(read_run(folder))
     assert not list(tmp_path.rglob("*.svg"))
     assert write_report(folder, svg=tmp_path / "svg") == folder / "report.html"
-    assert {file.name for file in (tmp_path / "svg").iterdir()} == {f"{c.key}.svg" for c in charts(read_run(folder))}
+    assert {file.name for file in (tmp_path / "svg").iterdir()} == {
+        f"{c.key}.svg" for c in charts(read_run(folder))
+    }
 
 
 def test_a_chart_as_a_file_can_be_read_alone(folder: Path) -> None:
-    """Well-formed, with its own style, light and dark, the numbers of both axes, and what a screen reader says."""
+    """Well-formed, with its own style, light and dark, the numbers of both axes, and what a screen
+    reader says."""
     for chart in charts(read_run(folder)):
         drawn = xml.dom.minidom.parseString(svg_of(chart)).documentElement
         assert drawn.tagName == "svg" and drawn.getAttribute("role") == "img"
         [style] = drawn.getElementsByTagName("style")
-        assert "prefers-color-scheme:dark" in style.firstChild.data and "var(" not in style.firstChild.data
+        assert (
+            "prefers-color-scheme:dark" in style.firstChild.data
+            and "var(" not in style.firstChild.data
+        )
         assert not [node for node in drawn.getElementsByTagName("*") if node.hasAttribute("href")]
         words = [node.firstChild.data for node in drawn.getElementsByTagName("text")]
         assert chart.title in words
@@ -231,7 +277,9 @@ def test_without_jinja2_the_command_says_so(
     rendering.environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", str(folder)]) == 1
-    assert capsys.readouterr().err == "dist-sparse report: Reports need jinja2: pip install jinja2.\n"
+    assert (
+        capsys.readouterr().err == "dist-sparse report: Reports need jinja2: pip install jinja2.\n"
+    )
     assert main(["inspect", str(folder)]) == 0 and not list(folder.glob("report*"))
 
 
@@ -239,7 +287,11 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
     assert "50.0% of 20 blocks" in said and (folder / "report.html").as_uri() in said
-    places = {line.find(text) for line in said.splitlines()[1:] for text in ("50.0% of 20", folder.as_uri())}
+    places = {
+        line.find(text)
+        for line in said.splitlines()[1:]
+        for text in ("50.0% of 20", folder.as_uri())
+    }
     assert len(places - {-1}) == 1
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
@@ -278,7 +330,9 @@ def test_a_table_and_a_step_by_themselves(folder: Path, tmp_path: Path) -> None:
 def test_bars_that_are_removed_in_part_are_told_apart(folder: Path) -> None:
     [chart] = [chart for chart in charts(read_run(folder)) if isinstance(chart, ScoreChart)]
     kinds = {f"bin {piece.kind(chart.threshold)}" for piece in chart.bins}
-    assert len(kinds) > 1 and kinds == {look for look, _ in plot_of(chart).shapes if look.startswith("bin")}
+    assert len(kinds) > 1 and kinds == {
+        look for look, _ in plot_of(chart).shapes if look.startswith("bin")
+    }
 
 
 def test_names_that_make_one_file_name(tmp_path: Path) -> None:
@@ -294,20 +348,32 @@ def test_values_at_the_ends_of_float64(steps: int, tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for step in range(steps):
             log.step(step, loss=1.7e308 * (1 if step % 2 else -1))
-    assert "inf" not in re.findall(r'<path class="[^"]*" d="([^"]*)"', page_of(read_run(tmp_path)))[-1]
+    assert (
+        "inf" not in re.findall(r'<path class="[^"]*" d="([^"]*)"', page_of(read_run(tmp_path)))[-1]
+    )
     assert write_report(tmp_path).is_file()
 
 
-def test_a_page_that_the_disk_has_no_room_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_the_disk_has_no_room_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The old report stays whole."""
     write_report(folder)
-    before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir() if file.is_file()}
-    largest = max(len(content) for name, (_, content) in before.items() if name.startswith("report"))
+    before = {
+        file.name: (file.stat().st_mtime_ns, file.read_bytes())
+        for file in folder.iterdir()
+        if file.is_file()
+    }
+    largest = max(
+        len(content) for name, (_, content) in before.items() if name.startswith("report")
+    )
     with full_disk(largest - 1):
         status = main(["report", str(folder)])
     assert status == 1 and re.search(r"File too large: '.*report.*'", capsys.readouterr().err)
     assert before == {
-        file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir() if file.is_file()
+        file.name: (file.stat().st_mtime_ns, file.read_bytes())
+        for file in folder.iterdir()
+        if file.is_file()
     }
 
 
@@ -323,4 +389,9 @@ def test_words() -> None:
     assert [size(v) for v in (160, 1_367_552, 6.4e12, 2**30, 1000 * 2**10)] == [
         *("160 B", "1.30 MiB", "5.82 TiB", "1.00 GiB", "0.977 MiB")
     ]
-    assert [duration(v) for v in (0.85, 12.34, 245, 12_000)] == ["850 ms", "12.3 s", "4 min 05 s", "3 h 20 min"]
+    assert [duration(v) for v in (0.85, 12.34, 245, 12_000)] == [
+        "850 ms",
+        "12.3 s",
+        "4 min 05 s",
+        "3 h 20 min",
+    ]

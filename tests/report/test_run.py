@@ -34,7 +34,13 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 def test_a_run(folder: Path) -> None:
     run = read_run(folder)
-    assert (run.finished, run.sessions, run.last_step, run.world, run.config) == (True, 1, 8, 1, {"lr": 0.1})
+    assert (run.finished, run.sessions, run.last_step, run.world, run.config) == (
+        True,
+        1,
+        8,
+        1,
+        {"lr": 0.1},
+    )
     assert [step for step, _ in run.values["loss"]] == list(range(9))
     assert run.values["auc"] == ((0, 0.5), (4, 0.5), (8, 0.5))
     assert [due.step for due in run.due] == [0, 3, 6]
@@ -50,7 +56,12 @@ def test_a_run(folder: Path) -> None:
 
 def test_the_numbers(folder: Path) -> None:
     found = numbers(read_run(folder))
-    assert (found["sparsity"], found["target"], found["blocks"], found["removed_blocks"]) == (0.5, 0.5, 20, 10)
+    assert (found["sparsity"], found["target"], found["blocks"], found["removed_blocks"]) == (
+        0.5,
+        0.5,
+        20,
+        10,
+    )
     assert (found["bytes_dense"], found["bytes_kept"]) == (320, 160)
     assert found["last"]["auc"] == 0.5 and found["compared"] == {"dense": {"last": {"loss": 1.0}}}
     assert 0 < found["seconds"]["share"] < 1 and found["due_steps"] == 3
@@ -62,7 +73,9 @@ def test_the_numbers(folder: Path) -> None:
 
 def test_a_run_that_has_not_ended(folder: Path) -> None:
     lines = (folder / LINES).read_text().splitlines(keepends=True)
-    (folder / LINES).write_text("".join(lines[:-1]) + lines[-1][:20])  # a crash in the middle of the last line
+    (folder / LINES).write_text(
+        "".join(lines[:-1]) + lines[-1][:20]
+    )  # a crash in the middle of the last line
     run = read_run(folder)
     assert not run.finished and run.tables == () and run.spent.enforcement is None
     found = numbers(run)
@@ -91,14 +104,18 @@ def test_a_resumed_session_replaces_due_steps_however_short_the_first_was(tmp_pa
     log = tmp_path / "run" / LINES
     lines = log.read_text().splitlines(keepends=True)
     due = [json.loads(line) for line in lines if '"masks"' in line]
-    # Both were logged at one step; the second session repeats the last of them before it logs a time.
+    # Both were logged at one step; the second session repeats the last of them before it logs a
+    # time.
     due[0]["step"] = due[1]["step"]
     values = {"kind": "values", "step": 99, "seconds": 5.0, "values": {"loss": 1.0}}
     lines = lines[:100] + [json.dumps(line) + "\n" for line in due]
     log.write_text("".join(lines))
     assert [(d.step, d.record.number) for d in read_run(tmp_path / "run").due] == [(66, 1), (66, 2)]
     again = due[0] | {"number": 1, "step": 66}
-    log.write_text("".join(lines) + "".join(json.dumps(line) + "\n" for line in ({"kind": "resumed"}, again, values)))
+    log.write_text(
+        "".join(lines)
+        + "".join(json.dumps(line) + "\n" for line in ({"kind": "resumed"}, again, values))
+    )
     run = read_run(tmp_path / "run")
     assert [(d.step, d.record.number) for d in run.due] == [(66, 1)]
     assert run.sessions == 2 and run.spent.total == pytest.approx(0.99 + 5.0)
@@ -127,7 +144,9 @@ def test_what_is_not_finite_is_none(folder: Path) -> None:
 def test_folders_without_a_run(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none holds no run: there is no such folder\.$"):
         read_run(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"holds no run: there is no run\.json, which RunLog writes\.$"):
+    with pytest.raises(
+        ValueError, match=r"holds no run: there is no run\.json, which RunLog writes\.$"
+    ):
         read_run(folder.parent)
     (folder / LINES).unlink()
     with pytest.raises(ValueError, match=r"run holds no run: there is no log\.jsonl"):
@@ -140,11 +159,20 @@ def test_folders_without_a_run(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has format 2; this release reads and writes 1"):
         read_run(folder)
     (folder / RUN).write_text('{"format": 1, "world": 1, "versions": {}, "config": {}}')
-    with pytest.raises(ValueError, match=r"run\.json is not one that RunLog writes: it has no 'started'\.$"):
+    with pytest.raises(
+        ValueError, match=r"run\.json is not one that RunLog writes: it has no 'started'\.$"
+    ):
         read_run(folder)
 
 
-_NO_SHAPE = {"dtype": "float32", "shape": [1], "name": "", "sharding": "", "shards": 1, "sparse_block_shape": None}
+_NO_SHAPE = {
+    "dtype": "float32",
+    "shape": [1],
+    "name": "",
+    "sharding": "",
+    "shards": 1,
+    "sparse_block_shape": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -158,9 +186,13 @@ _NO_SHAPE = {"dtype": "float32", "shape": [1], "name": "", "sharding": "", "shar
         ("values", {"kind": "x" * 10_000_000}, "kind 'xxx.*xxx'"),
     ],
 )
-def test_lines_that_no_run_log_writes(folder: Path, kind: str, change: dict[str, Any], says: str) -> None:
+def test_lines_that_no_run_log_writes(
+    folder: Path, kind: str, change: dict[str, Any], says: str
+) -> None:
     edit(folder, lambda line: line | change if line["kind"] == kind else line)
-    with pytest.raises(ValueError, match=rf"log\.jsonl, line \d+ is not one that RunLog writes: .*{says}"):
+    with pytest.raises(
+        ValueError, match=rf"log\.jsonl, line \d+ is not one that RunLog writes: .*{says}"
+    ):
         read_run(folder)
 
 

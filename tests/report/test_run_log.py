@@ -47,7 +47,9 @@ def train(folder: Path, steps: int = 9, **options: Any) -> DataNormSparsifier:
     sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape=(1, ROW))
     sparsifier.add_model(model)
     scheduler = CubicDataScheduler(sparsifier, "sparsity_level", final=0.5, begin=0, end=6, every=3)
-    with RunLog(folder, sparsifier, enforcer=MaskEnforcer(sparsifier).attach(optimizer), **options) as log:
+    with RunLog(
+        folder, sparsifier, enforcer=MaskEnforcer(sparsifier).attach(optimizer), **options
+    ) as log:
         for step in range(steps):
             loss = model(torch.arange(20).view(1, -1)).pow(2).sum()
             loss.backward()
@@ -74,29 +76,44 @@ def test_a_run(tmp_path: Path) -> None:
     assert [line["number"] for line in masks] == [1, 2, 3]
     [table] = masks[-1]["tables"]
     assert table["name"] == "weight" or table["name"]
-    assert (table["target"], table["sparsity"], table["removed_blocks"], table["dead_rows"]) == (0.5, 0.5, 10, 10)
+    assert (table["target"], table["sparsity"], table["removed_blocks"], table["dead_rows"]) == (
+        0.5,
+        0.5,
+        10,
+        10,
+    )
     assert 0 < table["churn"] < 1 and table["regrown_blocks"] == 0 and table["threshold"] > 0
     written = [table for line in lines if line["kind"] == "scores" for table in line["tables"]]
-    assert [table["step"] for table in written] == [3, 6], "the first, and the last when the log is closed"
+    assert [table["step"] for table in written] == [3, 6], (
+        "the first, and the last when the log is closed"
+    )
     assert all(scores["zeros"] + sum(scores["counts"]) == 20 for scores in written)
     assert "scores" not in table
     assert masks[0]["seconds"] > 0 and masks[0]["collectives"] == 0
     [end] = [line for line in lines if line["kind"] == "end"]
     assert end is lines[-1] or end == lines[-1]
     assert end["tables"][0]["removed_blocks"] == 10 and end["tables"][0]["dtype"] == "float32"
-    assert end["seconds"]["total"] >= end["seconds"]["masks"] > 0 and end["seconds"]["enforcement"] > 0
+    assert (
+        end["seconds"]["total"] >= end["seconds"]["masks"] > 0 and end["seconds"]["enforcement"] > 0
+    )
     assert sparsifier.table_stats()[0].removed_blocks == 10
     assert heard.closed == 1
     name = table["name"]
-    assert (6, 0.5) in [(step, told[f"sparsity/{name}"]) for step, told in heard.told if f"sparsity/{name}" in told]
+    assert (6, 0.5) in [
+        (step, told[f"sparsity/{name}"]) for step, told in heard.told if f"sparsity/{name}" in told
+    ]
     assert [step for step, told in heard.told if "loss" in told] == list(range(9))
-    assert len([told for _, told in heard.told if "loss" not in told]) == 3, "one call per mask update"
+    assert len([told for _, told in heard.told if "loss" not in told]) == 3, (
+        "one call per mask update"
+    )
 
 
 def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     train(tmp_path)
     before = (tmp_path / LINES).read_text()
-    with pytest.raises(ValueError, match="holds the log of a run: choose another folder, or resume=True"):
+    with pytest.raises(
+        ValueError, match="holds the log of a run: choose another folder, or resume=True"
+    ):
         RunLog(tmp_path)
     assert (tmp_path / LINES).read_text() == before
     with RunLog(tmp_path, resume=True) as log:
@@ -111,7 +128,10 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
 def test_what_a_crash_has_cut_off_is_skipped_when_the_run_is_resumed(tmp_path: Path) -> None:
     train(tmp_path)
     whole = (tmp_path / LINES).read_text().splitlines(keepends=True)
-    for cut in (whole[-1][:20], whole[-1][:20] + "\n" + whole[-1][:30]):  # cut short once, and when it was resumed
+    for cut in (
+        whole[-1][:20],
+        whole[-1][:20] + "\n" + whole[-1][:30],
+    ):  # cut short once, and when it was resumed
         (tmp_path / LINES).write_text("".join(whole[:-1]) + cut)
         with RunLog(tmp_path, resume=True) as log:
             log.step(100, loss=1.0)
@@ -174,8 +194,21 @@ def test_all_mask_updates_between_two_calls_are_logged(tmp_path: Path) -> None:
             sparsifier.step()
             if step % 4 == 3:
                 log.step(step, loss=1.0)
-    masks = [(line["step"], line["number"]) for line in lines_of(tmp_path) if line["kind"] == "masks"]
-    assert masks == [(3, 1), (3, 2), (3, 3), (3, 4), (7, 5), (7, 6), (7, 7), (7, 8), (7, 9), (7, 10)]
+    masks = [
+        (line["step"], line["number"]) for line in lines_of(tmp_path) if line["kind"] == "masks"
+    ]
+    assert masks == [
+        (3, 1),
+        (3, 2),
+        (3, 3),
+        (3, 4),
+        (7, 5),
+        (7, 6),
+        (7, 7),
+        (7, 8),
+        (7, 9),
+        (7, 10),
+    ]
     assert [(due.step, due.record.number) for due in read_run(tmp_path).due] == masks
 
 
@@ -192,7 +225,11 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
         for step in range(2):
             sparsifier.step()
             log.step(step, loss=1.0)
-    masks = [(line["step"], line["number"]) for line in lines_of(tmp_path / "run") if line["kind"] == "masks"]
+    masks = [
+        (line["step"], line["number"])
+        for line in lines_of(tmp_path / "run")
+        if line["kind"] == "masks"
+    ]
     assert masks == [(0, 2), (1, 3)]
     assert sparsifier.recorder is own, "it was there before the log"
     sparsifier.stop_recording()
@@ -231,14 +268,21 @@ def test_a_sink_that_fails_gets_no_more(tmp_path: Path) -> None:
             raise OSError("stuck")
 
     broken, heard = Broken(), Heard()
-    with pytest.warns(RuntimeWarning) as said, RunLog(tmp_path, sinks=[broken, Stuck(), heard]) as log:
+    with (
+        pytest.warns(RuntimeWarning) as said,
+        RunLog(tmp_path, sinks=[broken, Stuck(), heard]) as log,
+    ):
         for step in range(3):
             log.step(step, loss=1.0)
     assert [str(one.message) for one in said] == [
         "Broken failed (ConnectionError: gone): it gets no more values.",
         "Stuck failed (OSError: stuck): it gets no more values.",
     ]
-    assert len(broken.told) == 1 and [step for step, _ in heard.told] == [0, 1, 2] and heard.closed == 1
+    assert (
+        len(broken.told) == 1
+        and [step for step, _ in heard.told] == [0, 1, 2]
+        and heard.closed == 1
+    )
     assert [line["kind"] for line in lines_of(tmp_path)] == ["values"] * 3 + ["end"]
 
 
@@ -255,14 +299,27 @@ def test_bad_values(tmp_path: Path) -> None:
     loop.append(loop)
     with pytest.raises(ValueError, match="Invalid config: Circular reference"):
         RunLog(tmp_path / "none", config={"loop": loop})
-    for wrong in ({"config": [1]}, {"sinks": None}, {"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}, {"folder": 3}):
+    for wrong in (
+        {"config": [1]},
+        {"sinks": None},
+        {"sparsifier": nn.Linear(1, 1)},
+        {"enforcer": 3},
+        {"folder": 3},
+    ):
         with pytest.raises(ValueError, match=f"Invalid {next(iter(wrong))} of type .*: must be "):
             RunLog(**{"folder": tmp_path / "none"} | wrong)  # type: ignore[arg-type]
     for resume in ("no", None, 1):
         with pytest.raises(ValueError, match=f"Invalid resume={resume!r}: must be a bool"):
             RunLog(tmp_path / "none", resume=resume)  # type: ignore[arg-type]
-    for sinks in ([Heard(), 3], [SimpleNamespace(scalars=print)], [SimpleNamespace(scalars=print, close=1)], "ab"):
-        with pytest.raises(ValueError, match=f"Invalid sink of type {type(sinks[-1]).__name__}: must have scalars"):
+    for sinks in (
+        [Heard(), 3],
+        [SimpleNamespace(scalars=print)],
+        [SimpleNamespace(scalars=print, close=1)],
+        "ab",
+    ):
+        with pytest.raises(
+            ValueError, match=f"Invalid sink of type {type(sinks[-1]).__name__}: must have scalars"
+        ):
             RunLog(tmp_path / "none", sinks=sinks)  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
     log = RunLog(tmp_path)

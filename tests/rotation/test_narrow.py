@@ -24,7 +24,13 @@ def test_a_narrow_model_trains_on_as_the_masked_one(tables: Any, optimizer: Any)
     torch.manual_seed(0)
     model = Towers()
     stepped = optimizer(model.parameters(), lr=0.05)
-    options: dict[str, Any] = {"level": 0.5, "block": "col", "begin": 2, "end": 2, "optimizer_state": "reset"}
+    options: dict[str, Any] = {
+        "level": 0.5,
+        "block": "col",
+        "begin": 2,
+        "end": 2,
+        "optimizer_state": "reset",
+    }
     sparse = sparsify(model, stepped, rotate=tables, **options)
     train(model, stepped, sparse, 5)
     wanted = model(*batch()).detach()
@@ -33,7 +39,11 @@ def test_a_narrow_model_trains_on_as_the_masked_one(tables: Any, optimizer: Any)
     twin_optimizer.load_state_dict(copy.deepcopy(stepped.state_dict()))
 
     model = compact(model, sparse)
-    assert model.user.weight.shape == (50, 4) and model.item.weight.shape == (40, 4) and model.item.padding_idx == 3
+    assert (
+        model.user.weight.shape == (50, 4)
+        and model.item.weight.shape == (40, 4)
+        and model.item.padding_idx == 3
+    )
     torch.testing.assert_close(model(*batch()), wanted, rtol=1e-5, atol=1e-6)
     for key in ("exp_avg", "exp_avg_sq") if optimizer is optim.Adam else ():
         assert stepped.state[model.user.weight][key].shape == (50, 4)
@@ -41,12 +51,21 @@ def test_a_narrow_model_trains_on_as_the_masked_one(tables: Any, optimizer: Any)
     # The masked twin trains its first four columns alone.
     twin_optimizer.register_step_post_hook(lambda *_: cut(twin))
     losses = train(model, stepped, None, 6), train(twin, twin_optimizer, None, 6)
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5
+    )
 
     # It can be narrowed again, and be saved.
     wanted = model(*batch()).detach()
     again = sparsify(
-        model, stepped, level=0.0, block="col", end=0, rotate=tables, optimizer_state="reset", schedule="constant"
+        model,
+        stepped,
+        level=0.0,
+        block="col",
+        end=0,
+        rotate=tables,
+        optimizer_state="reset",
+        schedule="constant",
     )
     again.step()
     torch.testing.assert_close(model(*batch()), wanted, rtol=1e-4, atol=1e-5)
@@ -60,7 +79,9 @@ def test_a_narrow_model_trains_on_as_the_masked_one(tables: Any, optimizer: Any)
 def test_a_model_of_one_table() -> None:
     model: Any = nn.EmbeddingBag(30, 12, mode="sum")
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    sparse = sparsify(model, optimizer, level=0.8, block="col", end=0, schedule="constant", rotate="table")
+    sparse = sparsify(
+        model, optimizer, level=0.8, block="col", end=0, schedule="constant", rotate="table"
+    )
     sparse.step()
     ids = torch.arange(30).view(10, 3)
     wanted = model(ids).detach()
@@ -70,7 +91,9 @@ def test_a_model_of_one_table() -> None:
     assert list(model.state_dict()) == ["weight", "rotation_of_weight"]
 
 
-@pytest.mark.parametrize(("level", "width"), [({"user": 0.75, "item": 0.5}, 8), ({"user": 0.75}, 16)])
+@pytest.mark.parametrize(
+    ("level", "width"), [({"user": 0.75, "item": 0.5}, 8), ({"user": 0.75}, 16)]
+)
 def test_tables_that_meet_get_the_width_of_the_widest(level: dict[str, float], width: int) -> None:
     """Dot products between tables of other widths would raise."""
     model = nn.ModuleDict({"user": nn.Embedding(50, 16), "item": nn.Embedding(40, 16)})
@@ -80,12 +103,16 @@ def test_tables_that_meet_get_the_width_of_the_widest(level: dict[str, float], w
     wanted = model["user"].weight @ model["item"].weight.T
     model = compact(model, sparse)
     assert model["user"].weight.shape == (50, width) and model["item"].weight.shape == (40, width)
-    torch.testing.assert_close(model["user"].weight @ model["item"].weight.T, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model["user"].weight @ model["item"].weight.T, wanted, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_columns_that_are_not_rotated_are_refused() -> None:
     model = Towers()
-    sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, block="col", begin=0, end=0)
+    sparse = sparsify(
+        model, optim.SGD(model.parameters(), lr=0.1), level=0.5, block="col", begin=0, end=0
+    )
     sparse.step()
     with pytest.raises(ValueError, match="or columns of rotated tables"):
         compact(model, sparse)

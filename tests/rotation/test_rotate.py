@@ -39,10 +39,14 @@ class Towers(nn.Module):
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(50, (16, 3), generator=generator), torch.randint(40, (16,), generator=generator)
+    return torch.randint(50, (16, 3), generator=generator), torch.randint(
+        40, (16,), generator=generator
+    )
 
 
-def train(model: nn.Module, optimizer: Any, sparse: SparseTraining | None, steps: int) -> list[float]:
+def train(
+    model: nn.Module, optimizer: Any, sparse: SparseTraining | None, steps: int
+) -> list[float]:
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -55,11 +59,20 @@ def train(model: nn.Module, optimizer: Any, sparse: SparseTraining | None, steps
     return losses
 
 
-def narrowed(tables: Any = "table", schedule: Any = "one_shot", begin: int = 0, **more: Any) -> tuple[Towers, Any, Any]:
+def narrowed(
+    tables: Any = "table", schedule: Any = "one_shot", begin: int = 0, **more: Any
+) -> tuple[Towers, Any, Any]:
     torch.manual_seed(0)
     model = Towers()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    options = {"level": 0.5, "block": "col", "begin": begin, "end": begin + 8, "every": 4, "rotate": tables}
+    options = {
+        "level": 0.5,
+        "block": "col",
+        "begin": begin,
+        "end": begin + 8,
+        "every": 4,
+        "rotate": tables,
+    }
     return model, optimizer, sparsify(model, optimizer, schedule=schedule, **(options | more))
 
 
@@ -87,10 +100,15 @@ def test_it_costs_less_than_columns_as_they_are() -> None:
         with torch.no_grad():
             turn = torch.linalg.qr(torch.randn(8, 8)).Q
             for table in (model.user, model.item):
-                table.weight.copy_((torch.randn(len(table.weight), 8) * torch.tensor([1.0] * 4 + [0.01] * 4)) @ turn)
+                table.weight.copy_(
+                    (torch.randn(len(table.weight), 8) * torch.tensor([1.0] * 4 + [0.01] * 4))
+                    @ turn
+                )
         before = model(*batch()).detach()
         optimizer = optim.SGD(model.parameters(), lr=0.1)
-        with sparsify(model, optimizer, level=0.5, block=(COL, 1), end=1, schedule="one_shot", rotate=tables) as sparse:
+        with sparsify(
+            model, optimizer, level=0.5, block=(COL, 1), end=1, schedule="one_shot", rotate=tables
+        ) as sparse:
             sparse.step()
             lost[str(tables)] = float((model(*batch()) - before).norm() / before.norm())
             sparse.step()
@@ -119,7 +137,9 @@ def test_again_on_the_same_model() -> None:
     train(model, optimizer, sparse, 9)
     sparse.detach()
     wanted = model(*batch()).detach()
-    second = sparsify(model, optimizer, level=0.75, block="col", end=1, schedule="linear", rotate="table")
+    second = sparsify(
+        model, optimizer, level=0.75, block="col", end=1, schedule="linear", rotate="table"
+    )
     second.step()
     torch.testing.assert_close(model(*batch()), wanted, rtol=1e-5, atol=1e-5)
     second.step()
@@ -137,17 +157,36 @@ def test_element_state_is_reset_if_that_was_said() -> None:
     model = Towers()
     for kind, more in ((optim.Adam, {}), (optim.SGD, {"momentum": 0.9}), (optim.Adagrad, {})):
         optimizer = kind(model.parameters(), lr=0.01, **more)  # type: ignore[arg-type]
-        options: dict[str, Any] = {"level": 0.5, "block": "col", "begin": 4, "end": 5, "rotate": "table"}
-        with pytest.raises(ValueError, match=r"\['item', 'user'\] can't be rotated: their optimizer keeps"):
+        options: dict[str, Any] = {
+            "level": 0.5,
+            "block": "col",
+            "begin": 4,
+            "end": 5,
+            "rotate": "table",
+        }
+        with pytest.raises(
+            ValueError, match=r"\['item', 'user'\] can't be rotated: their optimizer keeps"
+        ):
             sparsify(model, optimizer, **options)
         train(model, optimizer, None, 2)
-        with sparsify(model, optimizer, schedule="one_shot", **options, optimizer_state="reset") as sparse:
+        with sparsify(
+            model, optimizer, schedule="one_shot", **options, optimizer_state="reset"
+        ) as sparse:
             train(model, optimizer, sparse, 4)
-            assert any(bool(state[key].any()) for state in optimizer.state.values() for key in state if key != "step")
+            assert any(
+                bool(state[key].any())
+                for state in optimizer.state.values()
+                for key in state
+                if key != "step"
+            )
             sparse.step()
             for parameter in (model.user.weight, model.item.weight):
                 state = optimizer.state[parameter]
-                assert not any(bool(value.any()) for value in state.values() if value is not None and value.dim())
+                assert not any(
+                    bool(value.any())
+                    for value in state.values()
+                    if value is not None and value.dim()
+                )
             sparse.step()
 
 
@@ -195,13 +234,23 @@ class Other(BaseDataSparsifier):
     ("model", "tables", "block", "message"),
     [
         (Towers, "tables", "col", 'must be "table", or groups'),
-        (Towers, [["user", "items"]], "col", r"\['items'\] are none of the tables \['user', 'item'\]"),
+        (
+            Towers,
+            [["user", "items"]],
+            "col",
+            r"\['items'\] are none of the tables \['user', 'item'\]",
+        ),
         (Towers, [["user"], ["user", "item"]], "col", "each name must be in one group only"),
         (Towers, [[]], "col", 'must be "table", or groups of names'),
         (Towers, ["user", "item"], "col", 'must be "table", or groups of names'),
         (Towers, "table", "row", r"'user' can't be rotated: its blocks are \(1, 'ROW'\)"),
         (lambda: Towers(max_norm=1.0), "table", "col", "'item' can't be rotated: max_norm"),
-        (Tied, [["user", "item"]], "col", r"'item' can't be rotated: the modules \['item', 'again'\] share its weight"),
+        (
+            Tied,
+            [["user", "item"]],
+            "col",
+            r"'item' can't be rotated: the modules \['item', 'again'\] share its weight",
+        ),
         (lambda: nn.EmbeddingBag(20, 4, mode="max"), "table", "col", "pooled by their maximum"),
         (
             lambda: towers(nn.ReLU()),
@@ -210,7 +259,12 @@ class Other(BaseDataSparsifier):
             "can't be rotated: ReLU 'item.1' reads it, but only dot products",
         ),
         (lambda: towers(nn.Dropout(), nn.Linear(4, 4)), PAIR, "col", "Linear 'item.2' reads it"),
-        (lambda: towers(nn.Sequential(nn.Dropout(), nn.Tanh())), PAIR, "col", "Tanh 'item.1.1' reads it"),
+        (
+            lambda: towers(nn.Sequential(nn.Dropout(), nn.Tanh())),
+            PAIR,
+            "col",
+            "Tanh 'item.1.1' reads it",
+        ),
         (Shared, [["user", "item"]], "col", "ReLU 'again.1' reads it"),
         (
             lambda: nn.ModuleDict({"user": nn.Embedding(20, 4), "item": nn.Embedding(20, 8)}),
@@ -240,7 +294,9 @@ def test_refused(model: Any, tables: Any, block: str, message: str) -> None:
     ],
     ids=["nothing", "what is harmless", "dot products", "not one after the other"],
 )
-def test_what_may_read_tables_that_are_rotated_together(model: nn.Module, tables: list[list[str]]) -> None:
+def test_what_may_read_tables_that_are_rotated_together(
+    model: nn.Module, tables: list[list[str]]
+) -> None:
     sparsifier = DataNormSparsifier(sparse_block_shape="col")
     sparsifier.add_model(model)
     rotate(sparsifier, tables)
@@ -291,7 +347,10 @@ def test_a_squashed_table_stays_as_it_is() -> None:
 @pytest.mark.parametrize("zeros", [(), (2, 5), range(8)], ids=str)
 def test_bases(zeros: Any) -> None:
     torch.manual_seed(0)
-    user, item = torch.randn(30, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)  # of rank 4
+    user, item = (
+        torch.randn(30, 8, dtype=torch.float64),
+        torch.randn(4, 8, dtype=torch.float64),
+    )  # of rank 4
     user[:, list(zeros)] = 0
     used = 8 - len(zeros)
     basis = common_basis([user.T @ user, item.T @ item])
@@ -311,7 +370,10 @@ def test_what_would_lose_the_bases_is_refused() -> None:
     sparse.detach()
     rows = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, begin=0, end=0)
     rows.step()
-    with pytest.raises(ValueError, match="is rotated, and its output is turned back by a hook: it can't be compacted"):
+    with pytest.raises(
+        ValueError,
+        match="is rotated, and its output is turned back by a hook: it can't be compacted",
+    ):
         compact(model, rows)
 
 

@@ -21,7 +21,10 @@ from dist_sparse import DataNormSparsifier
 from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 from tests.schedulers.loop import sparsifier_of
 
-_REASON = "this torch has no sparsity schedulers any more: NOTHING is compared with them; use torch 2.13 for that"
+_REASON = (
+    "this torch has no sparsity schedulers any more: NOTHING is compared with them; use torch 2.13"
+    " for that"
+)
 pruning = pytest.importorskip("torch.ao.pruning", reason=_REASON, exc_type=ImportError)
 
 LEVELS = st.floats(0, 1)
@@ -42,7 +45,9 @@ def ours_of(levels: list[float]) -> Any:
 
 def theirs_of(levels: list[float]) -> Any:
     sparsifier = _Still()
-    config = [{"tensor_fqn": f"{i}.weight", "sparsity_level": level} for i, level in enumerate(levels)]
+    config = [
+        {"tensor_fqn": f"{i}.weight", "sparsity_level": level} for i, level in enumerate(levels)
+    ]
     sparsifier.prepare(nn.Sequential(*(nn.Linear(1, 1) for _ in levels)), config)
     return sparsifier
 
@@ -84,30 +89,47 @@ def cubic_plans(draw: st.DrawFn) -> tuple[list[float], dict[str, Any]]:
 class TestCubic:
     @settings(max_examples=150, deadline=None)
     @given(cubic_plans())
-    def test_torch_ao_s_levels_to_the_last_bit(self, given: tuple[list[float], dict[str, Any]]) -> None:
+    def test_torch_ao_s_levels_to_the_last_bit(
+        self, given: tuple[list[float], dict[str, Any]]
+    ) -> None:
         levels, plan = given
         ours, theirs = ours_of(levels), theirs_of(levels)
         scheduler, ancestor = CubicSL(ours, **plan), pruning.CubicSL(theirs, **plan)
         seen = levels_by_step(ours, scheduler, STEPS)
         only_at_changes(seen)
-        assert [level for level, _ in seen] == [level for level, _ in levels_by_step(theirs, ancestor, STEPS)]
+        assert [level for level, _ in seen] == [
+            level for level, _ in levels_by_step(theirs, ancestor, STEPS)
+        ]
 
     def test_what_they_look_like(self) -> None:
         sparsifier = ours_of([0.8])
         scheduler = CubicSL(sparsifier, init_t=3, delta_t=2, total_t=2)
         seen = levels_by_step(sparsifier, scheduler, 12)
-        assert [round(level, 3) for (level,), _ in seen] == [0, 0, 0, 0, 0.463, 0.7, 0.788, *[0.8] * 5]
+        assert [round(level, 3) for (level,), _ in seen] == [
+            0,
+            0,
+            0,
+            0,
+            0.463,
+            0.7,
+            0.788,
+            *[0.8] * 5,
+        ]
         assert [step for step, (_, moves) in enumerate(seen) if moves] == [0, 4, 5, 6, 7]
         assert len(sparsifier.updates) == 5
 
     def test_by_name(self) -> None:
         by_list, by_dict = ours_of([0.8, 0.6]), ours_of([0.8, 0.6])
         one = CubicSL(by_list, init_sl=[0.1, 0.2], init_t=[0, 3], total_t=1)
-        other = CubicSL(by_dict, init_sl={"t1": 0.2, "t0": 0.1}, init_t={"t0": 0, "t1": 3}, total_t=1)
+        other = CubicSL(
+            by_dict, init_sl={"t1": 0.2, "t0": 0.1}, init_t={"t0": 0, "t1": 3}, total_t=1
+        )
         assert levels_by_step(by_list, one, 20) == levels_by_step(by_dict, other, 20)
 
     def test_masks_follow(self) -> None:
-        sparsifier = DataNormSparsifier([("w", torch.randn(10, 10))], sparsity_level=0.8, sparse_block_shape=(1, 1))
+        sparsifier = DataNormSparsifier(
+            [("w", torch.randn(10, 10))], sparsity_level=0.8, sparse_block_shape=(1, 1)
+        )
         scheduler = CubicSL(sparsifier, delta_t=1, total_t=4)
         removed = []
         for _ in range(6):
@@ -151,7 +173,9 @@ class TestCubic:
         sparsifier = ours_of([0.5, 0.5])
         with pytest.raises(ValueError, match=message):
             CubicSL(sparsifier, **plan)
-        assert "step" not in vars(sparsifier) and sparsifier.data_groups["t0"] == {"sparsity_level": 0.5}
+        assert "step" not in vars(sparsifier) and sparsifier.data_groups["t0"] == {
+            "sparsity_level": 0.5
+        }
 
     @pytest.mark.parametrize("level", [None, 1.5, -0.5, math.nan, "x"])
     def test_levels_it_can_not_end_at(self, level: Any) -> None:
@@ -168,18 +192,24 @@ def no_factor(step: int) -> float:
 class TestLambda:
     @settings(max_examples=100, deadline=None)
     @given(st.lists(LEVELS, min_size=1, max_size=3), st.data())
-    def test_torch_ao_s_levels_to_the_last_bit(self, levels: list[float], data: st.DataObject) -> None:
+    def test_torch_ao_s_levels_to_the_last_bit(
+        self, levels: list[float], data: st.DataObject
+    ) -> None:
         factors = st.lists(LEVELS | st.floats(-3, 3), min_size=1, max_size=5)
         tables = data.draw(each(factors, len(levels)))
         looked_up = [tables] if isinstance(tables[0], float) else tables
-        functions: Any = [lambda step, table=table: table[step // 3 % len(table)] for table in looked_up]
+        functions: Any = [
+            lambda step, table=table: table[step // 3 % len(table)] for table in looked_up
+        ]
         if isinstance(tables[0], float):
             functions = functions[0]
         ours, theirs = ours_of(levels), theirs_of(levels)
         scheduler, ancestor = LambdaSL(ours, functions), pruning.LambdaSL(theirs, functions)
         seen = levels_by_step(ours, scheduler, STEPS)
         only_at_changes(seen)
-        assert [level for level, _ in seen] == [level for level, _ in levels_by_step(theirs, ancestor, STEPS)]
+        assert [level for level, _ in seen] == [
+            level for level, _ in levels_by_step(theirs, ancestor, STEPS)
+        ]
 
     def test_asked_once_a_step(self) -> None:
         asked: list[int] = []
@@ -213,7 +243,9 @@ class TestLambda:
         sparsifier = ours_of([0.5, 0.5])
         with pytest.raises(ValueError, match=message):
             LambdaSL(sparsifier, functions)
-        assert "step" not in vars(sparsifier) and sparsifier.data_groups["t0"] == {"sparsity_level": 0.5}
+        assert "step" not in vars(sparsifier) and sparsifier.data_groups["t0"] == {
+            "sparsity_level": 0.5
+        }
 
     @pytest.mark.parametrize("level", [None, math.nan, "x"])
     def test_levels_it_can_not_multiply(self, level: Any) -> None:
@@ -223,7 +255,8 @@ class TestLambda:
         assert "step" not in vars(sparsifier)
 
     def test_the_example_of_torch_ao_s_documentation(self) -> None:
-        """``epoch // 30`` leaves the unit interval: everything is removed there, and later steps work."""
+        """``epoch // 30`` leaves the unit interval: everything is removed there, and later steps
+        work."""
         sparsifier = DataNormSparsifier([("w", torch.randn(10, 8))])
         scheduler = LambdaSL(sparsifier, lambda epoch: epoch // 30)
         removed = []
@@ -276,17 +309,25 @@ def test_what_is_written_by_hand_between_stays(make: Callable[..., Any]) -> None
 
 
 MAKERS: list[Callable[..., Any]] = [
-    lambda sparsifier, **more: CubicSL(sparsifier, init_sl=0.1, init_t=[4, 7], delta_t=2, total_t=3, **more),
-    lambda sparsifier, **more: CubicSL(sparsifier, init_t=6, total_t=1, initially_zero=True, **more),
+    lambda sparsifier, **more: CubicSL(
+        sparsifier, init_sl=0.1, init_t=[4, 7], delta_t=2, total_t=3, **more
+    ),
+    lambda sparsifier, **more: CubicSL(
+        sparsifier, init_t=6, total_t=1, initially_zero=True, **more
+    ),
     lambda sparsifier, **more: LambdaSL(sparsifier, lambda step: step // 4 / 6, **more),
-    lambda sparsifier, **more: LambdaSL(sparsifier, [lambda step: min(1.0, step / 9), no_factor], **more),
+    lambda sparsifier, **more: LambdaSL(
+        sparsifier, [lambda step: min(1.0, step / 9), no_factor], **more
+    ),
 ]
 
 
 class TestResume:
     @settings(max_examples=80, deadline=None)
     @given(st.sampled_from(MAKERS), st.integers(0, 20))
-    def test_at_any_step_by_one_integer_or_by_state(self, make: Callable[..., Any], cut: int) -> None:
+    def test_at_any_step_by_one_integer_or_by_state(
+        self, make: Callable[..., Any], cut: int
+    ) -> None:
         whole = ours_of([0.8, 0.6])
         scheduler = make(whole)
         levels_by_step(whole, scheduler, cut)
@@ -307,7 +348,12 @@ class TestResume:
     def test_as_torch_ao_by_one_integer(self) -> None:
         """From what the groups hold then, as theirs."""
         for ours, theirs in [
-            (MAKERS[0], lambda s, **m: pruning.CubicSL(s, init_sl=0.1, init_t=[4, 7], delta_t=2, total_t=3, **m)),
+            (
+                MAKERS[0],
+                lambda s, **m: pruning.CubicSL(
+                    s, init_sl=0.1, init_t=[4, 7], delta_t=2, total_t=3, **m
+                ),
+            ),
             (MAKERS[2], lambda s, **m: pruning.LambdaSL(s, lambda step: step // 4 / 6, **m)),
         ]:
             mine, other = ours_of([0.4, 0.6]), theirs_of([0.4, 0.6])
@@ -317,7 +363,9 @@ class TestResume:
             assert [level for level, _ in got] == [level for level, _ in expected]
 
     def test_into_an_empty_sparsifier_that_was_loaded(self) -> None:
-        source = DataNormSparsifier([("a", torch.randn(4, 8)), ("b", torch.randn(4, 8))], sparsity_level=0.8)
+        source = DataNormSparsifier(
+            [("a", torch.randn(4, 8)), ("b", torch.randn(4, 8))], sparsity_level=0.8
+        )
         scheduler = LambdaSL(source, lambda step: step / 10)
         levels_by_step(source, scheduler, 4)
         target = DataNormSparsifier()
@@ -342,7 +390,10 @@ class TestResume:
         factor = partial(pow, 0.9)
         for ours, theirs in [
             (lambda s: LambdaSL(s, factor), lambda s: pruning.LambdaSL(s, factor)),
-            (CubicSL, lambda s: pruning.CubicSL(s, init_sl=0.1, init_t=[2, 3], delta_t=2, total_t=3)),
+            (
+                CubicSL,
+                lambda s: pruning.CubicSL(s, init_sl=0.1, init_t=[2, 3], delta_t=2, total_t=3),
+            ),
         ]:
             other, mine = theirs_of([0.8, 0.6]), ours_of([0.2, 0.3])
             ancestor, scheduler = theirs(other), ours(mine)

@@ -29,7 +29,11 @@ def scheduled(value: Any, param: str = "sparsity_level") -> Any:
 
 @pytest.mark.parametrize(
     "value, kind",
-    [(torch.tensor(0.5), float), (torch.tensor(0.5, dtype=torch.float64), float), (torch.tensor(1), int)],
+    [
+        (torch.tensor(0.5), float),
+        (torch.tensor(0.5, dtype=torch.float64), float),
+        (torch.tensor(1), int),
+    ],
     ids=["float32", "float64", "int64"],
 )
 def test_0d_tensors_become_numbers(value: Any, kind: type) -> None:
@@ -47,7 +51,9 @@ def test_numpy_scalars_become_numbers() -> None:
 
 
 def test_within_tuples_too_and_nothing_else() -> None:
-    shape = scheduled((torch.tensor(1), 4), "sparse_block_shape").data_groups["w"]["sparse_block_shape"]
+    shape = scheduled((torch.tensor(1), 4), "sparse_block_shape").data_groups["w"][
+        "sparse_block_shape"
+    ]
     assert shape == (1, 4) and [type(size) for size in shape] == [int, int]
     vector = torch.ones(1)
     assert scheduled(vector, "other").data_groups["w"]["other"] is vector
@@ -77,7 +83,9 @@ def test_a_state_can_not_replace_a_property() -> None:
     assert scheduler.state_dict() == before
 
 
-@pytest.mark.parametrize("wrong", [{"last_epoch": "7"}, {"last_epoch": -2}, {"last_epoch": True}, {"_step_count": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"last_epoch": "7"}, {"last_epoch": -2}, {"last_epoch": True}, {"_step_count": 1.5}]
+)
 def test_counters_of_a_state_are_integers(wrong: dict[str, Any]) -> None:
     sparsifier = DataNormSparsifier([("w", torch.randn(8, 4))], sparsity_level=0.5)
     for scheduler in (Fixed(sparsifier, "other"), CubicDataScheduler(sparsifier, final=0.5, end=9)):
@@ -98,7 +106,9 @@ def test_a_step_kept_without_its_sparsifier_still_works() -> None:
 
 
 def test_repr_is_short_with_many_tables() -> None:
-    sparsifier = DataNormSparsifier([(f"t{i}", torch.ones(4, 4)) for i in range(1000)], sparsity_level=0.5)
+    sparsifier = DataNormSparsifier(
+        [(f"t{i}", torch.ones(4, 4)) for i in range(1000)], sparsity_level=0.5
+    )
     scheduler = CubicDataScheduler(sparsifier, final=0.5, end=9)
     assert len(repr(scheduler)) < 200 and "sparsity_level of 1,000 names" in repr(scheduler)
 
@@ -106,8 +116,14 @@ def test_repr_is_short_with_many_tables() -> None:
 def test_a_wrong_argument_is_refused_by_the_class_that_was_called() -> None:
     sparsifier: Any = DataNormSparsifier([("w", torch.randn(8, 4))])
     for wrong, message in (
-        ({"level": 0.8, "end": 5}, "CubicDataScheduler: missing a required argument: 'final'; level= is final= here."),
-        ({"final": 0.8, "until": 5, "end": 5}, "CubicDataScheduler: got an unexpected keyword argument 'until'."),
+        (
+            {"level": 0.8, "end": 5},
+            "CubicDataScheduler: missing a required argument: 'final'; level= is final= here.",
+        ),
+        (
+            {"final": 0.8, "until": 5, "end": 5},
+            "CubicDataScheduler: got an unexpected keyword argument 'until'.",
+        ),
     ):
         with pytest.raises(TypeError) as refused:
             CubicDataScheduler(sparsifier, **wrong)  # type: ignore[arg-type]

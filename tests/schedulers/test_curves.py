@@ -17,7 +17,9 @@ GROWING = [curves.linear, curves.cubic, curves.cosine, curves.exponential]
 ALL = [*GROWING, curves.constant, curves.one_shot]
 
 levels = st.floats(0.0, 0.999)
-windows = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+windows = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(
+    lambda pair: (pair[0], pair[0] + pair[1])
+)
 
 
 def window(begin: Any, end: Any, every: Any) -> curves.Window:
@@ -26,7 +28,14 @@ def window(begin: Any, end: Any, every: Any) -> curves.Window:
 
 class TestDue:
     def test_begin_then_every_then_end_off_the_grid(self) -> None:
-        assert [step for step in range(40) if window(5, 22, 4).updates(step)] == [5, 9, 13, 17, 21, 22]
+        assert [step for step in range(40) if window(5, 22, 4).updates(step)] == [
+            5,
+            9,
+            13,
+            17,
+            21,
+            22,
+        ]
 
     def test_end_on_the_grid(self) -> None:
         assert [step for step in range(40) if window(4, 12, 4).updates(step)] == [4, 8, 12]
@@ -83,14 +92,18 @@ class TestValues:
             curves.one_shot: final,
         }
         for curve in ALL:
-            assert curve(step, initial, final, begin, end) == pytest.approx(expected[curve], abs=1e-12)
+            assert curve(step, initial, final, begin, end) == pytest.approx(
+                expected[curve], abs=1e-12
+            )
 
     def test_cubic_of_the_paper(self) -> None:
         # Zhu & Gupta 2017, eq. 1: s_f + (s_i - s_f) * (1 - (t - t_0) / (n * delta_t))**3
         n, delta, start = 7, 20, 40
         for t in range(start, start + n * delta + 1, delta):
             expected = 0.8 + (0.0 - 0.8) * (1 - (t - start) / (n * delta)) ** 3
-            assert curves.cubic(t, 0.0, 0.8, start, start + n * delta) == pytest.approx(expected, abs=1e-12)
+            assert curves.cubic(t, 0.0, 0.8, start, start + n * delta) == pytest.approx(
+                expected, abs=1e-12
+            )
 
     def test_exponential_removes_the_same_fraction_of_what_is_left(self) -> None:
         kept = [1 - curves.exponential(step, 0.0, 0.8, 0, 10) for step in range(11)]
@@ -98,7 +111,9 @@ class TestValues:
         assert fractions == pytest.approx([0.2**0.1] * 10)
 
     @given(levels, levels, windows, st.sampled_from(ALL))
-    def test_ends_are_exact(self, initial: float, final: float, window: tuple[int, int], curve: curves.Curve) -> None:
+    def test_ends_are_exact(
+        self, initial: float, final: float, window: tuple[int, int], curve: curves.Curve
+    ) -> None:
         begin, end = window
         assert curve(begin - 1, initial, final, begin, end) == initial
         assert curve(end, initial, final, begin, end) == final

@@ -38,7 +38,11 @@ class TestLoop:
 
     def test_constant_goes_on_for_ever(self) -> None:
         sparsifier = sparsifier_of("w")
-        seen = run(sparsifier, ConstantDataScheduler(sparsifier, final=0.7, initial=0.1, begin=2, every=2), 9)
+        seen = run(
+            sparsifier,
+            ConstantDataScheduler(sparsifier, final=0.7, initial=0.1, begin=2, every=2),
+            9,
+        )
         assert [level for level, _ in seen] == [0.1] * 2 + [0.7] * 7
         assert [step for step, (_, flag) in enumerate(seen) if flag] == [2, 4, 6, 8]
 
@@ -64,7 +68,20 @@ class TestLoop:
         scheduler = LambdaDataScheduler(sparsifier, fn=fn, initial=0.05, begin=2, end=9, every=3)
         seen = run(sparsifier, scheduler, 12)
         assert asked == [2, 5, 8, 9]
-        assert [level for level, _ in seen] == [0.05, 0.05, 0.02, 0.02, 0.02, 0.05, 0.05, 0.05, 0.08, 0.09, 0.09, 0.09]
+        assert [level for level, _ in seen] == [
+            0.05,
+            0.05,
+            0.02,
+            0.02,
+            0.02,
+            0.05,
+            0.05,
+            0.05,
+            0.08,
+            0.09,
+            0.09,
+            0.09,
+        ]
 
     def test_another_parameter(self) -> None:
         sparsifier = sparsifier_of("w")
@@ -74,7 +91,9 @@ class TestLoop:
         sparsifier.step()
         scheduler.step()
         assert scheduler.get_last_param() == {"w": (1, 2)}
-        linear = LinearDataScheduler(sparsifier_of("w"), "temperature", final=5.0, initial=-5.0, end=2)
+        linear = LinearDataScheduler(
+            sparsifier_of("w"), "temperature", final=5.0, initial=-5.0, end=2
+        )
         assert linear.get_last_param() == {"w": -5.0}
 
     @pytest.mark.parametrize("begin, due", [(0, True), (1, False)])
@@ -108,7 +127,13 @@ def steps_of(step: int, initial: float, final: float, begin: int, end: int | Non
 class TestOwnCurve:
     @pytest.mark.parametrize("kind", list(GROWING), ids=lambda kind: kind.__name__)
     def test_a_name_is_the_class_with_its_curve(self, kind: Any) -> None:
-        plan: dict[str, Any] = {"final": {"*": 0.8}, "initial": 0.1, "begin": 2, "end": 9, "every": 3}
+        plan: dict[str, Any] = {
+            "final": {"*": 0.8},
+            "initial": 0.1,
+            "begin": 2,
+            "end": 9,
+            "every": 3,
+        }
         named, general = sparsifier_of("w"), sparsifier_of("w")
         one, other = kind(named, **plan), CurveDataScheduler(general, curve=GROWING[kind], **plan)
         assert isinstance(one, CurveDataScheduler) and one.curve is other.curve
@@ -118,7 +143,14 @@ class TestOwnCurve:
     def test_a_function_of_the_user(self) -> None:
         sparsifier = sparsifier_of("w")
         scheduler = CurveDataScheduler(sparsifier, curve=steps_of, final=0.3, begin=1, end=None)
-        assert [level for level, _ in run(sparsifier, scheduler, 6)] == [0.0, 0.0, 0.1, 0.2, 0.3, 0.3]
+        assert [level for level, _ in run(sparsifier, scheduler, 6)] == [
+            0.0,
+            0.0,
+            0.1,
+            0.2,
+            0.3,
+            0.3,
+        ]
         twin = pickle.loads(pickle.dumps(scheduler))
         assert twin.curve is steps_of and twin.state_dict() == scheduler.state_dict()
         restored = CurveDataScheduler(sparsifier_of("w"), curve=steps_of, final=0.9, end=None)
@@ -126,11 +158,15 @@ class TestOwnCurve:
         assert restored.get_last_param() == {"w": 0.3}
 
     def test_rules_of_the_curve_are_checked(self) -> None:
-        with pytest.raises(ValueError, match="Invalid end=None: CurveDataScheduler must have an end"):
+        with pytest.raises(
+            ValueError, match="Invalid end=None: CurveDataScheduler must have an end"
+        ):
             CurveDataScheduler(sparsifier_of("w"), curve=curves.cosine, final=0.5, end=None)
         with pytest.raises(ValueError, match="final=1: must be < 1"):
             CurveDataScheduler(sparsifier_of("w"), curve=curves.exponential, final=1, end=9)
-        with pytest.raises(TypeError, match="CurveDataScheduler: missing a required argument: 'curve'"):
+        with pytest.raises(
+            TypeError, match="CurveDataScheduler: missing a required argument: 'curve'"
+        ):
             CurveDataScheduler(sparsifier_of("w"), final=0.5, end=9)  # type: ignore[call-arg]
 
 
@@ -139,7 +175,12 @@ class TestByName:
         sparsifier = sparsifier_of("user_id", "user_age", "item_id", "other")
         final = {"*_id": 0.9, "user_*": 0.4, "user_id": 0.7}
         scheduler = ConstantDataScheduler(sparsifier, final=final)
-        assert scheduler.get_last_param() == {"user_id": 0.7, "user_age": 0.4, "item_id": 0.9, "other": 0.5}
+        assert scheduler.get_last_param() == {
+            "user_id": 0.7,
+            "user_age": 0.4,
+            "item_id": 0.9,
+            "other": 0.5,
+        }
         assert scheduler.get_schedule_param() == {"user_id": 0.7, "user_age": 0.4, "item_id": 0.9}
 
     def test_functions_by_name(self) -> None:
@@ -169,10 +210,14 @@ class TestByName:
             LinearDataScheduler(sparsifier, final={"a": 0.25, "b": 0.5}, end=2)
 
     def test_a_state_may_name_what_has_been_squashed(self) -> None:
-        saved = ConstantDataScheduler(sparsifier_of("a", "b"), final={"a": 0.25, "b": 0.5}).state_dict()
+        saved = ConstantDataScheduler(
+            sparsifier_of("a", "b"), final={"a": 0.25, "b": 0.5}
+        ).state_dict()
         sparsifier = sparsifier_of("b")
         scheduler = ConstantDataScheduler(sparsifier, final=0.5)
-        with pytest.warns(UserWarning, match=r"\['a'\] match data that the sparsifier had .* now: \['b'\]"):
+        with pytest.warns(
+            UserWarning, match=r"\['a'\] match data that the sparsifier had .* now: \['b'\]"
+        ):
             scheduler.load_state_dict(saved)
         assert scheduler.get_last_param() == {"b": 0.5}
         with pytest.raises(ValueError, match=r"Invalid names or globs \['c'\]"):
@@ -193,7 +238,9 @@ class TestInts:
         assert seen == [0, 0, 0, 1, 2, 2, 2, 3, 4, 4, 4]
         assert all(type(value) is int for value in seen)
 
-    @pytest.mark.parametrize("plan", [{"final": 4.0}, {"final": 4, "initial": 0.0}, {"final": {"*": 4.0}}])
+    @pytest.mark.parametrize(
+        "plan", [{"final": 4.0}, {"final": 4, "initial": 0.0}, {"final": {"*": 4.0}}]
+    )
     def test_a_float_at_either_end_makes_floats(self, plan: dict[str, Any]) -> None:
         sparsifier = sparsifier_of("w")
         scheduler = LinearDataScheduler(sparsifier, "temperature", begin=1, end=9, **plan)
@@ -209,7 +256,9 @@ class TestInts:
         assert level_of(sparsifier) == 0.25
 
     def test_zeros_per_block(self) -> None:
-        sparsifier = DataNormSparsifier([("w", torch.randn(10, 8))], sparsity_level=1.0, sparse_block_shape=(1, 4))
+        sparsifier = DataNormSparsifier(
+            [("w", torch.randn(10, 8))], sparsity_level=1.0, sparse_block_shape=(1, 4)
+        )
         scheduler = LinearDataScheduler(sparsifier, "zeros_per_block", final=3, end=6, every=2)
         removed = []
         for _ in range(7):

@@ -25,8 +25,13 @@ from tests.schedulers.loop import GROWING, level_of, run, sparsifier_of
 
 MAKERS: list[Callable[..., Any]] = [
     lambda sparsifier, **plan: ConstantDataScheduler(sparsifier, final=0.8, **plan),
-    lambda sparsifier, end=None, every=1, **plan: OneShotDataScheduler(sparsifier, final=0.8, **plan),
-    *[lambda sparsifier, kind=kind, **plan: kind(sparsifier, final={"*": 0.3, "w": 0.8}, **plan) for kind in GROWING],
+    lambda sparsifier, end=None, every=1, **plan: OneShotDataScheduler(
+        sparsifier, final=0.8, **plan
+    ),
+    *[
+        lambda sparsifier, kind=kind, **plan: kind(sparsifier, final={"*": 0.3, "w": 0.8}, **plan)
+        for kind in GROWING
+    ],
     lambda sparsifier, **plan: LambdaDataScheduler(sparsifier, fn=lambda step: step / 200, **plan),
 ]
 
@@ -35,10 +40,14 @@ class TestResume:
     @settings(max_examples=100, deadline=None)
     @given(
         st.sampled_from(MAKERS),
-        st.fixed_dictionaries({"begin": st.integers(0, 10), "end": st.integers(10, 25), "every": st.integers(1, 8)}),
+        st.fixed_dictionaries(
+            {"begin": st.integers(0, 10), "end": st.integers(10, 25), "every": st.integers(1, 8)}
+        ),
         st.integers(0, 30),
     )
-    def test_at_any_step_by_one_integer_or_by_state(self, make: Any, plan: dict[str, int], cut: int) -> None:
+    def test_at_any_step_by_one_integer_or_by_state(
+        self, make: Any, plan: dict[str, int], cut: int
+    ) -> None:
         whole = sparsifier_of("w", "x")
         scheduler = make(whole, **plan)
         run(whole, scheduler, cut)
@@ -81,7 +90,9 @@ class TestResume:
         scheduler.load_state_dict(scheduler.state_dict())
         assert scheduler.fn(0) == 0.5  # type: ignore[operator]
 
-    @pytest.mark.filterwarnings("ignore:The step of the data sparsifier has been replaced")  # copies are not wrapped
+    @pytest.mark.filterwarnings(
+        "ignore:The step of the data sparsifier has been replaced"
+    )  # copies are not wrapped
     def test_copies_go_on_alone(self) -> None:
         scheduler = CubicDataScheduler(sparsifier_of("w"), final=0.8, end=10)
         twin = copy.deepcopy(scheduler)
@@ -110,7 +121,9 @@ class TestSeveralOnOneSparsifier:
         assert run(sparsifier, second, 6)[:5] == [(0.0, False)] * 5
 
     @pytest.mark.parametrize("still_stepped", [True, False])
-    def test_one_that_has_arrived_or_is_not_stepped_any_more_has_no_say(self, still_stepped: bool) -> None:
+    def test_one_that_has_arrived_or_is_not_stepped_any_more_has_no_say(
+        self, still_stepped: bool
+    ) -> None:
         """At its end it is due, and its step count stays there for ever."""
         sparsifier = sparsifier_of("w")
         first = LinearDataScheduler(sparsifier, final=0.5, end=3)
@@ -125,7 +138,11 @@ class TestSeveralOnOneSparsifier:
             if still_stepped:
                 first.step()
             second.step()
-        assert due == [0, 20, 40]  # at 0 the first is still due, for it has stepped since the sparsifier did
+        assert due == [
+            0,
+            20,
+            40,
+        ]  # at 0 the first is still due, for it has stepped since the sparsifier did
 
     def test_users_own_have_a_say_when_they_step(self) -> None:
         class Once(BaseDataScheduler):

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from dist_sparse.serving.artifact import ArtifactWriter
 from dist_sparse.serving.codes import decode, encode
-from dist_sparse.serving.manifest import Collection, Dtype, Feature, Kind, Manifest, Pooling, Table, TableBytes
+from dist_sparse.serving.manifest import (
+    Collection,
+    Dtype,
+    Feature,
+    Kind,
+    Manifest,
+    Pooling,
+    Table,
+    TableBytes,
+)
 from dist_sparse.serving.row_index import RowIndex
 
 NO_BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
@@ -58,9 +67,11 @@ class Source:
         return entry, tensors
 
 
-def table(rows: int, dim: int, kept: float, *, block: int = 0, elements: float = 0.5, whole: bool = False) -> Tensor:
-    """Random weights with a share of the rows kept, and of their blocks of columns; ``whole``: small integers, whose
-    sums are exact in any order."""
+def table(
+    rows: int, dim: int, kept: float, *, block: int = 0, elements: float = 0.5, whole: bool = False
+) -> Tensor:
+    """Random weights with a share of the rows kept, and of their blocks of columns; ``whole``:
+    small integers, whose sums are exact in any order."""
     some = torch.Generator().manual_seed(1000 * rows + dim)
     weight = torch.randn(rows, dim, generator=some)
     if whole:
@@ -74,7 +85,10 @@ def table(rows: int, dim: int, kept: float, *, block: int = 0, elements: float =
 
 
 def write(
-    path: Path, *collections: tuple[str, Kind, Sequence[Source]], weighted: bool = False, last: bool = False
+    path: Path,
+    *collections: tuple[str, Kind, Sequence[Source]],
+    weighted: bool = False,
+    last: bool = False,
 ) -> Path:
     """Write an artifact of collections: path, kind and tables."""
     sources = {source.name: source for _, _, of in collections for source in of}
@@ -108,9 +122,11 @@ def write(
     return path
 
 
-def bags(weight: Tensor, ids: Tensor, lengths: Tensor, pooling: Pooling, weights: Tensor | None = None) -> Tensor:
-    """Pooled rows, one id after the other in float32, a bag's mean over all of its ids; those out of range add
-    nothing."""
+def bags(
+    weight: Tensor, ids: Tensor, lengths: Tensor, pooling: Pooling, weights: Tensor | None = None
+) -> Tensor:
+    """Pooled rows, one id after the other in float32, a bag's mean over all of its ids; those out
+    of range add nothing."""
     found, start = [], 0
     for length in lengths.tolist():
         bag = torch.zeros(weight.shape[1])

@@ -1,4 +1,5 @@
-"""The artifact's folder: whole or absent, verified before a tensor is returned, refused by name when damaged."""
+"""The artifact's folder: whole or absent, verified before a tensor is returned, refused by name
+when damaged."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from dist_sparse.serving.manifest import Collection, Feature, Manifest, Table, T
 
 BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
 INT8: dict[str, Any] = {"dim": 3, "pooling": "sum", "dtype": "int8", "bytes": BYTES}
-# Sizes that leave everything after them misaligned, were it not sorted; one name needs escapes in JSON.
+# Sizes that leave everything after them misaligned, were it not sorted; one name needs escapes in
+# JSON.
 TABLES = {
     "dense": Table(rows=3, kept=3, block=None, **INT8),
     "nothing left": Table(rows=5, kept=0, block=(1, 3), **INT8),
@@ -54,7 +56,9 @@ MANIFEST = Manifest(
 )
 
 
-def write(path: Path, tensors: dict[str, Tensor] = TENSORS, manifest: Manifest = MANIFEST) -> Manifest:
+def write(
+    path: Path, tensors: dict[str, Tensor] = TENSORS, manifest: Manifest = MANIFEST
+) -> Manifest:
     with ArtifactWriter(path, manifest.tables) as writer:
         for name, tensor in tensors.items():
             for part in tensor.split(2):
@@ -104,7 +108,10 @@ def test_the_crc_of_a_tensor_is_that_of_its_bytes(artifact: Path) -> None:
     for name, entry in json.loads(raw[8:start]).items():
         table, key = name.rsplit(".", 1)
         first, last = entry["data_offsets"]
-        assert f"{zlib.crc32(raw[start + first : start + last]):08x}" == entries["tables"][table]["crc32"][key]
+        assert (
+            f"{zlib.crc32(raw[start + first : start + last]):08x}"
+            == entries["tables"][table]["crc32"][key]
+        )
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tables.safetensors"])
@@ -123,7 +130,14 @@ def test_every_flipped_bit_is_refused(copied: Path, name: str) -> None:
 def test_truncated_and_longer_files_are_refused(copied: Path, name: str) -> None:
     file = copied / name
     whole = file.read_bytes()
-    for wrong in (b"", whole[:7], whole[:-1], whole[: len(whole) // 2], whole + b"\0", whole + b"\n"):
+    for wrong in (
+        b"",
+        whole[:7],
+        whole[:-1],
+        whole[: len(whole) // 2],
+        whole + b"\0",
+        whole + b"\n",
+    ):
         file.write_bytes(wrong)
         with pytest.raises(ValueError, match=name):
             open_artifact(copied)
@@ -155,7 +169,9 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     "change",
     [
         lambda m: m["files"].update({"/etc/passwd": m["files"].pop("tables.safetensors")}),
-        lambda m: m["files"].update({"../tables.safetensors": m["files"].pop("tables.safetensors")}),
+        lambda m: m["files"].update(
+            {"../tables.safetensors": m["files"].pop("tables.safetensors")}
+        ),
         lambda m: m.update(version=2),
         lambda m: m.update(format="pickle"),
         lambda m: m.update(dtype="fp32"),
@@ -182,8 +198,11 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         lambda m: m.update(collections=3),
     ],
 )
-def test_a_crafted_manifest_is_refused(copied: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """One whose own CRC32 fits: no name leads out of the folder, and nothing is looked up out of bounds."""
+def test_a_crafted_manifest_is_refused(
+    copied: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """One whose own CRC32 fits: no name leads out of the folder, and nothing is looked up out of
+    bounds."""
     rewritten(copied, lambda entries: None)
     open_artifact(copied)
     rewritten(copied, change)
@@ -192,7 +211,8 @@ def test_a_crafted_manifest_is_refused(copied: Path, change: Callable[[dict[str,
 
 
 def test_the_old_format_is_refused_where_tables_are_packed(copied: Path) -> None:
-    """It stored tables with masks finer than rows as bitmask and values; its other tables are read."""
+    """It stored tables with masks finer than rows as bitmask and values; its other tables are
+    read."""
 
     def old(values: int | None) -> Callable[[dict[str, Any]], None]:
         def change(manifest: dict[str, Any]) -> None:
@@ -220,24 +240,39 @@ def test_a_feature_of_another_collection_s_table_is_refused(copied: Path) -> Non
 
     def leave_out(manifest: dict[str, Any]) -> None:
         collection = manifest["collections"][0]
-        collection["tables"] = [name for name in collection["tables"] if name != collection["features"][0]["table"]]
+        collection["tables"] = [
+            name for name in collection["tables"] if name != collection["features"][0]["table"]
+        ]
 
     rewritten(copied, leave_out)
-    with pytest.raises(ValueError, match=r"manifest\.json is refused: collection .* has features of \[.*\], which are"):
+    with pytest.raises(
+        ValueError,
+        match=r"manifest\.json is refused: collection .* has features of \[.*\], which are",
+    ):
         open_artifact(copied)
 
 
 def test_a_table_in_many_collections_is_refused(copied: Path) -> None:
     """Each would hold a copy of it: memory that is not in the file."""
     copies = [{"path": f"copy {number}"} for number in range(64)]
-    rewritten(copied, lambda m: m["collections"].extend([{**m["collections"][0], **each} for each in copies[:63]]))
+    rewritten(
+        copied,
+        lambda m: m["collections"].extend(
+            [{**m["collections"][0], **each} for each in copies[:63]]
+        ),
+    )
     open_artifact(copied)
     rewritten(copied, lambda m: m["collections"].append({**m["collections"][0], **copies[63]}))
-    with pytest.raises(ValueError, match=r"manifest\.json is refused: table .* is in 65 collections, and may be in 64"):
+    with pytest.raises(
+        ValueError,
+        match=r"manifest\.json is refused: table .* is in 65 collections, and may be in 64",
+    ):
         open_artifact(copied)
 
 
-@pytest.mark.parametrize("words", [[0, 2], [0, 3], [1, 1], [-1, -1]], ids=["beyond", "both", "two", "all"])
+@pytest.mark.parametrize(
+    "words", [[0, 2], [0, 3], [1, 1], [-1, -1]], ids=["beyond", "both", "two", "all"]
+)
 def test_a_bitmap_that_keeps_other_rows_is_refused(tmp_path: Path, words: list[int]) -> None:
     wrong = {**TENSORS, 'pac"ké.kept': torch.tensor(words, dtype=torch.int32)}
     with pytest.raises(ValueError, match=r"tables\.safetensors.*kept"):
@@ -247,7 +282,11 @@ def test_a_bitmap_that_keeps_other_rows_is_refused(tmp_path: Path, words: list[i
 
 def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
     path = tmp_path / "artifact"
-    for there in (path.mkdir, lambda: (path.rmdir(), path.touch()), lambda: (path.unlink(), path.symlink_to("lost"))):
+    for there in (
+        path.mkdir,
+        lambda: (path.rmdir(), path.touch()),
+        lambda: (path.unlink(), path.symlink_to("lost")),
+    ):
         there()
         with pytest.raises(ValueError, match="exists already"):
             ArtifactWriter(path, TABLES)
@@ -259,7 +298,10 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
         ArtifactWriter(tmp_path / "link" / "artifact", TABLES)
     (tmp_path / "link").unlink()
     for new in (path, tmp_path / "missing" / "parents" / "artifact"):
-        with pytest.raises(AssertionError, match="not written whole"), ArtifactWriter(new, TABLES) as writer:
+        with (
+            pytest.raises(AssertionError, match="not written whole"),
+            ArtifactWriter(new, TABLES) as writer,
+        ):
             writer.seal(MANIFEST)
     with ArtifactWriter(path, TABLES) as writer:
         for name, tensor in TENSORS.items():
@@ -293,7 +335,11 @@ def test_a_killed_writer_leaves_no_artifact(tmp_path: Path) -> None:
 def test_no_checks_are_invented(artifact: Path) -> None:
     """What the manifest says of a check is what was written."""
     sealed = open_artifact(artifact).manifest
-    checked = replace(sealed, tables={name: replace(t, check={"worst": 0.1}) for name, t in sealed.tables.items()})
+    checked = replace(
+        sealed, tables={name: replace(t, check={"worst": 0.1}) for name, t in sealed.tables.items()}
+    )
     assert Manifest.from_text(checked.to_text()) == checked
     with pytest.raises(ValueError, match="Out of range"):
-        replace(sealed, tables={"t": replace(TABLES["dense"], check={"worst": float("nan")})}).to_text()
+        replace(
+            sealed, tables={"t": replace(TABLES["dense"], check={"worst": float("nan")})}
+        ).to_text()

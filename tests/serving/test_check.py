@@ -1,4 +1,5 @@
-"""The check of an artifact: it finds what differs from the model, and artifacts that are whole but wrong."""
+"""The check of an artifact: it finds what differs from the model, and artifacts that are whole but
+wrong."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_an_export_that_wrote_something_else_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
-def rewritten(artifact: Artifact, path: Path, *, table: dict[str, Any] | None = None, **tensors: torch.Tensor) -> None:
+def rewritten(
+    artifact: Artifact, path: Path, *, table: dict[str, Any] | None = None, **tensors: torch.Tensor
+) -> None:
     """Write an artifact again with other tensors, and checksums that fit."""
     entry: Table = replace(artifact.manifest.tables["weight"], **(table or {}))
     manifest: Manifest = replace(artifact.manifest, tables={"weight": entry})
@@ -116,7 +119,10 @@ def test_artifacts_that_are_whole_but_wrong(tmp_path: Path) -> None:
     for artifact in (floats, codes):
         rewritten(artifact, tmp_path / f"{artifact.path.name}, same")
         check_artifact(tmp_path / f"{artifact.path.name}, same")
-    rows, tail = floats.tensors("weight")["rows"].clone(), codes.tensors("weight")["scale_bias"].clone()
+    rows, tail = (
+        floats.tensors("weight")["rows"].clone(),
+        codes.tensors("weight")["scale_bias"].clone(),
+    )
     rows[11, 2] = torch.nan
     rewritten(floats, tmp_path / "nan", rows=rows)
     for name, value in (("bias", 0.1), ("above", 1.0), ("infinite", torch.inf)):

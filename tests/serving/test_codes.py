@@ -13,9 +13,14 @@ TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def rows_of(columns: int, magnitude: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of several ranges with blocks of zeros; a row of zeros, of negative zeros, of one sign, with both ends."""
+    """Rows of several ranges with blocks of zeros; a row of zeros, of negative zeros, of one sign,
+    with both ends."""
     generator = torch.Generator().manual_seed(columns)
-    weight = torch.randn(120, columns, generator=generator) * torch.rand(120, 1, generator=generator) * magnitude
+    weight = (
+        torch.randn(120, columns, generator=generator)
+        * torch.rand(120, 1, generator=generator)
+        * magnitude
+    )
     kept = torch.rand(120, -(-columns // 4), generator=generator) < 0.3
     weight = torch.where(kept.repeat_interleave(4, 1)[:, :columns], weight, 0.0).clamp(
         -LARGEST["int8"], LARGEST["int8"]
@@ -42,7 +47,9 @@ def test_rows(dtype: str, magnitude: float, columns: int) -> None:
         levels = 255 if dtype == "int8" else 15
         span = weight.amax(1).clamp(min=0).double() - weight.amin(1).clamp(max=0).double()
         coarsest = 1.25 if dtype == "int8" else 1 + 2**-6  # of 3 and 7 significant bits
-        assert (step[:, 0] <= torch.maximum(span / levels * coarsest, span / levels + 2.0**-24))[span > 0].all()
+        assert (step[:, 0] <= torch.maximum(span / levels * coarsest, span / levels + 2.0**-24))[
+            span > 0
+        ].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,7 +69,9 @@ def test_fbgemm_reads_the_same(bits: int) -> None:
     pytest.importorskip("fbgemm_gpu")
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+        IntNBitTableBatchedEmbeddingBagsCodegen,
+    )
 
     kind = {8: SparseType.INT8, 4: SparseType.INT4}[bits]
     for magnitude in (1e-6, 0.1, 3e4):
@@ -82,7 +91,9 @@ def test_fbgemm_reads_the_same(bits: int) -> None:
 def test_values_out_of_range(dtype: str) -> None:
     largest = LARGEST[dtype]
     for sign in (1, -1):
-        assert out_of_range(torch.tensor([[1.0, sign * largest]], dtype=torch.float64), dtype) is None
+        assert (
+            out_of_range(torch.tensor([[1.0, sign * largest]], dtype=torch.float64), dtype) is None
+        )
         assert decode(encode(torch.tensor([[1.0, sign * largest]]), dtype), 2).isfinite().all()
         beyond = sign * largest * (1 + 2**-11)
         assert out_of_range(torch.tensor([[beyond, 1.0]], dtype=torch.float64), dtype) == beyond

@@ -19,12 +19,19 @@ from torchrec import (
 )
 
 from dist_sparse.serving import collections
-from dist_sparse.serving.collections import CompactEmbeddingBagCollection, CompactEmbeddingCollection
+from dist_sparse.serving.collections import (
+    CompactEmbeddingBagCollection,
+    CompactEmbeddingCollection,
+)
 from dist_sparse.serving.row_index import RowIndex
 
 TABLES = (
-    EmbeddingBagConfig(name="a", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),  # several features
-    EmbeddingBagConfig(name="b", num_embeddings=20, embedding_dim=8, feature_names=["f", "h"]),  # shares f; none left
+    EmbeddingBagConfig(
+        name="a", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]
+    ),  # several features
+    EmbeddingBagConfig(
+        name="b", num_embeddings=20, embedding_dim=8, feature_names=["f", "h"]
+    ),  # shares f; none left
     EmbeddingBagConfig(name="c", num_embeddings=90, embedding_dim=8, feature_names=["i"]),  # dense
     EmbeddingBagConfig(name="d", num_embeddings=33, embedding_dim=8, feature_names=["j"]),
 )
@@ -41,7 +48,13 @@ def kept() -> dict[str, Tensor]:
 
 
 def tables_of(collection: Any) -> dict[str, Any]:
-    return dict((collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings).items())
+    return dict(
+        (
+            collection.embedding_bags
+            if hasattr(collection, "embedding_bags")
+            else collection.embeddings
+        ).items()
+    )
 
 
 def pair(whole: Any, compact: Any) -> None:
@@ -60,7 +73,8 @@ def features(batch: int, seed: int = 0, most: int = 4) -> KeyedJaggedTensor:
     keys = ["j", "unused", "h", "g", "i", "f"]  # of another order, with one that no table has
     lengths = torch.randint(0, most, (len(keys), batch), generator=draw)
     values = [
-        torch.randint(0, ROWS[key], (int(n.sum()),), generator=draw) for key, n in zip(keys, lengths, strict=True)
+        torch.randint(0, ROWS[key], (int(n.sum()),), generator=draw)
+        for key, n in zip(keys, lengths, strict=True)
     ]
     weights = torch.rand(int(lengths.sum()), generator=draw)
     return KeyedJaggedTensor(keys, torch.cat(values), weights=weights, lengths=lengths.flatten())
@@ -72,7 +86,9 @@ def test_bags(pooling: PoolingType, weighted: bool) -> None:
     tables = [replace(table, pooling=pooling) for table in TABLES]
     indexes = {name: RowIndex.of(flags) for name, flags in kept().items()}
     if weighted and pooling is PoolingType.MEAN:
-        with pytest.raises(ValueError, match=r"\['a', 'b', 'c', 'd'\] are pooled by weighted means"):
+        with pytest.raises(
+            ValueError, match=r"\['a', 'b', 'c', 'd'\] are pooled by weighted means"
+        ):
             CompactEmbeddingBagCollection(tables, indexes, is_weighted=True)
         return
     whole = EmbeddingBagCollection([replace(table) for table in tables], is_weighted=weighted)
@@ -86,7 +102,9 @@ def test_bags(pooling: PoolingType, weighted: bool) -> None:
         expected, found = whole(given), compact(given)
         assert found.keys() == expected.keys() == ["f@a", "g", "f@b", "h", "i", "j"]
         tolerance = 0.0 if pooling is PoolingType.SUM else 1e-6
-        torch.testing.assert_close(found.values(), expected.values(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            found.values(), expected.values(), rtol=tolerance, atol=tolerance
+        )
         upstream = torch.randn(found.values().shape, generator=torch.Generator().manual_seed(1))
         for collection, given_back in ((whole, expected), (compact, found)):
             collection.zero_grad()
@@ -100,11 +118,18 @@ def test_bags(pooling: PoolingType, weighted: bool) -> None:
 
 def test_sequences() -> None:
     tables = [
-        EmbeddingConfig(name=t.name, num_embeddings=t.num_embeddings, embedding_dim=8, feature_names=t.feature_names)
+        EmbeddingConfig(
+            name=t.name,
+            num_embeddings=t.num_embeddings,
+            embedding_dim=8,
+            feature_names=t.feature_names,
+        )
         for t in TABLES
     ]
     whole = EmbeddingCollection([replace(table) for table in tables])
-    compact = CompactEmbeddingCollection(tables, {name: RowIndex.of(flags) for name, flags in kept().items()})
+    compact = CompactEmbeddingCollection(
+        tables, {name: RowIndex.of(flags) for name, flags in kept().items()}
+    )
     pair(whole, compact)
     for given in (features(6), features(1, seed=1)):
         expected, found = whole(given), compact(given)
@@ -120,11 +145,18 @@ def test_sequences() -> None:
 
 def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches the collection of kept rows: no removed id, and no id out of range."""
-    compact = CompactEmbeddingBagCollection(TABLES, {name: RowIndex.of(flags) for name, flags in kept().items()})
+    compact = CompactEmbeddingBagCollection(
+        TABLES, {name: RowIndex.of(flags) for name, flags in kept().items()}
+    )
     given = features(6)
     rows = compact.ids(given)
-    assert rows.keys() == ["f@a", "g", "f@b", "h", "i", "j"] and rows.weights().shape == rows.values().shape
-    for key, source, table in zip(rows.keys(), ["f", "g", "f", "h", "i", "j"], "aabbcd", strict=True):
+    assert (
+        rows.keys() == ["f@a", "g", "f@b", "h", "i", "j"]
+        and rows.weights().shape == rows.values().shape
+    )
+    for key, source, table in zip(
+        rows.keys(), ["f", "g", "f", "h", "i", "j"], "aabbcd", strict=True
+    ):
         ids = given[source].values()
         flags = kept().get(table, torch.ones(90, dtype=torch.bool))
         assert torch.equal(rows[key].values(), (flags.cumsum(0) - 1)[ids[flags[ids]]])
@@ -134,13 +166,17 @@ def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
         bad = torch.tensor([-1, 33, 2**31 - 1, 0], dtype=dtype)
         ids = KeyedJaggedTensor(list(ROWS), bad.repeat(6), lengths=torch.full((6,), 4, dtype=dtype))
         rows = compact.ids(ids)
-        assert rows["j"].values().tolist() == [0] * int(kept()["d"][0]) and rows.values().dtype == dtype
+        assert (
+            rows["j"].values().tolist() == [0] * int(kept()["d"][0])
+            and rows.values().dtype == dtype
+        )
     assert compact.ids.unknown == {"a": 8, "b": 12, "c": 4, "d": 6}
 
 
 @pytest.mark.parametrize("mapped", [0, 40, 10**6], ids=["bitmaps", "both", "maps"])
 def test_maps_equal_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> None:
-    """Bit for bit what the index of all tables finds, whichever tables are small; int32 and int64."""
+    """Bit for bit what the index of all tables finds, whichever tables are small; int32 and
+    int64."""
     monkeypatch.setattr(collections, "_MAPPED_ROWS", mapped)
     indexes = {name: RowIndex.of(flags, default_row=name == "a") for name, flags in kept().items()}
     ids = CompactEmbeddingBagCollection(TABLES, indexes).ids
@@ -148,15 +184,22 @@ def test_maps_equal_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> N
     for given in (features(6), features(40, seed=2, most=9)):
         ordered = ids.ordered(given)
         expected = ids.index(ordered.values(), torch.tensor(ordered.length_per_key()))
-        assert torch.equal(ids.rows(ordered), expected) and ids.rows(ordered).dtype == expected.dtype == torch.int32
+        assert (
+            torch.equal(ids.rows(ordered), expected)
+            and ids.rows(ordered).dtype == expected.dtype == torch.int32
+        )
     assert ids.nbytes - before == 4 * {0: 0, 40: 20, 10**6: 193}[mapped]
 
 
 def test_maps_follow_the_index() -> None:
     """A state that is loaded, and a module that is copied or moved, have maps of their own bits."""
     flags = kept()
-    first = CompactEmbeddingBagCollection(TABLES, {name: RowIndex.of(each) for name, each in flags.items()})
-    other = CompactEmbeddingBagCollection(TABLES, {name: RowIndex.of(each.flip(0)) for name, each in flags.items()})
+    first = CompactEmbeddingBagCollection(
+        TABLES, {name: RowIndex.of(each) for name, each in flags.items()}
+    )
+    other = CompactEmbeddingBagCollection(
+        TABLES, {name: RowIndex.of(each.flip(0)) for name, each in flags.items()}
+    )
     given = features(6)
     want = first(given).values()
     other(given)
@@ -173,7 +216,10 @@ def test_refused_features() -> None:
     with pytest.raises(ValueError, match=r"The features \['g', 'h', 'i', 'j'\] are missing"):
         compact(KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1])))
     varying = KeyedJaggedTensor(
-        ["f", "g"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 1]), stride_per_key_per_rank=[[1], [2]]
+        ["f", "g"],
+        torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[1], [2]],
     )
     with pytest.raises(ValueError, match="Batch sizes that differ between features"):
         compact(varying)

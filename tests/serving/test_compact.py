@@ -52,7 +52,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "adam": lambda net: torch.optim.Adam(net.parameters(), lr=0.05),
     "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.002, momentum=0.9),
     "keyed": lambda net: CombinedOptimizer(
-        [KeyedOptimizerWrapper(dict(net.named_parameters()), lambda p: torch.optim.Adagrad(p, lr=0.05))]
+        [
+            KeyedOptimizerWrapper(
+                dict(net.named_parameters()), lambda p: torch.optim.Adagrad(p, lr=0.05)
+            )
+        ]
     ),
 }
 
@@ -71,7 +75,9 @@ def test_trains_as_the_masked_model(mode: str, name: str) -> None:
         if compacts:
             kept = {key: net.state_dict()[key].any(1) for key in ("bags.weight", "words.weight")}
             assert compact(net, sparse) is net
-            assert type(net.bags) is CompactEmbeddingBag and type(net.words) is CompactEmbedding is type(net.twice)
+            assert type(net.bags) is CompactEmbeddingBag and type(
+                net.words
+            ) is CompactEmbedding is type(net.twice)
             assert net.words is net.twice
             assert len(net.bags.stored_weight) == int(kept["bags.weight"].sum()) == 18
             assert repr(sparse).endswith(", 0 tables, detached)")
@@ -87,7 +93,10 @@ def test_sparse_gradients() -> None:
     for compacts in (False, True):
         net: Any = Net(sparse=True)
         tables = [net.bags.weight, net.words.weight]
-        optimizers = [torch.optim.SparseAdam(tables, lr=0.05), torch.optim.SGD(net.over.parameters(), lr=0.05)]
+        optimizers = [
+            torch.optim.SparseAdam(tables, lr=0.05),
+            torch.optim.SGD(net.over.parameters(), lr=0.05),
+        ]
         sparse = sparsify(net, optimizers, level=0.7, end=0)
         sparse.step()
         both = KeyedOptimizerWrapper({"over": net.over.weight}, lambda _, step=optimizers[1]: step)
@@ -102,7 +111,8 @@ def test_sparse_gradients() -> None:
 
 
 def test_twice() -> None:
-    """Bitmaps compose: after two rounds the tables hold what both have kept, under the original ids."""
+    """Bitmaps compose: after two rounds the tables hold what both have kept, under the original
+    ids."""
     net: Any = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     everything = torch.arange(60).unsqueeze(1)
@@ -111,8 +121,14 @@ def test_twice() -> None:
         sparse.step()
         before = net.bags(everything), net.words(torch.arange(40))
         compact(net, sparse)
-        assert torch.equal(net.bags(everything), before[0]) and torch.equal(net.words(torch.arange(40)), before[1])
-    assert (len(net.bags.stored_weight), net.bags.index.rows, net.bags.index.num_kept) == (15, 60, 15)
+        assert torch.equal(net.bags(everything), before[0]) and torch.equal(
+            net.words(torch.arange(40)), before[1]
+        )
+    assert (len(net.bags.stored_weight), net.bags.index.rows, net.bags.index.num_kept) == (
+        15,
+        60,
+        15,
+    )
     assert list(net.state_dict())[:3] == ["bags.weight", "bags.index.words", "bags.index.counts"]
     copied = copy.deepcopy(net)
     copied.load_state_dict(net.state_dict())
@@ -141,11 +157,16 @@ def test_a_root_that_is_a_table() -> None:
     sparse = sparsify(table, optimizer, level=0.5, end=0)
     sparse.step()
     made = compact(table, sparse)
-    assert type(made) is CompactEmbeddingBag and optimizer.param_groups[0]["params"] == [made.stored_weight]
+    assert type(made) is CompactEmbeddingBag and optimizer.param_groups[0]["params"] == [
+        made.stored_weight
+    ]
 
 
 def test_unsharded_collection() -> None:
-    tables = [EmbeddingBagConfig(name=n, num_embeddings=30, embedding_dim=4, feature_names=[n]) for n in ("a", "b")]
+    tables = [
+        EmbeddingBagConfig(name=n, num_embeddings=30, embedding_dim=4, feature_names=[n])
+        for n in ("a", "b")
+    ]
     ids = KeyedJaggedTensor(["b", "a"], torch.randint(0, 30, (24,)), lengths=torch.full((12,), 2))
     model: Any = nn.ModuleDict({"bags": EmbeddingBagCollection(tables)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -153,7 +174,10 @@ def test_unsharded_collection() -> None:
     model["bags"](ids).values().sum().backward()
     optimizer.step()
     sparse.step()
-    before, sums = model["bags"](ids).values(), optimizer.state[model["bags"].embedding_bags["b"].weight]["sum"]
+    before, sums = (
+        model["bags"](ids).values(),
+        optimizer.state[model["bags"].embedding_bags["b"].weight]["sum"],
+    )
     compact(model, sparse)
     assert torch.equal(model["bags"](ids).values(), before)
     inner = model["bags"].inner.embedding_bags
@@ -195,7 +219,9 @@ def test_refused() -> None:
         compact(net, nn.Linear(1, 1))  # type: ignore[arg-type]
     sparsifier.data_groups["bags"]["sparsity_level"] = 0.5
     sparsifier.step()
-    with pytest.raises(ValueError, match=re.escape("['bags'] are no embedding tables of this model")):
+    with pytest.raises(
+        ValueError, match=re.escape("['bags'] are no embedding tables of this model")
+    ):
         compact(Net(), sparsifier)
     plain = DataNormSparsifier([("w", torch.randn(4, 4))])
     plain.step()

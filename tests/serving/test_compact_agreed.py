@@ -1,4 +1,5 @@
-"""compact() on ranks that differ, or where one fails in the middle: it ends on all, and the model trains on."""
+"""compact() on ranks that differ, or where one fails in the middle: it ends on all, and the model
+trains on."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def test_an_argument_of_one_rank(argument: str) -> None:
     run, other = two_runs("data_parallel")
     odd: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer": ({"optimizer": ()}, r"disagree.*compact\(\).*optimizer"),
-        "no plan": ({"plan": "x"}, r"rank 1: ValueError: Invalid plan of type str: must be a function"),
+        "no plan": (
+            {"plan": "x"},
+            r"rank 1: ValueError: Invalid plan of type str: must be a function",
+        ),
         "plan": ({"plan": lambda module: None}, r"disagree.*compact\(\).*plan"),
         "removed": ({"removed": "default_row"}, r"disagree.*compact\(\).*removed"),
     }
@@ -92,7 +96,8 @@ PLACES = {
 @on_ranks(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_one_rank_is_out_of_memory(place: str) -> None:
-    """The others do not wait for it: they raise its error, and all train on with the masked model."""
+    """The others do not wait for it: they raise its error, and all train on with the masked
+    model."""
     cells = {
         "optimizer state": "row_wise_dense_kernel",
         "sharding": "row_wise",
@@ -118,7 +123,9 @@ def test_one_rank_fails_while_old_tables_are_released() -> None:
     run, _ = two_runs()
     with (
         patch.object(compacting, "_release", failing(compacting._release, 1)),
-        pytest.raises(RuntimeError, match=r"failed on every rank, and no model is left.*rank 1: MemoryError"),
+        pytest.raises(
+            RuntimeError, match=r"failed on every rank, and no model is left.*rank 1: MemoryError"
+        ),
     ):
         run.compact()
 
@@ -131,7 +138,9 @@ def test_a_warning_that_is_an_error() -> None:
     sparse.step()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Sparse training stopped")
-        with pytest.raises(ValueError, match="rank 0: UserWarning: Sparse training stopped at step 1"):
+        with pytest.raises(
+            ValueError, match="rank 0: UserWarning: Sparse training stopped at step 1"
+        ):
             compact(model, sparse)
     sparse.step()
     assert sparse.sparsifier.data_groups
@@ -140,7 +149,8 @@ def test_a_warning_that_is_an_error() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("held", [False, True])
 def test_a_forward_before_whose_backward_never_came(held: bool) -> None:
-    """Its hooks wait in the old DDP, which scripts hold: they must not take the next backward for theirs."""
+    """Its hooks wait in the old DDP, which scripts hold: they must not take the next backward for
+    theirs."""
     looked, other = two_runs()
     pending = [looked.model(batch(looked.cell))]
     old = looked.model
@@ -160,12 +170,18 @@ def test_the_old_model_raises(name: str) -> None:
     old, fused, layers = run.model, run.model.fused_optimizer, run.model._dmp_wrapped_module
     parameters = list(old.parameters())
     run.compact()
-    uses: list[Callable[[], object]] = [lambda: old(batch(run.cell)), lambda: old.state_dict(), lambda: old.module]
+    uses: list[Callable[[], object]] = [
+        lambda: old(batch(run.cell)),
+        lambda: old.state_dict(),
+        lambda: old.module,
+    ]
     uses.append(lambda: layers(batch(run.cell)))
     if name == "row_wise":
         uses.append(fused.step)
     for use in uses:
-        with pytest.raises(RuntimeError, match="was compacted, and its memory released: use the model that compact"):
+        with pytest.raises(
+            RuntimeError, match="was compacted, and its memory released: use the model that compact"
+        ):
             use()
     assert isinstance(old, nn.Module)
     kept = {id(parameter) for parameter in run.model.parameters()}
@@ -173,14 +189,23 @@ def test_the_old_model_raises(name: str) -> None:
     assert stale
     for parameter in stale:
         for use in (torch.square, torch.norm, attrgetter("grad"), attrgetter("shape")):
-            with pytest.raises(RuntimeError, match=r"The table .*weight was compacted, and its memory released"):
+            with pytest.raises(
+                RuntimeError, match=r"The table .*weight was compacted, and its memory released"
+            ):
                 use(parameter)
 
 
 @on_ranks(2)
 def test_many_tables_are_named_by_the_first() -> None:
     run = Run(cell_of(2, "mixed"))
-    [collection] = [module for module in run.model.modules() if type(module).__name__.startswith("ShardedEmbedding")]
+    [collection] = [
+        module
+        for module in run.model.modules()
+        if type(module).__name__.startswith("ShardedEmbedding")
+    ]
     collection.forward = lambda ids: None
-    with pytest.raises(ValueError, match=r"user\.weight and \d others can't be compacted: a train pipeline has repl"):
+    with pytest.raises(
+        ValueError,
+        match=r"user\.weight and \d others can't be compacted: a train pipeline has repl",
+    ):
         compact(run.model, run.sparsifier)

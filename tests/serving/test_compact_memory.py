@@ -1,4 +1,5 @@
-"""Memory that compact() gives back: the resident memory of a fresh process, and the bytes that are still reachable."""
+"""Memory that compact() gives back: the resident memory of a fresh process, and the bytes that are
+still reachable."""
 
 from __future__ import annotations
 
@@ -67,10 +68,13 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs Linux, to read /proc, and glibc's malloc_trim")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="needs Linux, to read /proc, and glibc's malloc_trim"
+)
 @pytest.mark.parametrize("kind", ["plain", "torchrec"])
 def test_resident_memory_falls_by_what_was_removed(kind: str, tmp_path: Path) -> None:
-    """Within 5%, bitmap included, while the old model, plain parameters, the sparsifier and the optimizers are held."""
+    """Within 5%, bitmap included, while the old model, plain parameters, the sparsifier and the
+    optimizers are held."""
     script = tmp_path / "script.py"
     script.write_text(CODE)
     done = run_script(script, [kind, ROWS, DIM], cwd=tmp_path)

@@ -1,4 +1,5 @@
-"""Compact collections under DistributedModelParallel: what they give and how they train on, beside a masked model."""
+"""Compact collections under DistributedModelParallel: what they give and how they train on, beside
+a masked model."""
 
 from __future__ import annotations
 
@@ -14,8 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -31,17 +40,34 @@ from tests.dist.plugin import on_ranks
 
 CELLS = {
     1: ("column_wise", "ec_row_wise"),
-    2: ("table_wise", "row_wise", "row_wise_dense_kernel", "column_wise_fp16", "two_shards", "data_parallel", "mixed"),
+    2: (
+        "table_wise",
+        "row_wise",
+        "row_wise_dense_kernel",
+        "column_wise_fp16",
+        "two_shards",
+        "data_parallel",
+        "mixed",
+    ),
     4: ("row_wise", "table_row_wise", "table_column_wise", "grid_shard", "ec_column_wise", "mixed"),
 }
 EVERY = [(world, name) for world, names in CELLS.items() for name in names]
 
 
-ROWS_ARE_CUT = ("row_wise", "table_row_wise", "grid_shard", "mixed", "ec_row_wise", "row_wise_dense_kernel")
-"""Where kept rows are cut into blocks again, the ranks that add up a bag have other parts of it: other roundings."""
+ROWS_ARE_CUT = (
+    "row_wise",
+    "table_row_wise",
+    "grid_shard",
+    "mixed",
+    "ec_row_wise",
+    "row_wise_dense_kernel",
+)
+"""Where kept rows are cut into blocks again, the ranks that add up a bag have other parts of it:
+other roundings."""
 
 OTHER_ORDER = (*ROWS_ARE_CUT, "table_column_wise")
-"""FBGEMM adds the gradients of an id that a batch has three times in an order that depends on the ids beside it."""
+"""FBGEMM adds the gradients of an id that a batch has three times in an order that depends on the
+ids beside it."""
 
 
 def check_equal(mine: Tensor, other: Tensor, exact: bool) -> None:
@@ -50,16 +76,23 @@ def check_equal(mine: Tensor, other: Tensor, exact: bool) -> None:
 
 
 def cell_of(world: int, name: str) -> Cell:
-    """A cell whose tables give every rank a row: with an empty table beside others of another width, FBGEMM's CPU
-    backward writes other rows than it was given, in the masked model."""
+    """A cell whose tables give every rank a row: with an empty table beside others of another
+    width, FBGEMM's CPU backward writes other rows than it was given, in the masked model."""
     cell = cells(world)[name]
-    return replace(cell, tables=tuple(replace(table, rows=max(table.rows, 8)) for table in cell.tables))
+    return replace(
+        cell, tables=tuple(replace(table, rows=max(table.rows, 8)) for table in cell.tables)
+    )
 
 
 class Run:
     """A model in training, with removed rows."""
 
-    def __init__(self, cell: Cell, optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad, level: float = 0.6) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad,
+        level: float = 0.6,
+    ) -> None:
         self.cell, self.steps = cell, 0
         self.model = build(cell, optimizer, {"lr": 0.1})
         plain = [p for p in self.model.parameters() if not hasattr(p, "_in_backward_optimizers")]
@@ -67,10 +100,14 @@ class Run:
         self.prune(level)
 
     def prune(self, level: float) -> None:
-        self.sparsifier = DataNormSparsifier(sparsity_level=level, sparse_block_shape=(1, "ROW"), norm="L2")
+        self.sparsifier = DataNormSparsifier(
+            sparsity_level=level, sparse_block_shape=(1, "ROW"), norm="L2"
+        )
         self.names = self.sparsifier.add_model(self.model)
         self.sparsifier.step()
-        self.enforcer = MaskEnforcer(self.sparsifier).attach(self.optimizer, self.model.fused_optimizer)
+        self.enforcer = MaskEnforcer(self.sparsifier).attach(
+            self.optimizer, self.model.fused_optimizer
+        )
 
     def train(self, steps: int) -> list[Tensor]:
         found = []
@@ -103,7 +140,9 @@ def test_gives_and_trains_as_before(world: int, name: str) -> None:
     small.compact()
     check_equal(small.model(features), before, name not in ROWS_ARE_CUT)
     assert not small.enforcer.attached and not small.sparsifier.data_groups
-    assert all(parameter is dense[key] for key, parameter in small.model.module.over.named_parameters())
+    assert all(
+        parameter is dense[key] for key, parameter in small.model.module.over.named_parameters()
+    )
     for mine, other in zip(small.train(20), masked.train(20), strict=True):
         check_equal(mine, other, name not in OTHER_ORDER)
     masked.enforcer.settle()
@@ -126,13 +165,20 @@ def test_fused_optimizers(world: int, optimizer: type[torch.optim.Optimizer]) ->
 
 
 class Beside(nn.Module):
-    """Two tables with a shared feature, a plain table and a dense layer; gives its loss and its predictions."""
+    """Two tables with a shared feature, a plain table and a dense layer; gives its loss and its
+    predictions."""
 
     def __init__(self, pooling: PoolingType, weighted: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         tables = [
-            EmbeddingBagConfig(name=n, num_embeddings=40, embedding_dim=8, feature_names=[f, "both"], pooling=pooling)
+            EmbeddingBagConfig(
+                name=n,
+                num_embeddings=40,
+                embedding_dim=8,
+                feature_names=[f, "both"],
+                pooling=pooling,
+            )
             for n, f in (("first", "a"), ("second", "b"))
         ]
         self.bags = EmbeddingBagCollection(tables, is_weighted=weighted)
@@ -141,7 +187,9 @@ class Beside(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         pooled = self.bags(ids)
-        found = self.over(torch.cat([pooled[key] for key in ("a", "b", "both@first", "both@second")], dim=1))
+        found = self.over(
+            torch.cat([pooled[key] for key in ("a", "b", "both@first", "both@second")], dim=1)
+        )
         return found.square().mean(), found
 
 
@@ -149,14 +197,21 @@ def beside(pooling: PoolingType, weighted: bool = False, **plan: Any) -> Distrib
     net = Beside(pooling, weighted)
     for bag in net.bags.embedding_bags.values():
         apply_optimizer_in_backward(RowWiseAdagrad, [bag.weight], {"lr": 0.1})
-    made = construct_module_sharding_plan(net.bags, plan, world_size=2, local_size=2, device_type="cpu")
+    made = construct_module_sharding_plan(
+        net.bags, plan, world_size=2, local_size=2, device_type="cpu"
+    )
     return DistributedModelParallel(
-        net, device=torch.device("cpu"), plan=ShardingPlan({"bags": made}), sharders=[EmbeddingBagCollectionSharder()]
+        net,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"bags": made}),
+        sharders=[EmbeddingBagCollectionSharder()],
     )
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad([p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")], lr=0.1)
+    return torch.optim.Adagrad(
+        [p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")], lr=0.1
+    )
 
 
 def ids_of(world: int, weighted: bool, batch: int = 5, seed: int = 0) -> KeyedJaggedTensor:
@@ -169,16 +224,27 @@ def ids_of(world: int, weighted: bool, batch: int = 5, seed: int = 0) -> KeyedJa
 
 def by_key(pooled: Any) -> dict[str, Tensor]:
     """What a collection gives, in any order of keys."""
-    return dict(zip(pooled.keys(), pooled.values().detach().split(pooled.length_per_key(), dim=1), strict=True))
+    return dict(
+        zip(
+            pooled.keys(),
+            pooled.values().detach().split(pooled.length_per_key(), dim=1),
+            strict=True,
+        )
+    )
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["row-wise means", "table-wise means", "weighted", "one"])
 def test_pooling(world: int, kind: str) -> None:
     """Means divide by all ids; weighted sums; a batch of one; a plain table beside."""
-    plans = {"row-wise means": {"first": row_wise(), "second": row_wise()}, "weighted": {"first": row_wise()}}
+    plans = {
+        "row-wise means": {"first": row_wise(), "second": row_wise()},
+        "weighted": {"first": row_wise()},
+    }
     plan = {"first": table_wise(rank=0), "second": table_wise(rank=1), **plans.get(kind, {})}
-    model = beside(PoolingType.MEAN if "means" in kind else PoolingType.SUM, kind == "weighted", **plan)
+    model = beside(
+        PoolingType.MEAN if "means" in kind else PoolingType.SUM, kind == "weighted", **plan
+    )
     optimizer = dense_optimizer(model)
     sparse = sparsify(model, [optimizer, model.fused_optimizer], level=0.6, end=0)
     sparse.step()
@@ -192,7 +258,10 @@ def test_pooling(world: int, kind: str) -> None:
         torch.testing.assert_close(found[key], values, rtol=1e-6, atol=1e-6)
     assert torch.equal(model.module.plain(torch.arange(30).view(10, 3)), plain)
     assert model.module.plain.stored_weight.shape == (12, 32)
-    assert any(parameter is model.module.plain.stored_weight for parameter in optimizer.param_groups[0]["params"])
+    assert any(
+        parameter is model.module.plain.stored_weight
+        for parameter in optimizer.param_groups[0]["params"]
+    )
 
 
 @on_ranks(2)
@@ -201,7 +270,9 @@ def test_means_that_torchrec_divides_wrongly(world: int) -> None:
     model = beside(PoolingType.MEAN, first=row_wise(), second=table_wise(rank=0))
     sparse = sparsify(model, [dense_optimizer(model), model.fused_optimizer], level=0.6, end=0)
     sparse.step()
-    with pytest.raises(ValueError, match=r"bags\.embedding_bags\.first\.weight.*means of row-wise tables"):
+    with pytest.raises(
+        ValueError, match=r"bags\.embedding_bags\.first\.weight.*means of row-wise tables"
+    ):
         compact(model, sparse)
 
 
@@ -212,7 +283,9 @@ def test_removed_ids_are_not_sent() -> None:
     kept = kept_rows(run.sparsifier)
     features = batch(run.cell, seed=dist.get_rank())
     tables = {feature: table.name for table in run.cell.tables for feature in table.features}
-    here = sum(int(kept[tables[key]][features[key].values()].sum()) for key in sorted(features.keys()))
+    here = sum(
+        int(kept[tables[key]][features[key].values()].sum()) for key in sorted(features.keys())
+    )
     run.compact()
     looked_up = 0
 
@@ -230,7 +303,8 @@ def test_removed_ids_are_not_sent() -> None:
 
 @on_ranks(2)
 def test_twice() -> None:
-    """A compact model is sparsified and compacted again: bitmaps compose, and it still gives what it gave."""
+    """A compact model is sparsified and compacted again: bitmaps compose, and it still gives what
+    it gave."""
     run = Run(cell_of(2, "mixed"), level=0.5)
     run.train(2)
     run.compact()
@@ -245,7 +319,10 @@ def test_twice() -> None:
     run.compact()
     check_equal(run.model(features), before, False)
     found = run.model.module.sparse.tables
-    assert type(found) is CompactEmbeddingBagCollection and type(found.inner) is ShardedEmbeddingBagCollection
+    assert (
+        type(found) is CompactEmbeddingBagCollection
+        and type(found.inner) is ShardedEmbeddingBagCollection
+    )
     indexes = found.ids.table_indexes()
     assert (indexes["user"].rows, indexes["user"].num_kept) == (37, int(flags["user"].sum()))
     assert 8 <= indexes["user"].num_kept <= 10
@@ -259,7 +336,12 @@ def test_old_model_is_consumed() -> None:
     old, fused = run.model.module.sparse.tables, run.model.fused_optimizer
     views = [weakref.ref(kernel.emb_module) for kernel in fused_kernels(old)]
     run.compact()
-    for use in (fused.step, fused.state_dict, lambda: old(batch(run.cell)), lambda: old.state_dict()):
+    for use in (
+        fused.step,
+        fused.state_dict,
+        lambda: old(batch(run.cell)),
+        lambda: old.state_dict(),
+    ):
         with pytest.raises(RuntimeError, match="was compacted, and its memory released"):
             use()
     assert views and all(view() is None for view in views)
@@ -276,7 +358,10 @@ def test_another_plan() -> None:
     def planned(module: nn.Module, **generators: Any) -> ShardingPlan:
         made = construct_module_sharding_plan(
             module.sparse.tables.inner,
-            {table.name: generators.get(table.name, table_wise(rank=1)) for table in run.cell.tables},
+            {
+                table.name: generators.get(table.name, table_wise(rank=1))
+                for table in run.cell.tables
+            },
             world_size=2,
             local_size=2,
             device_type="cpu",
@@ -286,7 +371,8 @@ def test_another_plan() -> None:
         return ShardingPlan({"sparse.tables.inner": made})
 
     with pytest.raises(
-        ValueError, match=r"'item': row-wise optimizer state of .* is wanted, but the table is cut into"
+        ValueError,
+        match=r"'item': row-wise optimizer state of .* is wanted, but the table is cut into",
     ):
         run.compact(plan=partial(planned, item=column_wise(ranks=[0, 1])))
     assert torch.equal(run.model(features), before) and run.enforcer.attached  # nothing was changed
@@ -303,7 +389,9 @@ def test_another_plan() -> None:
 def test_a_row_wise_table_with_nothing_left_trains_beside_another(world: int) -> None:
     """Each of its shards keeps a row, because FBGEMM can't have an empty table beside another."""
     model = beside(PoolingType.SUM, first=row_wise(), second=table_wise(rank=0))
-    sparse = sparsify(model, [dense_optimizer(model), model.fused_optimizer], level={"first": 1.0}, end=0)
+    sparse = sparsify(
+        model, [dense_optimizer(model), model.fused_optimizer], level={"first": 1.0}, end=0
+    )
     sparse.step()
     features = ids_of(world, False)
     before = model(features)[1].detach()
@@ -317,30 +405,40 @@ def test_a_row_wise_table_with_nothing_left_trains_beside_another(world: int) ->
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
 def test_pipeline(world: int, ahead: bool, pooling: PoolingType) -> None:
-    """TrainPipelineSparseDist, with the translation of ids pipelined or not, trains as a plain loop does."""
+    """TrainPipelineSparseDist, with the translation of ids pipelined or not, trains as a plain loop
+    does."""
     found: list[list[Tensor]] = []
     for pipelined in (False, True):
         model = beside(pooling, first=table_wise(rank=0), second=table_wise(rank=1))
         sparse = sparsify(model, [dense_optimizer(model), model.fused_optimizer], level=0.6, end=0)
         sparse.step()
         model = compact(model, sparse)
-        plain = KeyedOptimizerWrapper(dict(model.module.over.named_parameters()), partial(torch.optim.SGD, lr=0.1))
+        plain = KeyedOptimizerWrapper(
+            dict(model.module.over.named_parameters()), partial(torch.optim.SGD, lr=0.1)
+        )
         optimizer = CombinedOptimizer([model.fused_optimizer, plain])
         batches = [ids_of(world, False, seed=i) for i in range(5)]
         found.append([])
         if pipelined:
             cpu = torch.device("cpu")
-            pipeline = TrainPipelineSparseDist(model, optimizer, cpu, execute_all_batches=True, pipeline_postproc=ahead)
+            pipeline = TrainPipelineSparseDist(
+                model, optimizer, cpu, execute_all_batches=True, pipeline_postproc=ahead
+            )
             stream = iter(batches)
             found[-1] = [pipeline.progress(stream).detach() for _ in batches]
-            [sharded] = [module for module in model.modules() if type(module) is ShardedEmbeddingBagCollection]
+            [sharded] = [
+                module
+                for module in model.modules()
+                if type(module) is ShardedEmbeddingBagCollection
+            ]
             assert isinstance(sharded.forward, PipelinedForward) is ahead
             again = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row", norm="L2")
             again.add_model(model, dense=False)
             again.step()
             if ahead:
                 with pytest.raises(
-                    ValueError, match=r"a train pipeline has replaced its forward; call pipeline.detach"
+                    ValueError,
+                    match=r"a train pipeline has replaced its forward; call pipeline.detach",
                 ):
                     compact(model, again, optimizer=plain)
                 pipeline.detach()
@@ -367,7 +465,9 @@ def test_refused() -> None:
     run.sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
     run.sparsifier.add_model(run.model)
     run.sparsifier.step()
-    with pytest.raises(ValueError, match=r"has masks of blocks \(1, 4\), and only whole rows can be compacted"):
+    with pytest.raises(
+        ValueError, match=r"has masks of blocks \(1, 4\), and only whole rows can be compacted"
+    ):
         run.compact()
     with pytest.raises(ValueError, match=r"is inside DistributedDataParallel"):
         wrapped = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(20, 4))

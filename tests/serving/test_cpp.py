@@ -26,7 +26,8 @@ def block(kind: str, within: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    shutil.which("g++") is None, reason="no C++ compiler here: the program of docs/serving.md is not built"
+    shutil.which("g++") is None,
+    reason="no C++ compiler here: the program of docs/serving.md is not built",
 )
 def test_the_program(tmp_path: Path) -> None:
     """With FBGEMM's operator, and with libtorch alone."""
@@ -52,7 +53,12 @@ def test_the_program(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        return [float(each) for line in done.stdout.splitlines() if "[" not in line for each in line.split()]
+        return [
+            float(each)
+            for line in done.stdout.splitlines()
+            if "[" not in line
+            for each in line.split()
+        ]
 
     want = [0.0] * 8 + [2.0 * each for each in range(1, 9)]
     run(compiled)

@@ -1,4 +1,5 @@
-"""One trained row for all removed ids of a table: what is given and trained, against a slow oracle, and served."""
+"""One trained row for all removed ids of a table: what is given and trained, against a slow oracle,
+and served."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import DataNormSparsifier, compact, export, load_served
@@ -34,17 +41,26 @@ class Model(nn.Module):
         self.bags = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(name="sums", feature_names=["a", "b"], **shared),
-                EmbeddingBagConfig(name="means", feature_names=["b"], pooling=PoolingType.MEAN, **shared),
+                EmbeddingBagConfig(
+                    name="means", feature_names=["b"], pooling=PoolingType.MEAN, **shared
+                ),
                 EmbeddingBagConfig(name="whole", feature_names=["c"], **shared),
             ]
         )
-        self.words = EmbeddingCollection(tables=[EmbeddingConfig(name="word", feature_names=["a", "c"], **shared)])
+        self.words = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="word", feature_names=["a", "c"], **shared)]
+        )
         self.bag, self.one = nn.EmbeddingBag(ROWS, DIM, mode="mean"), nn.Embedding(ROWS, DIM)
 
     def forward(self, ids: Tensor) -> Tensor:
         keyed = KeyedJaggedTensor(["a", "b", "c"], ids, lengths=LENGTHS)
         words = self.words(keyed)
-        found = [self.bags(keyed).values(), self.bag(ids.view(-1, 2)), self.one(ids), words["a"].values()]
+        found = [
+            self.bags(keyed).values(),
+            self.bag(ids.view(-1, 2)),
+            self.one(ids),
+            words["a"].values(),
+        ]
         return torch.cat([each.flatten() for each in (*found, words["c"].values())])
 
 
@@ -55,7 +71,9 @@ class Oracle:
         self.rows, self.place = {}, {}
         for name, weight in weights.items():
             kept = [row for row in range(ROWS) if not removed[name][row]]
-            self.place[name] = torch.tensor([kept.index(row) if row in kept else len(kept) for row in range(ROWS)])
+            self.place[name] = torch.tensor(
+                [kept.index(row) if row in kept else len(kept) for row in range(ROWS)]
+            )
             self.rows[name] = torch.cat([weight[kept], torch.zeros(1, DIM)]).requires_grad_()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -70,12 +88,18 @@ class Oracle:
                 ("whole", c, LENGTHS[4:], "sum"),
             )
         ]
-        found = [torch.cat(pooled, 1), F.embedding_bag(ids.view(-1, 2), whole["bag"], mode="mean"), whole["one"][ids]]
+        found = [
+            torch.cat(pooled, 1),
+            F.embedding_bag(ids.view(-1, 2), whole["bag"], mode="mean"),
+            whole["one"][ids],
+        ]
         return torch.cat([each.flatten() for each in (*found, whole["word"][a], whole["word"][c])])
 
     @staticmethod
     def pooled(weight: Tensor, ids: Tensor, lengths: Tensor, mode: str) -> Tensor:
-        return F.embedding_bag(ids, weight, F.pad(lengths.cumsum(0), (1, 0)), mode=mode, include_last_offset=True)
+        return F.embedding_bag(
+            ids, weight, F.pad(lengths.cumsum(0), (1, 0)), mode=mode, include_last_offset=True
+        )
 
 
 def pruned() -> tuple[Any, DataNormSparsifier, dict[str, Tensor]]:
@@ -114,7 +138,9 @@ def test_trains_as_a_table_with_equal_rows() -> None:
     for name, weight in weights_of(model).items():
         count = ROWS - int(removed[name].sum())
         assert len(weight) == count + bool(removed[name].any())
-        torch.testing.assert_close(weight, oracle.rows[name].detach()[: len(weight)], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weight, oracle.rows[name].detach()[: len(weight)], rtol=1e-5, atol=1e-6
+        )
         assert name == "whole" or bool(weight[-1].any())
     for _ in range(3):
         ids = torch.randint(ROWS, (12,))
@@ -134,8 +160,12 @@ def test_is_served(tmp_path: Path, fbgemm: bool) -> None:
         served: Any = load_served(tmp_path / dtype, fbgemm=fbgemm)
         found = [served["bags"](keyed).values(), served["bag"](ids.view(-1, 2)), served["one"](ids)]
         words = served["words"](keyed)
-        got = torch.cat([each.flatten() for each in (*found, words["a"].values(), words["c"].values())])
-        torch.testing.assert_close(got, model(ids), rtol=1e-6, atol=1e-6 if dtype == "fp32" else 0.05)
+        got = torch.cat(
+            [each.flatten() for each in (*found, words["a"].values(), words["c"].values())]
+        )
+        torch.testing.assert_close(
+            got, model(ids), rtol=1e-6, atol=1e-6 if dtype == "fp32" else 0.05
+        )
         rows = served["one"](torch.arange(ROWS))[removed["one"]]
         assert bool((rows == rows[0]).all()) and bool(rows.any())
         assert dtype == "int8" or torch.equal(rows[0], model.one.stored_weight[-1])  # type: ignore[union-attr, index]
@@ -144,7 +174,10 @@ def test_is_served(tmp_path: Path, fbgemm: bool) -> None:
     assert (one.kept, one.default_row, one.check["removed"]) == (16, True, 24)
     assert one.bytes.after == 17 * (DIM + 4) + 8 and not manifest.tables["whole"].default_row
     program = tmp_path / "program.pt2"
-    for path, arguments in (("bags", (ids[[0, 1, 2, *range(3, 9), *range(3, 9), 9, 10, 11]],)), ("one", (ids,))):
+    for path, arguments in (
+        ("bags", (ids[[0, 1, 2, *range(3, 9), *range(3, 9), 9, 10, 11]],)),
+        ("one", (ids,)),
+    ):
         lengths = torch.tensor([3, 0, 2, 4, 2, 4, 1, 2])
         given = (*arguments, lengths) if path == "bags" else arguments
         served[path].to_pt2(program)
@@ -161,7 +194,9 @@ def test_refused(tmp_path: Path) -> None:
     again.step()
     with pytest.raises(ValueError, match="'one' has lost rows since it got its default row"):
         export(model, again, tmp_path / "served")
-    with pytest.raises(ValueError, match="has default rows, and tables with a default row can't lose rows again"):
+    with pytest.raises(
+        ValueError, match="has default rows, and tables with a default row can't lose rows again"
+    ):
         compact(model, again, optimizer=())
     other, sparsifier, _ = pruned()
     with pytest.raises(ValueError, match="Invalid removed='one'"):
@@ -190,7 +225,9 @@ def test_is_one_row_of_a_sharded_table() -> None:
         sparsifier = DataNormSparsifier(sparsity_level=0.6, sparse_block_shape="row")
         sparsifier.add_model(model)
         sparsifier.step()
-        removed = {table.name: (sparsifier.full_mask(table.name) == 0).all(1) for table in cell.tables}
+        removed = {
+            table.name: (sparsifier.full_mask(table.name) == 0).all(1) for table in cell.tables
+        }
         model = compact(model, sparsifier, optimizer=(), removed="default_row")
         for step in range(4):
             out = model(features_of(cell, seed=2 * step + dist.get_rank()))
@@ -204,7 +241,10 @@ def test_is_one_row_of_a_sharded_table() -> None:
             lengths[keys.index(table.features[0])].fill_(1)
             one = KeyedJaggedTensor(keys, ids, lengths=torch.cat(lengths).int())
             given = modules_by_path(model)["sparse.tables"](one)[table.features[0]].detach()
-            flags, shared = removed[table.name], rows[table.name][table.rows - int(removed[table.name].sum())]
+            flags, shared = (
+                removed[table.name],
+                rows[table.name][table.rows - int(removed[table.name].sum())],
+            )
             assert bool(flags.any()) and bool(shared.any())
             assert torch.equal(given[flags], shared.expand(int(flags.sum()), -1))
             assert torch.equal(given[~flags], rows[table.name][: int((~flags).sum())])

@@ -1,4 +1,5 @@
-"""`export()` in one process: what is stored, what it takes, and what is refused before anything is written."""
+"""`export()` in one process: what is stored, what it takes, and what is refused before anything is
+written."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import DataNormSparsifier, compact, export, sparsify
@@ -29,11 +35,17 @@ ROW_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5}
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
     torch.manual_seed(0)
-    made = {"user": nn.EmbeddingBag(1000, 12), "item": nn.Embedding(301, 7), "few": nn.EmbeddingBag(3, 5, mode="mean")}
+    made = {
+        "user": nn.EmbeddingBag(1000, 12),
+        "item": nn.Embedding(301, 7),
+        "few": nn.EmbeddingBag(3, 5, mode="mean"),
+    }
     return nn.ModuleDict(made).to(dtype)
 
 
-def pruned(model: nn.Module, block: Any = "row", level: float = 0.8, **options: Any) -> DataNormSparsifier:
+def pruned(
+    model: nn.Module, block: Any = "row", level: float = 0.8, **options: Any
+) -> DataNormSparsifier:
     sparsifier = DataNormSparsifier(sparsity_level=level, sparse_block_shape=block, norm="L2")
     sparsifier.add_model(model, **options)
     sparsifier.step()
@@ -63,7 +75,10 @@ def test_tables(tmp_path: Path, dtype: str, block: Any) -> None:
         assert table.bytes.dense_int4 == table.rows * (-(-table.dim // 2) + 4)
         assert table.bytes.before == weight.nbytes
     assert exported.manifest.bytes == (tmp_path / "served" / "tables.safetensors").stat().st_size
-    assert sum(table.bytes.after for table in exported.manifest.tables.values()) < exported.manifest.bytes
+    assert (
+        sum(table.bytes.after for table in exported.manifest.tables.values())
+        < exported.manifest.bytes
+    )
     assert exported.manifest == open_artifact(tmp_path / "served").manifest
 
 
@@ -84,7 +99,11 @@ def test_dense_tables_have_no_bitmap(tmp_path: Path) -> None:
     sparsifier.step()
     tables = export(model, sparsifier, tmp_path / "one").manifest.tables
     assert tables["user"].bytes.index == 128 and tables["user"].block == (1, 12)
-    assert tables["item"].bytes.index == 0 and tables["item"].block is None and tables["item"].kept == 301
+    assert (
+        tables["item"].bytes.index == 0
+        and tables["item"].block is None
+        and tables["item"].kept == 301
+    )
     for sparse in (None, pruned(model_of(), level=0.0)):
         unpruned = model_of() if sparse is None else sparse.packed_store.sources[0].model
         exported = export(unpruned, sparse, tmp_path / str(sparse is None))
@@ -94,18 +113,24 @@ def test_dense_tables_have_no_bitmap(tmp_path: Path) -> None:
 
 
 def test_edges(tmp_path: Path) -> None:
-    """Nothing kept, rows that a finer mask emptied, kept rows of zeros, negative zeros, a padding row."""
+    """Nothing kept, rows that a finer mask emptied, kept rows of zeros, negative zeros, a padding
+    row."""
     model = nn.ModuleDict({"none": nn.Embedding(40, 4), "some": nn.Embedding(40, 8, padding_idx=7)})
     weight = model["some"].weight.data
     weight[3], weight[5] = -0.0, 0.0
     weight[9, :4], weight[9, 4:] = 0.0, 5.0
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, 4), sparsity_level=0.0)
-    sparsifier.add_model(model, config={"none": {"sparsity_level": 1.0}, "some": {"sparsity_level": 0.1}})
+    sparsifier.add_model(
+        model, config={"none": {"sparsity_level": 1.0}, "some": {"sparsity_level": 0.1}}
+    )
     sparsifier.step()
     tables = export(model, sparsifier, tmp_path / "served").manifest.tables
     assert tables["none"].kept == 0 and tables["none"].bytes.after == 8
     assert tables["some"].kept == 37, "rows 3, 5 and 7 have no block left"
-    assert all(torch.equal(found, model[name].weight.data) for name, found in dense(tmp_path / "served").items())
+    assert all(
+        torch.equal(found, model[name].weight.data)
+        for name, found in dense(tmp_path / "served").items()
+    )
     dead = sparsify(model, torch.optim.SGD(model.parameters(), 0.1), level=0.5, end=0, block="row")
     with dead:
         dead.step()
@@ -113,16 +138,31 @@ def test_edges(tmp_path: Path) -> None:
         model["some"].weight.data[kept[0]] = -0.0
         tables = export(model, dead, tmp_path / "zeros").manifest.tables
     assert tables["some"].kept == 20, "by the mask, not by what is zero"
-    assert torch.equal(dense(tmp_path / "zeros")["some"].view(torch.int32), model["some"].weight.data.view(torch.int32))
+    assert torch.equal(
+        dense(tmp_path / "zeros")["some"].view(torch.int32),
+        model["some"].weight.data.view(torch.int32),
+    )
 
 
 def test_compact_tables(tmp_path: Path) -> None:
-    """Ids of the artifact are those of the original table, once compacted and twice, with finer masks on top."""
-    tables = {"user": nn.EmbeddingBag(1000, 12), "none": nn.Embedding(40, 8), "whole": nn.Embedding(40, 8)}
+    """Ids of the artifact are those of the original table, once compacted and twice, with finer
+    masks on top."""
+    tables = {
+        "user": nn.EmbeddingBag(1000, 12),
+        "none": nn.Embedding(40, 8),
+        "whole": nn.Embedding(40, 8),
+    }
     model = nn.ModuleDict(tables)
-    config = {"user": {"sparsity_level": 0.5}, "none": {"sparsity_level": 1.0}, "whole": {"sparsity_level": 0.0}}
+    config = {
+        "user": {"sparsity_level": 0.5},
+        "none": {"sparsity_level": 1.0},
+        "whole": {"sparsity_level": 0.0},
+    }
     sparsifier = pruned(model, config=config)
-    before, whole = export(model, sparsifier, tmp_path / "before"), model["user"].weight.data.clone()
+    before, whole = (
+        export(model, sparsifier, tmp_path / "before"),
+        model["user"].weight.data.clone(),
+    )
     model = compact(model, sparsifier, optimizer=())
     for sparse, name in ((None, "none"), (sparsifier, "consumed")):
         assert export(model, sparse, tmp_path / name).manifest == before.manifest
@@ -176,7 +216,9 @@ def test_an_enforcer_is_settled_first(tmp_path: Path) -> None:
 def test_collections(tmp_path: Path) -> None:
     """Paths, kinds, pooling, features in the order of the output, one that two tables share."""
     bags = [
-        EmbeddingBagConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=features, pooling=pooling)
+        EmbeddingBagConfig(
+            name=name, num_embeddings=20, embedding_dim=4, feature_names=features, pooling=pooling
+        )
         for name, features, pooling in (
             ("user", ["u1", "both"], PoolingType.SUM),
             ("ad", ["both", "a"], PoolingType.MEAN),
@@ -187,7 +229,9 @@ def test_collections(tmp_path: Path) -> None:
     model.words = EmbeddingCollection(tables=words)
     model.below = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=bags)})
     model.weighted = EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(name="score", num_embeddings=9, embedding_dim=4, feature_names=["s"])],
+        tables=[
+            EmbeddingBagConfig(name="score", num_embeddings=9, embedding_dim=4, feature_names=["s"])
+        ],
         is_weighted=True,
     )
     model.last = nn.EmbeddingBag(5, 3, mode="mean", include_last_offset=True)
@@ -204,9 +248,18 @@ def test_collections(tmp_path: Path) -> None:
         ),
         Collection(path="last", kind="embedding_bag", include_last_offset=True, tables=("last",)),
         Collection(
-            path="weighted", kind="bag", weighted=True, tables=("score",), features=(Feature(name="s", table="score"),)
+            path="weighted",
+            kind="bag",
+            weighted=True,
+            tables=("score",),
+            features=(Feature(name="s", table="score"),),
         ),
-        Collection(path="words", kind="sequence", tables=("word",), features=(Feature(name="w", table="word"),)),
+        Collection(
+            path="words",
+            kind="sequence",
+            tables=("word",),
+            features=(Feature(name="w", table="word"),),
+        ),
     )
     assert manifest.collections[0].outputs == ("u1", "both@user", "both@ad", "a")
     pooling = {name: table.pooling for name, table in manifest.tables.items()}
@@ -269,7 +322,10 @@ def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
     exported = export(model, None, tmp_path / "models" / "new" / "served")
     assert open_artifact(exported.path).manifest == exported.manifest
     export(model, None, tmp_path / "models" / "new" / "again")
-    assert sorted(each.name for each in (tmp_path / "models" / "new").iterdir()) == ["again", "served"]
+    assert sorted(each.name for each in (tmp_path / "models" / "new").iterdir()) == [
+        "again",
+        "served",
+    ]
 
 
 class Terminal(io.StringIO):
@@ -334,7 +390,10 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main(["serve-check", str(path)]) == 1
         captured = capsys.readouterr()
-        assert captured.err.startswith("dist-sparse serve-check: refused: ") and message in captured.err
+        assert (
+            captured.err.startswith("dist-sparse serve-check: refused: ")
+            and message in captured.err
+        )
         assert captured.out == ""
 
 
@@ -349,10 +408,12 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torchrec_nor_fbgemm(tmp_path: Path) -> None:
     code = (
-        "import sys, torch\nfrom dist_sparse import DataNormSparsifier, export\n"
-        "model = torch.nn.EmbeddingBag(99, 8)\nsparsifier = DataNormSparsifier(sparse_block_shape=(1, 4))\n"
-        "sparsifier.add_model(model)\nsparsifier.step()\nexport(model, sparsifier, sys.argv[1], 'int4')\n"
-        "assert not {'torchrec', 'fbgemm_gpu'} & set(sys.modules)"
+        "import sys, torch\nfrom dist_sparse import DataNormSparsifier, export\nmodel ="
+        " torch.nn.EmbeddingBag(99, 8)\nsparsifier = DataNormSparsifier(sparse_block_shape=(1,"
+        " 4))\nsparsifier.add_model(model)\nsparsifier.step()\nexport(model, sparsifier,"
+        " sys.argv[1], 'int4')\nassert not {'torchrec', 'fbgemm_gpu'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "served")], timeout=120, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "served")], timeout=120, capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()

@@ -1,4 +1,5 @@
-"""`export()` on ranks: the same files for every sharding and number of ranks, errors on all of them, nothing left."""
+"""`export()` on ranks: the same files for every sharding and number of ranks, errors on all of
+them, nothing left."""
 
 from __future__ import annotations
 
@@ -20,21 +21,50 @@ from torchrec.modules.embedding_configs import DataType
 from dist_sparse import DataNormSparsifier, compact, export, groups, load_served, sparsify
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.tables.modules import model_source, modules_by_path
-from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, plain, set_weights, weights
+from tests.dist.cells import (
+    Cell,
+    TableSpec,
+    batch,
+    build,
+    cells,
+    gathered,
+    plain,
+    set_weights,
+    weights,
+)
 from tests.dist.copies import build_copies, copied_cells
 from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
 from tests.serving.stored import crcs, dense
 
 KINDS: dict[str, tuple[Any, str, dict[str, dict[str, float]]]] = {
-    "rows": ((1, "ROW"), "fp32", {"tiny": {"sparsity_level": 1.0}, "word": {"sparsity_level": 0.0}}),
+    "rows": (
+        (1, "ROW"),
+        "fp32",
+        {"tiny": {"sparsity_level": 1.0}, "word": {"sparsity_level": 0.0}},
+    ),
     "small blocks": ((1, 4), "int4", {"user": {"sparsity_level": 0.9}}),
     "blocks cut by borders": ((3, 5), "int8", {}),
 }
 CELLS = {
     1: ("row_wise", "ec_column_wise"),
-    2: ("table_wise", "row_wise", "column_wise_uneven", "two_shards", "mixed", "row_wise_fp16", "ec_row_wise"),
-    4: ("row_wise", "column_wise", "table_row_wise", "data_parallel", "grid_shard", "ec_data_parallel"),
+    2: (
+        "table_wise",
+        "row_wise",
+        "column_wise_uneven",
+        "two_shards",
+        "mixed",
+        "row_wise_fp16",
+        "ec_row_wise",
+    ),
+    4: (
+        "row_wise",
+        "column_wise",
+        "table_row_wise",
+        "data_parallel",
+        "grid_shard",
+        "ec_data_parallel",
+    ),
 }
 EVERY = [(world, name) for world, names in CELLS.items() for name in names]
 
@@ -48,7 +78,9 @@ def exported(model: torch.nn.Module, path: Path, kind: str) -> None:
     block, dtype, config = KINDS[kind]
     sparsifier = DataNormSparsifier(sparsity_level=0.7, sparse_block_shape=block, norm="L2")
     located = {data.name for data in model_source(model).locate()}
-    sparsifier.add_model(model, config={name: entry for name, entry in config.items() if name in located} or None)
+    sparsifier.add_model(
+        model, config={name: entry for name, entry in config.items() if name in located} or None
+    )
     sparsifier.step()
     export(model, sparsifier, path / kind, dtype)
 
@@ -72,8 +104,11 @@ def tables_of(cell: Cell) -> tuple[str, ...]:
 
 @on_ranks()
 @pytest.mark.parametrize(("world", "name"), EVERY)
-def test_files_depend_on_the_model_alone(world: int, name: str, tmp_path: Path, expected: dict[Any, Any]) -> None:
-    """Byte for byte those of one process; empty ranks, tables smaller than the world and with nothing left included."""
+def test_files_depend_on_the_model_alone(
+    world: int, name: str, tmp_path: Path, expected: dict[Any, Any]
+) -> None:
+    """Byte for byte those of one process; empty ranks, tables smaller than the world and with
+    nothing left included."""
     cell = cells(world)[name]
     model = build(cell)
     for kind in KINDS:
@@ -82,15 +117,17 @@ def test_files_depend_on_the_model_alone(world: int, name: str, tmp_path: Path, 
         assert crcs(tmp_path / kind) == expected[tables_of(cell)][kind], kind
         if KINDS[kind][1] == "fp32":
             found = dense(tmp_path / kind)
-            assert all(torch.equal(found[table], full.float()) for table, full in gathered(model).items())
+            assert all(
+                torch.equal(found[table], full.float()) for table, full in gathered(model).items()
+            )
             if cell.data_type is DataType.FP32 and cell.trains:
                 check_served(cell, model, tmp_path / kind)
         set_weights(model, weights(cell))
 
 
 def check_served(cell: Cell, model: torch.nn.Module, path: Path) -> None:
-    """What is served is bit for bit what the model gives unsharded; row-wise shards add partial sums, so they round
-    otherwise."""
+    """What is served is bit for bit what the model gives unsharded; row-wise shards add partial
+    sums, so they round otherwise."""
     features = batch(cell, seed=dist.get_rank())
     whole = plain(cell)
     set_weights(whole, gathered(model))
@@ -98,7 +135,9 @@ def check_served(cell: Cell, model: torch.nn.Module, path: Path) -> None:
     trained = trained.wait() if isinstance(trained, LazyAwaitable) else trained
     expected = modules_by_path(whole)["sparse.tables"](features)
     served = load_served(path)(features)
-    assert list(served.keys()) == list(expected.keys()) and set(trained.keys()) == set(served.keys())
+    assert list(served.keys()) == list(expected.keys()) and set(trained.keys()) == set(
+        served.keys()
+    )
     for key in served.keys():  # noqa: SIM118  (a KeyedTensor is no mapping)
         if cell.bags:
             assert torch.equal(served[key], expected[key])
@@ -139,7 +178,8 @@ def test_copies(world: int, tmp_path: Path, expected: dict[Any, Any]) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("block", ["row", "1x4"])
 def test_after_a_backward(block: str, tmp_path: Path) -> None:
-    """What a fused optimizer has revived since the last forward is zero in the files, and in the model."""
+    """What a fused optimizer has revived since the last forward is zero in the files, and in the
+    model."""
     cell = cells(2)["row_wise"]
     model = build(cell)
     optimizer = torch.optim.SGD([model.module.over.weight, model.module.over.bias], lr=0.1)
@@ -149,11 +189,15 @@ def test_after_a_backward(block: str, tmp_path: Path) -> None:
             if step != 1:
                 sparse.step()
         model(batch(cell, seed=dist.get_rank())).sum().backward()
-        assert block == "row" or sum(sparse.sparsifier.count_revived().values()) > 0  # of removed rows ids are dropped
+        assert (
+            block == "row" or sum(sparse.sparsifier.count_revived().values()) > 0
+        )  # of removed rows ids are dropped
         export(model, sparse, tmp_path / "served")
         assert sum(sparse.sparsifier.count_revived().values()) == 0
         full = gathered(model)
-        assert all(torch.equal(found, full[name]) for name, found in dense(tmp_path / "served").items())
+        assert all(
+            torch.equal(found, full[name]) for name, found in dense(tmp_path / "served").items()
+        )
 
 
 @on_ranks(2)
@@ -171,7 +215,8 @@ def test_a_plain_model_on_ranks(tmp_path: Path, expected: dict[Any, Any]) -> Non
 
 @on_ranks(2)
 def test_bytes_on_the_wire(tmp_path: Path) -> None:
-    """Each rank sends its kept rows twice, to be written and to be checked; nothing else grows with the tables."""
+    """Each rank sends its kept rows twice, to be written and to be checked; nothing else grows with
+    the tables."""
     model = build(BIG)
     sparsifier = DataNormSparsifier(sparsity_level=0.8, sparse_block_shape=(1, "ROW"))
     sparsifier.add_model(model)
@@ -184,14 +229,20 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
 
 def rows_held(model: torch.nn.Module) -> int:
     """The kept rows of this rank's shards."""
-    return sum(int(s.tensor.any(1).sum()) for data in model_source(model).locate() for s in data.shards)
+    return sum(
+        int(s.tensor.any(1).sum()) for data in model_source(model).locate() for s in data.shards
+    )
 
 
 @on_ranks(2)
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux, to see the memory of a process")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux, to see the memory of a process"
+)
 def test_no_rank_holds_the_table_of_another(tmp_path: Path) -> None:
     """96 MiB that rank 1 holds: what rank 0 allocates meanwhile, sampled."""
-    cell = replace(BIG, plan={"big": table_wise(rank=1)}, tables=(TableSpec("big", 3 << 17, 64, ("big_id",)),))
+    cell = replace(
+        BIG, plan={"big": table_wise(rank=1)}, tables=(TableSpec("big", 3 << 17, 64, ("big_id",)),)
+    )
     model = build(cell)
     export(model, None, tmp_path / "warm", "int4")
     before, peak, ended = allocated(), [0], threading.Event()
@@ -231,20 +282,34 @@ def test_errors_are_raised_on_all_ranks(world: int, tmp_path: Path) -> None:
         assert not [*tmp_path.iterdir()], message
         dist.barrier()
 
-    refused(f"rank {last}: ValueError: Invalid dtype='int3'", sparsifier, served, "int3" if rank == last else "int8")
+    refused(
+        f"rank {last}: ValueError: Invalid dtype='int3'",
+        sparsifier,
+        served,
+        "int3" if rank == last else "int8",
+    )
     refused("path, dtype", sparsifier, served, "int8" if rank == last else "int4")
     refused("path, dtype", sparsifier, tmp_path / str(rank))
     refused("rank 0: ValueError: Invalid path.* exists already", sparsifier, tmp_path)
-    refused(f"rank {last}: ValueError: Invalid sparse", "sparse" if rank == last else sparsifier, served)
+    refused(
+        f"rank {last}: ValueError: Invalid sparse", "sparse" if rank == last else sparsifier, served
+    )
     other = next(data for data in model_source(model).locate() if data.name == "other")
     if rank == last:
         other.shards[0].tensor[5, 1] = torch.nan
     refused(
-        f"rank {last}: ValueError: Table 'other' can't be exported in fp32: it has the value nan", sparsifier, served
+        f"rank {last}: ValueError: Table 'other' can't be exported in fp32: it has the value nan",
+        sparsifier,
+        served,
     )
     if rank == last:
         other.shards[0].tensor[5, 1] = 1e5
-    refused(f"rank {last}: .*'other' can't be exported in fp16: it has the value 100000.0", sparsifier, served, "fp16")
+    refused(
+        f"rank {last}: .*'other' can't be exported in fp16: it has the value 100000.0",
+        sparsifier,
+        served,
+        "fp16",
+    )
     if rank == last:
         other.shards[0].tensor.fill_(1.0)
     refused("'other' has .* removed weights that are not zero", sparsifier, served)
@@ -278,7 +343,9 @@ def killed(path: Path, rank: int, exchange: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("rank", "exchange"), [(1, 1), (0, 1), (1, 3)], ids=["other", "writer", "check"])
+@pytest.mark.parametrize(
+    ("rank", "exchange"), [(1, 1), (0, 1), (1, 3)], ids=["other", "writer", "check"]
+)
 def test_a_killed_rank_leaves_no_artifact(tmp_path: Path, rank: int, exchange: int) -> None:
     with pytest.raises(RanksFailed, match=f"rank {rank} ----\ndied with exit code 9"):
         run_ranks(2, killed, tmp_path, rank, exchange)

@@ -40,7 +40,10 @@ def test_random_rows(bits: int, columns: int) -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.floats(-(2.0**15), 2.0**15, width=32), min_size=1, max_size=9), st.sampled_from([8, 4]))
+@given(
+    st.lists(st.floats(-(2.0**15), 2.0**15, width=32), min_size=1, max_size=9),
+    st.sampled_from([8, 4]),
+)
 def test_any_row(values: list[float], bits: int) -> None:
     check(torch.tensor([values]), bits)
 
@@ -54,4 +57,7 @@ def test_rows_of_zeros_have_scale_one() -> None:
 def test_chunks_cover_a_table_once(rows: int, columns: int) -> None:
     seen = [row for part in grid.chunks(rows, columns) for row in range(part.start, part.stop)]
     assert seen == list(range(rows))
-    assert all((part.stop - part.start) * columns <= max(columns, 1 << 18) for part in grid.chunks(rows, columns))
+    assert all(
+        (part.stop - part.start) * columns <= max(columns, 1 << 18)
+        for part in grid.chunks(rows, columns)
+    )

@@ -39,7 +39,8 @@ def test_kept_rows(world: int, name: str) -> None:
 
 def test_kept_rows_of_plain_data_and_of_a_dense_table() -> None:
     sparsifier = DataNormSparsifier(
-        [("plain", torch.arange(12.0).view(4, 3)), ("line", torch.ones(5))], sparse_block_shape=(1, 3)
+        [("plain", torch.arange(12.0).view(4, 3)), ("line", torch.ones(5))],
+        sparse_block_shape=(1, 3),
     )
     sparsifier.add_model(torch.nn.EmbeddingBag(6, 3))
     sparsifier.data_groups["weight"]["sparsity_level"] = 0.0
@@ -65,7 +66,8 @@ def targets(source: ShardedData, rows: int) -> dict[str, list[list[Rect]]]:
         "all on the first": [[Rect(0, 0, rows, cols)]] + [[]] * (world - 1),
         "all on every": [[Rect(0, 0, rows, cols)]] * world,
         "rows": [[Rect(cuts[r], 0, cuts[r + 1] - cuts[r], cols)] for r in range(world)],
-        "columns, two pieces on the last": [[]] * (world - 1) + [[Rect(0, 3, rows, cols - 3), Rect(0, 0, rows, 3)]],
+        "columns, two pieces on the last": [[]] * (world - 1)
+        + [[Rect(0, 3, rows, cols - 3), Rect(0, 0, rows, 3)]],
     }
 
 
@@ -99,11 +101,15 @@ def test_weights_move(world: int, name: str) -> None:
 @on_ranks()
 @pytest.mark.parametrize(("world", "name"), EVERY)
 def test_rowwise_state_moves(world: int, name: str) -> None:
-    """One value for each row of a shard arrives for each row of what is wanted with the same columns."""
+    """One value for each row of a shard arrives for each row of what is wanted with the same
+    columns."""
     for source in model_source(build(cells(world)[name])).locate():
         kept = drawn(source.shape[0], 0.5)
         rows = int(kept.sum())
-        state = [torch.arange(s.rect.row, s.rect.row_end).double() + s.rect.col * 1000 for s in source.shards]
+        state = [
+            torch.arange(s.rect.row, s.rect.row_end).double() + s.rect.col * 1000
+            for s in source.shards
+        ]
         spans = sorted({(rect.col, rect.cols) for rect in source.rects})
         wanted = [[Rect(0, col, rows, width) for col, width in spans]] * len(source.tiling)
         found = {span: torch.full((rows,), torch.nan, dtype=torch.float64) for span in spans}
@@ -120,11 +126,17 @@ def test_rowwise_state_moves(world: int, name: str) -> None:
 def test_refused() -> None:
     [source] = model_source(torch.nn.EmbeddingBag(6, 4)).locate()
     kept, tensors = torch.tensor([True, False] * 3), [source.shards[0].tensor]
-    with pytest.raises(ValueError, match=r"'weight': kept is torch.bool of shape \(5,\); must be bool, \(6,\)"):
+    with pytest.raises(
+        ValueError, match=r"'weight': kept is torch.bool of shape \(5,\); must be bool, \(6,\)"
+    ):
         next(move_rows(source, tensors, kept[:5], [[]]))
-    with pytest.raises(ValueError, match=r"rows \[2, 4\).*is wanted, which is not within the kept rows \[0, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"rows \[2, 4\).*is wanted, which is not within the kept rows \[0, 3\)"
+    ):
         next(move_rows(source, tensors, kept, [[Rect(2, 0, 2, 4)]]))
-    with pytest.raises(ValueError, match=r"row-wise optimizer state of .*cut into the columns \[\(0, 4\)\]"):
+    with pytest.raises(
+        ValueError, match=r"row-wise optimizer state of .*cut into the columns \[\(0, 4\)\]"
+    ):
         next(move_rows(source, [torch.ones(6)], kept, [[Rect(0, 0, 3, 2)]], rowwise=True))
 
 
@@ -134,6 +146,8 @@ def test_a_chunk_spans_many_removed_rows() -> None:
     kept[[0, 4095, 4096, 40_000, 49_999]] = True
     table = torch.nn.Embedding(50_000, 2)
     [source] = model_source(table).locate()
-    pieces = list(move_rows(source, [table.weight.data], kept, [[Rect(0, 0, 5, 2)]], chunk_bytes=4 * 8))
+    pieces = list(
+        move_rows(source, [table.weight.data], kept, [[Rect(0, 0, 5, 2)]], chunk_bytes=4 * 8)
+    )
     assert [rect.rows for rect, _ in pieces] == [4, 1]
     assert torch.equal(torch.cat([rows for _, rows in pieces]), table.weight.data[kept])

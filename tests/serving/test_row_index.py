@@ -28,7 +28,9 @@ def random_kept(rows: int, share: float) -> Tensor:
 
 def ids_of(rows: int) -> Tensor:
     """All ids of a table, and some that are out of range."""
-    return torch.cat([torch.arange(rows), torch.tensor([-1, rows, rows + 31, -(2**40), 2**32 + 1, 2**62, 0])])
+    return torch.cat(
+        [torch.arange(rows), torch.tensor([-1, rows, rows + 31, -(2**40), 2**32 + 1, 2**62, 0])]
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 64, 1000])
@@ -40,7 +42,10 @@ def test_every_row_is_found(rows: int, share: float) -> None:
     assert index(ids).dtype == torch.int64 and torch.equal(ids, before)
     few = ids[ids.abs() < 2**31].int()
     assert index(few).tolist() == slow(kept, few.tolist())
-    assert torch.equal(index.kept(), kept) and (index.rows, index.num_kept) == (rows, int(kept.sum()))
+    assert torch.equal(index.kept(), kept) and (index.rows, index.num_kept) == (
+        rows,
+        int(kept.sum()),
+    )
     assert index.nbytes == 8 * max(1, -(-rows // 32)) == index.words.nbytes + index.counts.nbytes
     again = RowIndex(index.words, rows)
     assert torch.equal(again.counts, index.counts) and again.num_kept == index.num_kept
@@ -61,7 +66,12 @@ def test_every_pattern_of_a_word() -> None:
 def test_shapes_of_ids() -> None:
     kept = random_kept(50, 0.5)
     index = RowIndex.of(kept)
-    for ids in (torch.tensor(7), torch.randint(0, 50, (3, 4)), torch.randint(0, 50, (4, 6)).t(), torch.empty(0).int()):
+    for ids in (
+        torch.tensor(7),
+        torch.randint(0, 50, (3, 4)),
+        torch.randint(0, 50, (4, 6)).t(),
+        torch.empty(0).int(),
+    ):
         assert index(ids).shape == ids.shape
         assert index(ids).flatten().tolist() == slow(kept, ids.flatten().tolist())
 
@@ -96,7 +106,8 @@ def test_bad_bitmaps() -> None:
 
 
 def several() -> tuple[RowIndexes, list[Tensor], list[int]]:
-    """Tables of ragged sizes, one with nothing left, one that keeps all without an index; a table has two features."""
+    """Tables of ragged sizes, one with nothing left, one that keeps all without an index; a table
+    has two features."""
     kept = [random_kept(100, 0.4), random_kept(33, 1.0), random_kept(70, 0.0), random_kept(5, 0.5)]
     tables = [RowIndex.of(kept[0]), None, RowIndex.of(kept[2]), RowIndex.of(kept[3])]
     features = [3, 0, 1, 2, 0]
@@ -107,7 +118,9 @@ def several() -> tuple[RowIndexes, list[Tensor], list[int]]:
 def test_several_tables_at_once(dtype: torch.dtype) -> None:
     index, kept, features = several()
     ids = [torch.randint(-3, 110, (count,)) for count in (9, 0, 40, 7, 64)]
-    want = [row for at, some in zip(features, ids, strict=True) for row in slow(kept[at], some.tolist())]
+    want = [
+        row for at, some in zip(features, ids, strict=True) for row in slow(kept[at], some.tolist())
+    ]
     values = torch.cat(ids).to(dtype)
     before = values.clone()
     found = index(values, torch.tensor([len(some) for some in ids]))
@@ -116,7 +129,13 @@ def test_several_tables_at_once(dtype: torch.dtype) -> None:
 
 def test_several_dense_tables() -> None:
     index = RowIndexes([None, None], [5, 9], [1, 0])
-    assert index(torch.tensor([8, 9, 4, 5, -1]), torch.tensor([2, 3])).tolist() == [8, -2, 4, -2, -2]
+    assert index(torch.tensor([8, 9, 4, 5, -1]), torch.tensor([2, 3])).tolist() == [
+        8,
+        -2,
+        4,
+        -2,
+        -2,
+    ]
 
 
 def test_exported_and_copied() -> None:
@@ -125,11 +144,16 @@ def test_exported_and_copied() -> None:
     some, _, features = several()
     lengths = torch.tensor([3, 5, 0, 7, 1])
     many = (torch.randint(0, 100, (16,)), lengths)
-    for module, short, args in ((one, (ids[:5],), (ids,)), (some, (many[0][:5], lengths.clamp(max=1)[:5]), many)):
+    for module, short, args in (
+        (one, (ids[:5],), (ids,)),
+        (some, (many[0][:5], lengths.clamp(max=1)[:5]), many),
+    ):
         if len(short) == 2:
             short = (short[0][: int(short[1].sum())], short[1])
         ids_dim = {0: torch.export.Dim.DYNAMIC}
-        exported = torch.export.export(module, short, dynamic_shapes=(ids_dim, *[None] * (len(short) - 1)))
+        exported = torch.export.export(
+            module, short, dynamic_shapes=(ids_dim, *[None] * (len(short) - 1))
+        )
         assert torch.equal(exported.module()(*args), module(*args))
         assert torch.equal(copy.deepcopy(module)(*args), module(*args))
     assert len(features) == len(lengths)

@@ -1,4 +1,5 @@
-"""Loaded artifacts, against pooling one id at a time, and against the modules that were exported."""
+"""Loaded artifacts, against pooling one id at a time, and against the modules that were
+exported."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ FBGEMM = pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"
 DTYPES = pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "int4"])
 
 
-def sources(dtype: Dtype = "fp32", *, block: int = 0, means: bool = False, whole: bool = False) -> list[Source]:
+def sources(
+    dtype: Dtype = "fp32", *, block: int = 0, means: bool = False, whole: bool = False
+) -> list[Source]:
     """A table with two features, one that keeps all rows, one with nothing left; two widths."""
     how: dict[str, Any] = {"block": block, "whole": whole}
     return [
@@ -35,7 +38,9 @@ def sources(dtype: Dtype = "fp32", *, block: int = 0, means: bool = False, whole
     ]
 
 
-def batch(features: int, size: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> tuple[Tensor, Tensor]:
+def batch(
+    features: int, size: int, dtype: torch.dtype = torch.int64, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Ids, some of them out of range, and lengths, some of them 0."""
     some = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (features * size,), generator=some)
@@ -43,7 +48,9 @@ def batch(features: int, size: int, dtype: torch.dtype = torch.int64, seed: int 
     return torch.randint(-3, 120, (int(lengths.sum()),), generator=some).to(dtype), lengths
 
 
-def pooled(of: Sequence[Source], ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+def pooled(
+    of: Sequence[Source], ids: Tensor, lengths: Tensor, weights: Tensor | None = None
+) -> Tensor:
     """What a collection should give."""
     features = [source for source in of for _ in source.features]
     each = lengths.view(len(features), -1)
@@ -73,7 +80,9 @@ def test_pooled(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
     for size, ids_dtype in ((1, torch.int64), (6, torch.int64), (6, torch.int32), (0, torch.int64)):
         ids, lengths = batch(4, size, ids_dtype)
         before = ids.clone()
-        assert torch.equal(served(ids, lengths), pooled(of, ids, lengths)) and torch.equal(ids, before)
+        assert torch.equal(served(ids, lengths), pooled(of, ids, lengths)) and torch.equal(
+            ids, before
+        )
     nothing = served(torch.zeros(0).long(), torch.zeros(8).int())
     assert nothing.shape == (2, 28) and nothing.dtype == torch.float32 and not nothing.any()
 
@@ -85,7 +94,9 @@ def test_a_cast_keeps_zeros(tmp_path: Path, fbgemm: bool) -> None:
     served = one(write(tmp_path / "served", ("", "bag", of)), fbgemm=fbgemm)
     ids, lengths = batch(4, 6)
     want = served(ids, lengths)
-    assert torch.equal(served.bfloat16()(ids, lengths), want) and torch.equal(served.double()(ids, lengths), want)
+    assert torch.equal(served.bfloat16()(ids, lengths), want) and torch.equal(
+        served.double()(ids, lengths), want
+    )
     with pytest.raises(ValueError, match="takes ids and their lengths"):
         served(ids)
 
@@ -98,11 +109,15 @@ def test_means_beside_sums(tmp_path: Path, fbgemm: bool, weighted: bool) -> None
     served = one(write(tmp_path / "served", ("", "bag", of), weighted=weighted), fbgemm=fbgemm)
     ids, lengths = batch(4, 6)
     weights = torch.rand(len(ids)) if weighted else None
-    torch.testing.assert_close(served(ids, lengths, weights), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        served(ids, lengths, weights), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6
+    )
     for source in of:
         source.pooling = "mean"
     served = one(write(tmp_path / "means", ("", "bag", of), weighted=weighted), fbgemm=fbgemm)
-    torch.testing.assert_close(served(ids, lengths, weights), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        served(ids, lengths, weights), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6
+    )
     if weighted:
         with pytest.raises(ValueError, match="is weighted: it takes weights"):
             served(ids, lengths)
@@ -111,7 +126,8 @@ def test_means_beside_sums(tmp_path: Path, fbgemm: bool, weighted: bool) -> None
 @FBGEMM
 @DTYPES
 def test_zeros_within_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
-    """Removed blocks are stored as zeros, and are exactly 0 in every dtype; odd columns, ragged blocks."""
+    """Removed blocks are stored as zeros, and are exactly 0 in every dtype; odd columns, ragged
+    blocks."""
     of = [*sources(dtype, block=4), Source("odd", table(50, 7, 0.6, block=2), ["e"], "sum", dtype)]
     path = write(tmp_path / "served", ("", "bag", of))
     ids, lengths = batch(5, 6)
@@ -127,7 +143,8 @@ def test_zeros_within_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
 
 @FBGEMM
 def test_a_keyed_jagged_tensor(tmp_path: Path, fbgemm: bool) -> None:
-    """In any order of keys, with features that the collection does not have, and one that two tables have."""
+    """In any order of keys, with features that the collection does not have, and one that two
+    tables have."""
     of = sources(means=True)
     of[1].features = ["c", "a"]
     collection = EmbeddingBagCollection(
@@ -148,7 +165,9 @@ def test_a_keyed_jagged_tensor(tmp_path: Path, fbgemm: bool) -> None:
     keys = ["d", "x", "b", "c", "a"]
     lengths = torch.randint(0, 4, (5 * 3,), generator=torch.Generator().manual_seed(1))
     ids = torch.randint(0, 33, (int(lengths.sum()),), generator=torch.Generator().manual_seed(2))
-    got, want = (module(KeyedJaggedTensor(keys, ids, lengths=lengths)) for module in (served, collection))
+    got, want = (
+        module(KeyedJaggedTensor(keys, ids, lengths=lengths)) for module in (served, collection)
+    )
     assert got.keys() == want.keys() == ["a@two", "b", "c", "a@dense", "d"]
     assert got.length_per_key() == want.length_per_key()
     torch.testing.assert_close(got.values(), want.values(), rtol=1e-6, atol=1e-6)  # of means
@@ -159,7 +178,10 @@ def test_a_keyed_jagged_tensor(tmp_path: Path, fbgemm: bool) -> None:
         stride = [[1], [1], [2], [1]]
         served(
             KeyedJaggedTensor(
-                ["a", "b", "c", "d"], ids[:5], lengths=torch.ones(5).int(), stride_per_key_per_rank=stride
+                ["a", "b", "c", "d"],
+                ids[:5],
+                lengths=torch.ones(5).int(),
+                stride_per_key_per_rank=stride,
             )
         )
     with pytest.raises(ValueError, match="must be a KeyedJaggedTensor or tensors"):
@@ -172,7 +194,9 @@ def test_a_weighted_keyed_jagged_tensor(tmp_path: Path) -> None:
     ids, lengths = batch(2, 5)
     weights = torch.rand(len(ids))
     got = served(KeyedJaggedTensor(["a", "b"], ids, weights, lengths=lengths))
-    torch.testing.assert_close(got.values(), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        got.values(), pooled(of, ids, lengths, weights), rtol=1e-6, atol=1e-6
+    )
     with pytest.raises(ValueError, match="has no weights"):
         served(KeyedJaggedTensor(["a", "b"], ids, lengths=lengths))
 
@@ -188,7 +212,10 @@ def test_sequences(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
     served = one(write(tmp_path / "served", ("", "sequence", of)), fbgemm=fbgemm)
     configs = [
         EmbeddingConfig(
-            name=each.name, num_embeddings=len(each.weight), embedding_dim=8, feature_names=list(each.features)
+            name=each.name,
+            num_embeddings=len(each.weight),
+            embedding_dim=8,
+            feature_names=list(each.features),
         )
         for each in of
     ]
@@ -201,7 +228,9 @@ def test_sequences(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
     got, want = served(jagged), collection(jagged)
     assert list(got) == list(want) == ["a", "b", "c"]
     for key, each in want.items():
-        assert torch.equal(got[key].values(), each.values()) and torch.equal(got[key].lengths(), each.lengths())
+        assert torch.equal(got[key].values(), each.values()) and torch.equal(
+            got[key].lengths(), each.lengths()
+        )
     assert torch.equal(served(ids, lengths), torch.cat([each.values() for each in want.values()]))
 
 
@@ -210,16 +239,21 @@ def test_modules_of_torch(tmp_path: Path, fbgemm: bool) -> None:
     weight = table(60, 6, 0.5)
     for last in (False, True):
         bag = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=last)
-        path = write(tmp_path / f"bag {last}", ("bag", "embedding_bag", [Source("t", weight)]), last=last)
+        path = write(
+            tmp_path / f"bag {last}", ("bag", "embedding_bag", [Source("t", weight)]), last=last
+        )
         served = one(path, fbgemm=fbgemm)
         ids = torch.randint(0, 60, (20,), generator=torch.Generator().manual_seed(0))
         offsets = torch.tensor([0, 5, 5, 12, 20])[: 4 + last]
         assert torch.equal(served(ids, offsets), bag(ids, offsets))
         weights = torch.rand(20)
-        torch.testing.assert_close(served(ids, offsets, weights), bag(ids, offsets, weights), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            served(ids, offsets, weights), bag(ids, offsets, weights), rtol=1e-6, atol=1e-6
+        )
         assert torch.equal(served(ids.view(4, 5)), bag(ids.view(4, 5)))
         torch.testing.assert_close(
-            served(ids.view(4, 5), None, weights.view(4, 5)), bag(ids.view(4, 5), None, weights.view(4, 5))
+            served(ids.view(4, 5), None, weights.view(4, 5)),
+            bag(ids.view(4, 5), None, weights.view(4, 5)),
         )
         assert served(ids[:0].view(3, 0)).tolist() == [[0.0] * 6] * 3
         if last:
@@ -228,7 +262,10 @@ def test_modules_of_torch(tmp_path: Path, fbgemm: bool) -> None:
             # FBGEMM's operator would read where they point.
             beyond = served(ids, torch.tensor([0, 10**9, 20]))
             assert torch.equal(beyond, served(ids, torch.tensor([0, 20, 20])))
-    served = one(write(tmp_path / "ids", ("ids", "embedding", [Source("t", weight, pooling="none")])), fbgemm=fbgemm)
+    served = one(
+        write(tmp_path / "ids", ("ids", "embedding", [Source("t", weight, pooling="none")])),
+        fbgemm=fbgemm,
+    )
     for ids in (torch.tensor(3), torch.randint(0, 60, (2, 3, 4)), torch.zeros(0).int()):
         assert torch.equal(served(ids), F.embedding(ids, weight))
     with pytest.raises(ValueError, match=r"takes tensors, as its torch\.nn module did"):
@@ -243,10 +280,14 @@ UNKNOWN = torch.tensor([-1, 60, 5, -7, 2**31 - 1, 0])
 @pytest.mark.parametrize("ids", [UNKNOWN, UNKNOWN.int()], ids=["int64", "int32"])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_unknown_ids_of_bags(tmp_path: Path, fbgemm: bool, ids: Tensor, pooling: Any) -> None:
-    """As removed ids, or id 0, or an error; counted by table; collections and modules of torch, weighted or not."""
+    """As removed ids, or id 0, or an error; counted by table; collections and modules of torch,
+    weighted or not."""
     weight = table(60, 4, 0.5)
     weight[0], weight[5] = 1.0, 2.0
-    of = [Source("t", weight, ["a", "b"], pooling), Source("dense", table(60, 4, 1.0), ["c"], pooling)]
+    of = [
+        Source("t", weight, ["a", "b"], pooling),
+        Source("dense", table(60, 4, 1.0), ["c"], pooling),
+    ]
     path = write(tmp_path / "served", ("", "bag", of), weighted=True)
     many, lengths, weights = ids.repeat(3), torch.tensor([6, 0] * 3), torch.rand(18)
     removed = torch.where((many < 0) | (many > 59), int((weight[:, 0] == 0).nonzero()[0]), many)
@@ -261,7 +302,10 @@ def test_unknown_ids_of_bags(tmp_path: Path, fbgemm: bool, ids: Tensor, pooling:
     assert as_zero.unknown == {"t": 8, "dense": 4}
     strict = one(path, fbgemm=fbgemm, unknown="raise")
     assert torch.equal(strict(clamped, lengths, weights), served(clamped, lengths, weights))
-    with pytest.raises(ValueError, match=r"id -1 of table 't', which has 60 rows \(8 such lookups.*; id -1 of .*dense"):
+    with pytest.raises(
+        ValueError,
+        match=r"id -1 of table 't', which has 60 rows \(8 such lookups.*; id -1 of .*dense",
+    ):
         strict(many, lengths, weights)
     assert strict.unknown == {"t": 8, "dense": 4}
     modules = write(tmp_path / "bag", ("", "embedding_bag", [Source("t", weight, pooling=pooling)]))
@@ -278,11 +322,25 @@ def test_unknown_ids_of_sequences(tmp_path: Path, fbgemm: bool, ids: Tensor) -> 
     weight[0], weight[5] = 1.0, 2.0
     of = [Source("t", weight, ["a"], "none")]
     path = write(tmp_path / "served", ("words", "sequence", of), ("ids", "embedding", of))
-    zero, as_zero = load_served(path, fbgemm=fbgemm), load_served(path, fbgemm=fbgemm, unknown="id0")
+    zero, as_zero = (
+        load_served(path, fbgemm=fbgemm),
+        load_served(path, fbgemm=fbgemm, unknown="id0"),
+    )
     strict = load_served(path, fbgemm=fbgemm, unknown="raise")
-    assert isinstance(zero, ServedModel) and isinstance(as_zero, ServedModel) and isinstance(strict, ServedModel)
+    assert (
+        isinstance(zero, ServedModel)
+        and isinstance(as_zero, ServedModel)
+        and isinstance(strict, ServedModel)
+    )
     for name, args in (("words", (ids, torch.tensor([6]))), ("ids", (ids,))):
-        assert zero[name](*args).tolist() == [[0.0] * 4, [0.0] * 4, [2.0] * 4, [0.0] * 4, [0.0] * 4, [1.0] * 4]
+        assert zero[name](*args).tolist() == [
+            [0.0] * 4,
+            [0.0] * 4,
+            [2.0] * 4,
+            [0.0] * 4,
+            [0.0] * 4,
+            [1.0] * 4,
+        ]
         assert as_zero[name](*args)[:, 0].tolist() == [1.0, 1.0, 2.0, 1.0, 1.0, 1.0]
         with pytest.raises(ValueError, match="id -1 of table 't', which has 60 rows"):
             strict[name](*args)
@@ -298,8 +356,12 @@ def test_unknown_ids_of_sequences(tmp_path: Path, fbgemm: bool, ids: Tensor) -> 
 def test_what_was_exported(tmp_path: Path, block: Any) -> None:
     """From a sparsified model to a served one: equal, bit for bit, before and after."""
     torch.manual_seed(0)
-    config = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=16, feature_names=["a", "b"])
-    model = torch.nn.ModuleDict({"sparse": EmbeddingBagCollection(tables=[config]), "last": torch.nn.Embedding(90, 8)})
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=500, embedding_dim=16, feature_names=["a", "b"]
+    )
+    model = torch.nn.ModuleDict(
+        {"sparse": EmbeddingBagCollection(tables=[config]), "last": torch.nn.Embedding(90, 8)}
+    )
     sparsifier = DataNormSparsifier(sparsity_level=0.8, sparse_block_shape=block, norm="L2")
     sparsifier.add_model(model)
     sparsifier.step()
@@ -327,12 +389,22 @@ def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tenso
         "torch": (bag, {"fbgemm": False}, (ids, lengths, weights)),
         "int4": (int4, {"fbgemm": False}, (ids, lengths)),
         "sequence": (write(folder / "sequence", ("", "sequence", sequence)), {}, (ids, lengths)),
-        "bag of torch": (write(folder / "one", ("", "embedding_bag", one_table)), {}, (ids, offsets)),
-        "table of torch": (write(folder / "ids", ("", "embedding", one_table)), {"fbgemm": False}, (ids,)),
+        "bag of torch": (
+            write(folder / "one", ("", "embedding_bag", one_table)),
+            {},
+            (ids, offsets),
+        ),
+        "table of torch": (
+            write(folder / "ids", ("", "embedding", one_table)),
+            {"fbgemm": False},
+            (ids,),
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["id0", "fbgemm", "torch", "int4", "sequence", "bag of torch", "table of torch"])
+@pytest.mark.parametrize(
+    "name", ["id0", "fbgemm", "torch", "int4", "sequence", "bag of torch", "table of torch"]
+)
 def test_pt2_is_equal(tmp_path: Path, name: str) -> None:
     """Another batch than the one that was traced, a batch of one, empty bags, and wrong lengths."""
     path, options, args = artifacts(tmp_path)[name]
@@ -352,17 +424,23 @@ def test_pt2_is_equal(tmp_path: Path, name: str) -> None:
 
 def test_several_collections(tmp_path: Path) -> None:
     of = sources()
-    path = write(tmp_path / "served", ("sparse.pooled", "bag", of), ("sparse.last", "embedding", [of[0]]))
+    path = write(
+        tmp_path / "served", ("sparse.pooled", "bag", of), ("sparse.last", "embedding", [of[0]])
+    )
     served = load_served(path)
     assert isinstance(served, ServedModel)
     assert list(served) == served.keys() == ["sparse.pooled", "sparse.last"] and len(served) == 2
     ids, lengths = batch(4, 3)
     assert torch.equal(served["sparse.pooled"](ids, lengths), pooled(of, ids, lengths))
-    assert torch.equal(served["sparse.last"](ids[:5].clamp(0, 99)), of[0].weight[ids[:5].clamp(0, 99)])
+    assert torch.equal(
+        served["sparse.last"](ids[:5].clamp(0, 99)), of[0].weight[ids[:5].clamp(0, 99)]
+    )
     assert len(list(served.modules())) > 4
     with pytest.raises(KeyError, match="'other' is none of the collections"):
         served["other"]
-    with pytest.raises(TypeError, match=r"Call one of the collections: \[\"served\['sparse.pooled'\]"):
+    with pytest.raises(
+        TypeError, match=r"Call one of the collections: \[\"served\['sparse.pooled'\]"
+    ):
         served(ids, lengths)
 
 
@@ -382,23 +460,21 @@ def test_a_process_without_torchrec(tmp_path: Path) -> None:
     ids, lengths = batch(4, 3)
     torch.save((ids, lengths, pooled(of, ids, lengths)), tmp_path / "batch")
     program = (
-        "import sys, torch\n"
-        "without = len(sys.argv) > 2\n"
-        "if without: sys.modules['fbgemm_gpu'] = None  # as if it were not installed\n"
-        "import dist_sparse\n"
-        "served = dist_sparse.load_served(sys.argv[1] + '/served')\n"
-        "ids, lengths, want = torch.load(sys.argv[1] + '/batch')\n"
-        "assert torch.equal(served(ids, lengths), want)\n"
-        "assert type(served.lookup.rows).__name__ == ('TorchLookup' if without else 'FbgemmLookup')\n"
-        "rooms = ('sparsifiers', 'enforcer', 'schedulers', 'training', 'groups', 'optim', 'report', 'serving.jagged')\n"
-        "bad = ['torchrec', *('fbgemm_gpu.' * without,), *(f'dist_sparse.{room}' for room in rooms)]\n"
-        "found = [name for name in sys.modules if any(name.startswith(each) for each in bad if each)]\n"
-        "assert not found, found\n"
-        "if without:\n"
-        "    try: dist_sparse.load_served(sys.argv[1] + '/served', fbgemm=True)\n"
-        "    except ImportError as error: assert 'fbgemm_gpu can' in str(error), error\n"
-        "    else: raise AssertionError('loaded')\n"
+        "import sys, torch\nwithout = len(sys.argv) > 2\nif without: sys.modules['fbgemm_gpu'] ="
+        " None  # as if it were not installed\nimport dist_sparse\nserved ="
+        " dist_sparse.load_served(sys.argv[1] + '/served')\nids, lengths, want ="
+        " torch.load(sys.argv[1] + '/batch')\nassert torch.equal(served(ids, lengths),"
+        " want)\nassert type(served.lookup.rows).__name__ == ('TorchLookup' if without else"
+        " 'FbgemmLookup')\nrooms = ('sparsifiers', 'enforcer', 'schedulers', 'training', 'groups',"
+        " 'optim', 'report', 'serving.jagged')\nbad = ['torchrec', *('fbgemm_gpu.' * without,),"
+        " *(f'dist_sparse.{room}' for room in rooms)]\nfound = [name for name in sys.modules if"
+        " any(name.startswith(each) for each in bad if each)]\nassert not found, found\nif"
+        " without:\n    try: dist_sparse.load_served(sys.argv[1] + '/served', fbgemm=True)\n   "
+        " except ImportError as error: assert 'fbgemm_gpu can' in str(error), error\n    else:"
+        " raise AssertionError('loaded')\n"
     )
     for arguments in ([str(tmp_path)], [str(tmp_path), "without"]):
-        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr

@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
 from torch.optim.swa_utils import AveragedModel
 
 from dist_sparse import DataNormSparsifier, compact, export, load_served, sparsify
@@ -55,13 +59,17 @@ def test_num_embeddings_counts_ids() -> None:
     """The other retrieval idiom scores all ids, also those without a row."""
     model, _, whole = compacted()
     assert model.item.num_embeddings == 60
-    torch.testing.assert_close(model.item(torch.arange(model.item.num_embeddings)), whole, rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.item(torch.arange(model.item.num_embeddings)), whole, rtol=0, atol=0
+    )
 
 
 def test_a_weight_with_a_row_for_each_id_is_refused() -> None:
     """As of a tied output layer, whose rows would be read by row number."""
     model, _, whole = compacted()
-    with pytest.raises(ValueError, match="Invalid weight of 60 rows: a CompactEmbedding stores 12 of 60 rows"):
+    with pytest.raises(
+        ValueError, match="Invalid weight of 60 rows: a CompactEmbedding stores 12 of 60 rows"
+    ):
         model.item.weight = nn.Parameter(whole)
 
 
@@ -70,7 +78,8 @@ def test_a_model_that_reads_weight_raises(compiled: bool) -> None:
     model, _, whole = compacted()
     top = torch.compile(model.top, backend="eager") if compiled else model.top
     with pytest.raises(
-        RuntimeError, match=r"weight of a CompactEmbedding has row numbers.*12 of 60 rows\. Read full_weight\(\)"
+        RuntimeError,
+        match=r"weight of a CompactEmbedding has row numbers.*12 of 60 rows\. Read full_weight\(\)",
     ):
         top(USERS)
     with pytest.raises(RuntimeError, match=r"weight of a CompactEmbeddingBag has row numbers"):
@@ -82,11 +91,14 @@ def test_a_model_that_reads_weight_raises(compiled: bool) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_full_weight(sparse: bool) -> None:
-    """Gradients reach the kept rows, for which the optimizer steps as it does for the whole table."""
+    """Gradients reach the kept rows, for which the optimizer steps as it does for the whole
+    table."""
     table, kept = nn.Embedding(50, 4, sparse=sparse), torch.rand(50) < 0.3
     table.weight.data[~kept] = 0
     model: Any = nn.Sequential(table)
-    sparsifier = DataNormSparsifier(sparsity_level=float((~kept).float().mean()), sparse_block_shape=(1, "ROW"))
+    sparsifier = DataNormSparsifier(
+        sparsity_level=float((~kept).float().mean()), sparse_block_shape=(1, "ROW")
+    )
     sparsifier.add_model(model)
     sparsifier.step()
     weighted, weight = torch.randn(50, 4), table.weight.detach().clone().requires_grad_()
@@ -171,7 +183,9 @@ def test_parameters_are_found_by_name(tmp_path: Path) -> None:
     assert model.item.stored_weight is model.get_parameter("item.weight")
     assert model.item.stored_weight.shape == (12, 8)
     state, of_optimizer = get_state_dict(model, optimizer)
-    assert {"item.weight", "user.weight"} <= set(state) and of_optimizer["state"]["item.weight"]["sum"].shape == (12, 8)
+    assert {"item.weight", "user.weight"} <= set(state) and of_optimizer["state"]["item.weight"][
+        "sum"
+    ].shape == (12, 8)
     dcp.save({"model": state}, checkpoint_id=tmp_path / "saved", no_dist=True)
     export(model, None, tmp_path / "served")
     served = load_served(tmp_path / "served")
@@ -204,10 +218,15 @@ def test_sparsified_again() -> None:
 
 
 def test_lists_of_old_parameters_raise() -> None:
-    """What was made before compact(): a list for L2 and clipping, another optimizer, the old module."""
+    """What was made before compact(): a list for L2 and clipping, another optimizer, the old
+    module."""
     model: Any = Towers()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    listed, other, table = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1), model.item
+    listed, other, table = (
+        list(model.parameters()),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.item,
+    )
     sparse = sparsify(model, optimizer, level=0.8, end=0)
     sparse.step()
     compact(model, sparse)
@@ -225,8 +244,15 @@ def test_lists_of_old_parameters_raise() -> None:
         lambda: copy.deepcopy(listed[0]),
     ]
     for use in stale:
-        with pytest.raises(RuntimeError, match=r"The table (user|item)\.weight was compacted, and its memory released"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"The table (user|item)\.weight was compacted, and its memory released",
+        ):
             use()
-    assert "was compacted" in repr(listed) and len({*listed}) == 2 and isinstance(listed[0], nn.Parameter)
+    assert (
+        "was compacted" in repr(listed)
+        and len({*listed}) == 2
+        and isinstance(listed[0], nn.Parameter)
+    )
     model(USERS).sum().backward()
     optimizer.step()

@@ -34,15 +34,25 @@ class Model(nn.Module):
         shared: dict[str, Any] = {"num_embeddings": ROWS}
         self.bags = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(name="sums", feature_names=["a", "b"], embedding_dim=12, **shared),
                 EmbeddingBagConfig(
-                    name="means", feature_names=["b"], embedding_dim=16, pooling=PoolingType.MEAN, **shared
+                    name="sums", feature_names=["a", "b"], embedding_dim=12, **shared
+                ),
+                EmbeddingBagConfig(
+                    name="means",
+                    feature_names=["b"],
+                    embedding_dim=16,
+                    pooling=PoolingType.MEAN,
+                    **shared,
                 ),
                 EmbeddingBagConfig(name="left", feature_names=["c"], embedding_dim=8, **shared),
             ]
         )
         self.weighted = EmbeddingBagCollection(
-            tables=[EmbeddingBagConfig(name="weighted", feature_names=["a", "c"], embedding_dim=12, **shared)],
+            tables=[
+                EmbeddingBagConfig(
+                    name="weighted", feature_names=["a", "c"], embedding_dim=12, **shared
+                )
+            ],
             is_weighted=True,
         )
         self.words = EmbeddingCollection(
@@ -69,7 +79,10 @@ class Model(nn.Module):
 def batch() -> KeyedJaggedTensor:
     torch.manual_seed(3)
     return KeyedJaggedTensor(
-        ["a", "b", "c"], torch.randint(ROWS, (20,)), torch.rand(20), lengths=torch.tensor([3, 0, 5, 1, 4, 7])
+        ["a", "b", "c"],
+        torch.randint(ROWS, (20,)),
+        torch.rand(20),
+        lengths=torch.tensor([3, 0, 5, 1, 4, 7]),
     )
 
 
@@ -77,7 +90,12 @@ def narrowed(compacts: bool) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model: nn.Module = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how: dict[str, Any] = {"block": "col", "exclude": "left", "schedule": "one_shot", "rotate": "table"}
+    how: dict[str, Any] = {
+        "block": "col",
+        "exclude": "left",
+        "schedule": "one_shot",
+        "rotate": "table",
+    }
     sparse = sparsify(model, optimizer, level=0.5, begin=0, end=1, **how)
     model(batch())
     sparse.step()
@@ -105,13 +123,23 @@ def test_what_the_model_gives(tmp_path: Path, compacts: bool) -> None:
         for fbgemm in (True, False):
             got = served_of(load_served(tmp_path / dtype, fbgemm=fbgemm), batch())
             for key, values in want.items():
-                torch.testing.assert_close(got[key], values, rtol=1e-5, atol=atol, msg=f"{dtype} {key} {fbgemm}")
+                torch.testing.assert_close(
+                    got[key], values, rtol=1e-5, atol=atol, msg=f"{dtype} {key} {fbgemm}"
+                )
         check_artifact(tmp_path / dtype)
     if compacts:
-        assert manifest.tables["sums"].dim == 8 and manifest.tables["sums"].turned == 12, "a multiple of 4"
-        assert manifest.tables["sums"].bytes.rotation == 8 * 12 * 4 and manifest.tables["left"].bytes.rotation == 0
+        assert manifest.tables["sums"].dim == 8 and manifest.tables["sums"].turned == 12, (
+            "a multiple of 4"
+        )
+        assert (
+            manifest.tables["sums"].bytes.rotation == 8 * 12 * 4
+            and manifest.tables["left"].bytes.rotation == 0
+        )
         taken = manifest.tables["sums"].bytes
-        assert taken.after == ROWS * (4 + 4) + taken.rotation and manifest.tables["left"].turned is None
+        assert (
+            taken.after == ROWS * (4 + 4) + taken.rotation
+            and manifest.tables["left"].turned is None
+        )
 
 
 @pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"])
@@ -124,7 +152,10 @@ def test_exported_program(tmp_path: Path, fbgemm: bool) -> None:
     offsets = torch.arange(0, 20, 2)
     of_words = torch.tensor([3, 0, 5, 1, 4, 7])
     arguments: dict[str, tuple[Tensor, ...]] = {
-        "bags": (torch.cat([values[:8], values[8:14], values[8:14]]), torch.tensor([3, 5, 1, 5, 1, 5, 0, 0])),
+        "bags": (
+            torch.cat([values[:8], values[8:14], values[8:14]]),
+            torch.tensor([3, 5, 1, 5, 1, 5, 0, 0]),
+        ),
         "weighted": (values[:6], torch.tensor([2, 1, 0, 3]), torch.rand(6)),
         "words": (values, of_words),
         "bag": (values, offsets),
@@ -135,14 +166,22 @@ def test_exported_program(tmp_path: Path, fbgemm: bool) -> None:
         want = served[path].lookup(*args)
         if path in ("bags", "words"):  # the two ways in which results are turned
             served[path].to_pt2(tmp_path / "program.pt2")
-            assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*args), want), path
-        assert want.shape[1] == sum(served[path].dims) if path in ("bags", "weighted") else want.shape[1] == 8
+            assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*args), want), (
+                path
+            )
+        assert (
+            want.shape[1] == sum(served[path].dims)
+            if path in ("bags", "weighted")
+            else want.shape[1] == 8
+        )
 
 
 def test_removed_rows_serve_zero(tmp_path: Path) -> None:
     model, sparse = narrowed(compacts=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = sparsify(model, optimizer, level=0.5, end=1, exclude="left", score="norm", schedule="one_shot")
+    rows = sparsify(
+        model, optimizer, level=0.5, end=1, exclude="left", score="norm", schedule="one_shot"
+    )
     model(batch())
     rows.step()
     removed = (rows.sparsifier.full_mask("one") == 0).all(1)

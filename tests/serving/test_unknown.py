@@ -1,4 +1,5 @@
-"""Ids out of range in compact collections: what FBGEMM's mode says, and no row is read or trained."""
+"""Ids out of range in compact collections: what FBGEMM's mode says, and no row is read or
+trained."""
 
 from __future__ import annotations
 
@@ -22,13 +23,20 @@ from torchrec import (
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, row_wise
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+)
 from torchrec.distributed.types import BoundsCheckMode, ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import compact, sparsify
 from dist_sparse.serving import collections
-from dist_sparse.serving.collections import CompactEmbeddingBagCollection, CompactEmbeddingCollection
+from dist_sparse.serving.collections import (
+    CompactEmbeddingBagCollection,
+    CompactEmbeddingCollection,
+)
 from dist_sparse.serving.row_index import RowIndex
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
@@ -45,7 +53,10 @@ class Tables(nn.Module):
         torch.manual_seed(0)
         shared: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": 4, "pooling": pooling}
         self.bags = EmbeddingBagCollection(
-            [EmbeddingBagConfig(name=name, feature_names=[f"{name}_id"], **shared) for name in ("small", "whole")]
+            [
+                EmbeddingBagConfig(name=name, feature_names=[f"{name}_id"], **shared)
+                for name in ("small", "whole")
+            ]
         )
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
@@ -61,8 +72,12 @@ def compacted(mode: BoundsCheckMode, pooling: PoolingType = PoolingType.SUM) -> 
     ways = {"small": row_wise(), "whole": row_wise()}
     plan = construct_module_sharding_plan(model.bags, ways, sharder=sharder, device_type="cpu")
     cpu = torch.device("cpu")
-    sharded = DistributedModelParallel(model, device=cpu, plan=ShardingPlan({"bags": plan}), sharders=[sharder])
-    sparse = sparsify(sharded, sharded.fused_optimizer, level={"small": 0.5}, block="row", end=0, min_rows=1)
+    sharded = DistributedModelParallel(
+        model, device=cpu, plan=ShardingPlan({"bags": plan}), sharders=[sharder]
+    )
+    sparse = sparsify(
+        sharded, sharded.fused_optimizer, level={"small": 0.5}, block="row", end=0, min_rows=1
+    )
     sparse.step()
     return compact(sharded, sparse)
 
@@ -85,7 +100,9 @@ class Log(logging.Handler):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.V2_IGNORE])
+@pytest.mark.parametrize(
+    "mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.V2_IGNORE]
+)
 def test_no_row_is_read_or_trained(mode: BoundsCheckMode) -> None:
     model, log = compacted(mode), Log()
     logging.getLogger(collections.__name__).addHandler(log)
@@ -103,14 +120,19 @@ def test_no_row_is_read_or_trained(mode: BoundsCheckMode) -> None:
     logging.getLogger(collections.__name__).removeHandler(log)
     assert len(log.lines) == (3 if mode is BoundsCheckMode.WARNING else 0)
     for line in log.lines[:1]:
-        assert line.startswith("WARNING: Out of bounds access: id 40 of table 'small', which has 40 rows (5 such")
+        assert line.startswith(
+            "WARNING: Out of bounds access: id 40 of table 'small', which has 40 rows (5 such"
+        )
 
 
 @on_ranks(2)
 def test_fatal_raises() -> None:
     model = compacted(BoundsCheckMode.FATAL)
     for bad in (ROWS, -1):
-        with pytest.raises(RuntimeError, match=rf"Out of bounds access: id {bad} of table 'small', which has 40 rows"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"Out of bounds access: id {bad} of table 'small', which has 40 rows",
+        ):
             model(of_both([1, bad]))
     assert model(of_both([1, 2])).shape == (1, 8)
 
@@ -120,7 +142,10 @@ def test_a_variable_overrules_the_mode() -> None:
     """As in FBGEMM."""
     fatal = {"FBGEMM_TBE_BOUNDS_CHECK_MODE": str(BoundsCheckMode.FATAL.value)}
     model = compacted(BoundsCheckMode.IGNORE)
-    with mock.patch.dict(os.environ, fatal), pytest.raises(RuntimeError, match="Out of bounds access"):
+    with (
+        mock.patch.dict(os.environ, fatal),
+        pytest.raises(RuntimeError, match="Out of bounds access"),
+    ):
         model(of_both([5000]))
 
 
@@ -138,7 +163,9 @@ def test_data_parallel_tables_raise() -> None:
     ways = {"small": data_parallel(), "whole": data_parallel()}
     plan = construct_module_sharding_plan(model.bags, ways, sharder=sharder, device_type="cpu")
     cpu = torch.device("cpu")
-    sharded: Any = DistributedModelParallel(model, device=cpu, plan=ShardingPlan({"bags": plan}), sharders=[sharder])
+    sharded: Any = DistributedModelParallel(
+        model, device=cpu, plan=ShardingPlan({"bags": plan}), sharders=[sharder]
+    )
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     sparse = sparsify(sharded, optimizer, level={"small": 0.5}, block="row", end=0, min_rows=1)
     sparse.step()
@@ -154,8 +181,14 @@ def test_data_parallel_tables_raise() -> None:
 def test_unsharded_collections_raise(dtype: torch.dtype) -> None:
     """As torch's lookups do; a table that keeps all rows too."""
     index = {"small": RowIndex.of(torch.arange(ROWS) % 2 == 0)}
-    bags = [EmbeddingBagConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"]) for n in NAMES]
-    words = [EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"]) for n in NAMES]
+    bags = [
+        EmbeddingBagConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"])
+        for n in NAMES
+    ]
+    words = [
+        EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"])
+        for n in NAMES
+    ]
     for whole, made in (
         (EmbeddingBagCollection(bags), CompactEmbeddingBagCollection(bags, index)),
         (EmbeddingCollection(words), CompactEmbeddingCollection(words, index)),
@@ -173,18 +206,29 @@ NAMES = ("small", "whole")
 @INTEGERS
 @pytest.mark.parametrize("default_row", [False, True])
 @pytest.mark.parametrize("mapped", [0, 1, 1000], ids=["bitmap", "both", "map"])
-def test_sequences(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, default_row: bool, mapped: int) -> None:
+def test_sequences(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, default_row: bool, mapped: int
+) -> None:
     """Zero vectors, for which no row is looked up: not the default row either."""
-    monkeypatch.setattr(collections, "bounds_checks", lambda _: dict.fromkeys(("small", "whole"), "IGNORE"))
+    monkeypatch.setattr(
+        collections, "bounds_checks", lambda _: dict.fromkeys(("small", "whole"), "IGNORE")
+    )
     monkeypatch.setattr(collections, "_MAPPED_ROWS", ROWS * mapped)
-    tables = [EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"]) for n in NAMES]
-    made = CompactEmbeddingCollection(tables, {"small": RowIndex.of(torch.arange(ROWS) >= 3, default_row)})
+    tables = [
+        EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"])
+        for n in NAMES
+    ]
+    made = CompactEmbeddingCollection(
+        tables, {"small": RowIndex.of(torch.arange(ROWS) >= 3, default_row)}
+    )
     found = made(of_both([0, ROWS, 3, -1, 2], dtype))
     small, whole = found["small_id"].values(), found["whole_id"].values()
     rows = made.inner.embeddings
     nothing = torch.zeros(4)
     removed = rows["small"].weight[-1] if default_row else nothing
-    assert torch.equal(small, torch.stack([removed, nothing, rows["small"].weight[0], nothing, removed]))
+    assert torch.equal(
+        small, torch.stack([removed, nothing, rows["small"].weight[0], nothing, removed])
+    )
     own = rows["whole"].weight
     assert torch.equal(whole, torch.stack([own[0], nothing, own[3], nothing, own[2]]))
     assert made.ids.unknown == {"small": 2, "whole": 2}
@@ -193,7 +237,9 @@ def test_sequences(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, default_
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @INTEGERS
 def test_modules_of_torch_raise_as_before(mode: str, dtype: torch.dtype) -> None:
-    model: Any = nn.ModuleDict({"bags": nn.EmbeddingBag(ROWS, 4, mode=mode), "one": nn.Embedding(ROWS, 4)})
+    model: Any = nn.ModuleDict(
+        {"bags": nn.EmbeddingBag(ROWS, 4, mode=mode), "one": nn.Embedding(ROWS, 4)}
+    )
     bad = [torch.tensor([[0, id]], dtype=dtype) for id in (ROWS, -1, -7, 2**31 - 1)]
 
     def raised() -> list[type[BaseException]]:
@@ -206,7 +252,14 @@ def test_modules_of_torch_raise_as_before(mode: str, dtype: torch.dtype) -> None
         return found
 
     before = raised()
-    sparse = sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), level=0.5, block="row", end=0, min_rows=1)
+    sparse = sparsify(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        level=0.5,
+        block="row",
+        end=0,
+        min_rows=1,
+    )
     sparse.step()
     model = compact(model, sparse)
     assert raised() == before

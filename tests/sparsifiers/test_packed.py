@@ -1,4 +1,5 @@
-"""Masks of whole models in one process: states, squashing, copies, previews and reads that must be cheap."""
+"""Masks of whole models in one process: states, squashing, copies, previews and reads that must be
+cheap."""
 
 from __future__ import annotations
 
@@ -95,10 +96,20 @@ def test_an_interrupted_update_leaves_the_masks_of_plain_data() -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda t: t["pieces"][0].update(bits=~t["pieces"][0]["bits"]), "not those that were saved"),
-        (lambda t: t["pieces"][0].update(bits=torch.zeros_like(t["pieces"][0]["bits"]), hash=None), "remove 10 blocks"),
         (
-            lambda t: t["pieces"].append({**t["pieces"][0], "bits": ~t["pieces"][0]["bits"] & 3, "hash": None}),
+            lambda t: t["pieces"][0].update(bits=~t["pieces"][0]["bits"]),
+            "not those that were saved",
+        ),
+        (
+            lambda t: t["pieces"][0].update(
+                bits=torch.zeros_like(t["pieces"][0]["bits"]), hash=None
+            ),
+            "remove 10 blocks",
+        ),
+        (
+            lambda t: t["pieces"].append(
+                {**t["pieces"][0], "bits": ~t["pieces"][0]["bits"] & 3, "hash": None}
+            ),
             "overlap",
         ),
         (lambda t: t["pieces"][0].update(rect=torch.zeros(1).expand(4)), "Invalid rect"),
@@ -147,7 +158,9 @@ def test_nothing_is_written_if_one_table_can_not_be() -> None:
     before = model["a"].weight.detach().clone()
     with pytest.raises(ValueError, match=r"'b'.*negated view"):
         sparsifier.step()
-    assert torch.equal(model["a"].weight, before) and sparsifier.table_stats()[0].removed_blocks == 0
+    assert (
+        torch.equal(model["a"].weight, before) and sparsifier.table_stats()[0].removed_blocks == 0
+    )
 
 
 def test_two_names_for_one_memory_are_refused_in_one_call_too() -> None:
@@ -162,7 +175,11 @@ def test_preview_is_what_an_update_does_and_changes_nothing() -> None:
     sparsifier = DataNormSparsifier(sparsity_level=0.1, sparse_block_shape="row", norm="L2")
     sparsifier.add_model(model)
     sparsifier.add_data("plain", torch.randn(6, 4))
-    before = sparsifier.fingerprint(), copy.deepcopy(sparsifier.data_groups), model["a"].weight.detach().clone()
+    before = (
+        sparsifier.fingerprint(),
+        copy.deepcopy(sparsifier.data_groups),
+        model["a"].weight.detach().clone(),
+    )
     preview = sparsifier.preview(0.8)
     assert (sparsifier.fingerprint(), sparsifier.data_groups) == before[:2] and torch.equal(
         model["a"].weight, before[2]
@@ -220,7 +237,9 @@ def test_revived_weights_are_counted_and_copies_masked() -> None:
         module["a"].weight.data += 1.0
     assert sparsifier.count_revived() == {"a": 5 * 4, "b": 0}
     sparsifier.apply_masks(to=average)
-    assert int((average["a"].weight == 0).all(1).sum()) == 5 and sparsifier.count_revived()["a"] == 20
+    assert (
+        int((average["a"].weight == 0).all(1).sum()) == 5 and sparsifier.count_revived()["a"] == 20
+    )
     held = {f"{name}.weight": torch.ones_like(table.weight) for name, table in model.items()}
     sparsifier.apply_masks(to=held)
     assert int((held["b.weight"] == 0).sum()) == 4 * 4

@@ -1,4 +1,5 @@
-"""Weights that share memory with others, or with themselves, are refused when they are registered."""
+"""Weights that share memory with others, or with themselves, are refused when they are
+registered."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from dist_sparse import DataNormSparsifier
 
 
 def tables(**weights: Tensor) -> nn.ModuleDict:
-    return nn.ModuleDict({name: nn.Embedding(*w.shape, _weight=w, _freeze=True) for name, w in weights.items()})
+    return nn.ModuleDict(
+        {name: nn.Embedding(*w.shape, _weight=w, _freeze=True) for name, w in weights.items()}
+    )
 
 
 BASE = torch.arange(1.0, 65).view(16, 4)
@@ -43,7 +46,9 @@ def test_two_tables_in_one_memory_are_refused(case: str) -> None:
 
 def test_parts_of_one_memory_side_by_side_are_accepted() -> None:
     base = torch.arange(1.0, 65).view(16, 4)
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 1), zeros_per_block=1)
+    sparsifier = DataNormSparsifier(
+        sparsity_level=0.5, sparse_block_shape=(1, 1), zeros_per_block=1
+    )
     model = tables(top=base[:8, :2], right=base[:8, 2:], rest=base[8:], own=base.clone())
     sparsifier.add_model(model)
     sparsifier.step()

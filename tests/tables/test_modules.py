@@ -21,8 +21,15 @@ from dist_sparse.tables.shards import Rect, ShardedData, check_data, check_tilin
 
 torchrec = pytest.importorskip("torchrec")
 
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig  # noqa: E402
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+)
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule  # noqa: E402
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection  # noqa: E402
 from torchrec.distributed.types import ShardingStrategy  # noqa: E402
@@ -37,13 +44,19 @@ from dist_sparse.tables.torchrec import check_versions  # noqa: E402
 
 
 def bags(*names: str, **options: Any) -> EmbeddingBagCollection:
-    tables = [EmbeddingBagConfig(name=n, num_embeddings=6, embedding_dim=4, feature_names=[n]) for n in names]
+    tables = [
+        EmbeddingBagConfig(name=n, num_embeddings=6, embedding_dim=4, feature_names=[n])
+        for n in names
+    ]
     return EmbeddingBagCollection(tables=tables, **options)
 
 
 def sequences(*names: str) -> EmbeddingCollection:
     return EmbeddingCollection(
-        tables=[EmbeddingConfig(name=n, num_embeddings=6, embedding_dim=4, feature_names=[n]) for n in names]
+        tables=[
+            EmbeddingConfig(name=n, num_embeddings=6, embedding_dim=4, feature_names=[n])
+            for n in names
+        ]
     )
 
 
@@ -86,7 +99,12 @@ def test_tables_have_their_own_names_and_parameters_their_paths() -> None:
     for data in located:
         assert data.fqn is not None
         check_tiling(data)
-        assert (data.ranks, data.sharding, data.kernel, data.replicated) == (None, "replicated", None, False)
+        assert (data.ranks, data.sharding, data.kernel, data.replicated) == (
+            None,
+            "replicated",
+            None,
+            False,
+        )
         assert data.tiling == ((Rect(0, 0, *data.shape),),)
         assert data.shards[0].tensor.data_ptr() == state[data.fqn].data_ptr()
     shapes = {data.name: data.shape for data in located}
@@ -101,7 +119,10 @@ def test_tables_have_their_own_names_and_parameters_their_paths() -> None:
         ({"include": "user"}, ["user"]),
         ({"include": ["query.tables.*", "item"]}, ["user", "age", "item"]),
         ({"exclude": ["item*"]}, ["user", "age", "query/words"]),
-        ({"include": "*", "exclude": "*.embedding_bags.a*"}, ["user", "query/words", "item", "item/position"]),
+        (
+            {"include": "*", "exclude": "*.embedding_bags.a*"},
+            ["user", "query/words", "item", "item/position"],
+        ),
         ({"include": [], "dense": "over.*.weight"}, ["over/0/weight", "over/1/weight"]),
         ({"include": "age", "dense": ["over/0/*"], "exclude": "*bias"}, ["age", "over/0/weight"]),
         ({"dense": False}, TABLES),
@@ -118,10 +139,16 @@ def test_globs_select_by_name_or_path(selection: dict[str, Any], expected: list[
             {"include": ["user", "itme"]},
             r"Invalid include pattern 'itme': matches none of the tables user \(query.*dense=",
         ),
-        ({"exclude": "over*"}, r"Invalid exclude pattern 'over\*': matches none of the tables user"),
+        (
+            {"exclude": "over*"},
+            r"Invalid exclude pattern 'over\*': matches none of the tables user",
+        ),
         (
             {"dense": "user"},
-            r"Invalid dense pattern 'user': matches none of the parameters scale, over/0/weight \(over.0.weight\)",
+            (
+                r"Invalid dense pattern 'user': matches none of the parameters scale, over/0/weight"
+                r" \(over.0.weight\)"
+            ),
         ),
         ({"exclude": "*"}, "include and exclude leave none of the tables user"),
         ({"include": []}, "include and exclude leave none"),
@@ -137,20 +164,29 @@ def test_patterns_that_select_nothing_are_errors(selection: dict[str, Any], mess
 
 
 def test_a_model_without_tables_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Linear holds no tables: no TorchRec collection, nn.Embedding"):
+    with pytest.raises(
+        ValueError, match=r"Linear holds no tables: no TorchRec collection, nn.Embedding"
+    ):
         model_source(nn.Linear(2, 2))
     assert names(nn.Linear(2, 2), dense=True) == ["weight", "bias"]
-    with pytest.raises(ValueError, match=r"Invalid model of type Tensor: must be a torch.nn.Module"):
+    with pytest.raises(
+        ValueError, match=r"Invalid model of type Tensor: must be a torch.nn.Module"
+    ):
         model_source(torch.ones(2, 2))  # type: ignore[arg-type]
 
 
 def test_equal_table_names_get_the_module_path() -> None:
-    model = nn.ModuleDict({"a": bags("id", "x"), "b": nn.ModuleDict({"c": sequences("id")}), "x": nn.Embedding(3, 2)})
+    model = nn.ModuleDict(
+        {"a": bags("id", "x"), "b": nn.ModuleDict({"c": sequences("id")}), "x": nn.Embedding(3, 2)}
+    )
     assert names(model) == ["a/id", "a/x", "b/c/id", "x"]
     clash = nn.ModuleDict({"a": bags("b/t", "t"), "a/b": bags("t"), "c": bags("b/t")})
     with pytest.raises(
         ValueError,
-        match=r"Two tables would be called 'a/b/t': a.embedding_bags.b/t.weight, a/b.embedding_bags.t.weight. Rename",
+        match=(
+            r"Two tables would be called 'a/b/t': a.embedding_bags.b/t.weight,"
+            r" a/b.embedding_bags.t.weight. Rename"
+        ),
     ):
         model_source(clash)
 
@@ -168,11 +204,13 @@ def test_shared_modules_and_parameters_count_once() -> None:
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:
-    wrapped = nn.ModuleDict({"tower": checkpoint_wrapper(nn.ModuleDict({"words": nn.Embedding(3, 2)}))})
+    wrapped = nn.ModuleDict(
+        {"tower": checkpoint_wrapper(nn.ModuleDict({"words": nn.Embedding(3, 2)}))}
+    )
     assert [data.fqn for data in model_source(wrapped).locate()] == ["tower.words.weight"]
-    assert [data.fqn for data in model_source(torch.compile(nn.Sequential(bags("id")))).locate()] == [
-        "0.embedding_bags.id.weight"
-    ]
+    assert [
+        data.fqn for data in model_source(torch.compile(nn.Sequential(bags("id")))).locate()
+    ] == ["0.embedding_bags.id.weight"]
 
 
 def test_views_are_those_of_the_moment() -> None:
@@ -270,17 +308,22 @@ def _quantized() -> nn.Module:
 REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "quantized": (_quantized, "it is quantized; sparsify the float model"),
     "fused": (
-        lambda: FusedEmbeddingBagCollection(bags("id").embedding_bag_configs(), torch.optim.SGD, {"lr": 0.1}),
+        lambda: FusedEmbeddingBagCollection(
+            bags("id").embedding_bag_configs(), torch.optim.SGD, {"lr": 0.1}
+        ),
         "a table batch of its own; use EmbeddingBagCollection",
     ),
     "itep": (
-        lambda: ITEPEmbeddingBagCollection(bags("id"), GenericITEPModule({"id": 12}, enable_pruning=False)),
+        lambda: ITEPEmbeddingBagCollection(
+            bags("id"), GenericITEPModule({"id": 12}, enable_pruning=False)
+        ),
         r"in-training pruning \(ITEP\) moves ids",
     ),
     "pec": (lambda: _made(PECEmbeddingCollection), "PEC collections handle colliding ids"),
     "fully sharded": (
         lambda: _made(
-            ShardedEmbeddingBagCollection, _env=SimpleNamespace(sharding_strategy=ShardingStrategy.FULLY_SHARDED)
+            ShardedEmbeddingBagCollection,
+            _env=SimpleNamespace(sharding_strategy=ShardingStrategy.FULLY_SHARDED),
         ),
         "fully sharded 2-D parallelism frees weights",
     ),
@@ -302,7 +345,9 @@ def test_modules_that_are_refused(case: str) -> None:
     model = nn.ModuleDict({"odd": make(), "even": bags("id")})
     with pytest.raises(ValueError, match=message) as raised:
         model_source(model)
-    assert str(raised.value).startswith(f"The tables of {type(model['odd']).__name__} at 'odd' can't be sparsified: ")
+    assert str(raised.value).startswith(
+        f"The tables of {type(model['odd']).__name__} at 'odd' can't be sparsified: "
+    )
     assert str(raised.value).endswith("It can be left out: exclude=['odd'].")
     assert names(model, exclude="odd") == ["id"]
     with pytest.raises(ValueError, match=message):
@@ -358,7 +403,9 @@ def test_a_weight_is_registered_once() -> None:
 
 def test_dtypes_that_cannot_be_scored_are_refused_before_anything_changes() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(9, 4), "b": nn.Embedding(9, 4)})
-    model["b"].weight = nn.Parameter(model["b"].weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    model["b"].weight = nn.Parameter(
+        model["b"].weight.data.to(torch.float8_e4m3fn), requires_grad=False
+    )
     sparsifier = DataNormSparsifier()
     with pytest.raises(ValueError, match=r"'b'.*float8"):
         sparsifier.add_model(model)
@@ -377,7 +424,13 @@ def test_a_table_that_has_grown_is_refused_by_name() -> None:
 def test_metadata_that_overlaps_is_refused() -> None:
     rects = ((Rect(0, 0, 5, 4),), (Rect(4, 0, 5, 4),))
     data = ShardedData(
-        name="t", shape=(9, 4), dtype=torch.float32, sharding="row_wise", ranks=(0, 1), tiling=rects, shards=()
+        name="t",
+        shape=(9, 4),
+        dtype=torch.float32,
+        sharding="row_wise",
+        ranks=(0, 1),
+        tiling=rects,
+        shards=(),
     )
     with pytest.raises(ValueError, match="'t': the shards leave an overlap at rows"):
         check_data(data)

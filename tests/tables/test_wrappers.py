@@ -1,4 +1,5 @@
-"""Paths of modules inside wrappers are those that users write, in add_model() and in OptimScheduler alike."""
+"""Paths of modules inside wrappers are those that users write, in add_model() and in OptimScheduler
+alike."""
 
 from __future__ import annotations
 
@@ -36,10 +37,18 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["a part", "the model"])
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, compiled, DistributedDataParallel, DataParallel])
-def test_wrappers_add_nothing_to_paths(wrap: Callable[[nn.Module], nn.Module], inside: bool) -> None:
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, compiled, DistributedDataParallel, DataParallel]
+)
+def test_wrappers_add_nothing_to_paths(
+    wrap: Callable[[nn.Module], nn.Module], inside: bool
+) -> None:
     model: nn.Module = Towers()
-    expected = [parameter for path in ("user", "user.module") for parameter in model.get_submodule(path).parameters()]
+    expected = [
+        parameter
+        for path in ("user", "user.module")
+        for parameter in model.get_submodule(path).parameters()
+    ]
     tables = [model.get_submodule(path).weight for path in ("user.module", "item")]
     if inside:
         for name in ("user", "item"):
@@ -50,8 +59,14 @@ def test_wrappers_add_nothing_to_paths(wrap: Callable[[nn.Module], nn.Module], i
     assert [data.fqn for data in located] == ["user.module.weight", "item.weight"]
     for data, table in zip(located, tables, strict=True):
         assert data.shards[0].tensor.data_ptr() == table.data_ptr()
-    for path, wanted in (("user", expected[:3]), ("user.module", expected[3:]), ("item", tables[1:])):
+    for path, wanted in (
+        ("user", expected[:3]),
+        ("user.module", expected[3:]),
+        ("item", tables[1:]),
+    ):
         groups = Steady("SGD", {"lr": 0.1}, model, updated_modules=path).optimizer.param_groups
         assert {id(p) for p in groups[0]["params"]} == {id(p) for p in wanted}
-    with pytest.raises(ValueError, match=r"\['top'\] are not modules; there are \['user', 'item'\]"):
+    with pytest.raises(
+        ValueError, match=r"\['top'\] are not modules; there are \['user', 'item'\]"
+    ):
         Steady("SGD", {"lr": 0.1}, model, updated_modules="top")

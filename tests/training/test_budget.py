@@ -14,23 +14,41 @@ from dist_sparse.tables.modules import model_source
 from dist_sparse.training.budget import budget_levels, parse_budget
 
 
-def kept(budget: Any, block: Any = (1, ROW), dense: Any = (), floors: Any = None, together: bool = False) -> list[int]:
+def kept(
+    budget: Any, block: Any = (1, ROW), dense: Any = (), floors: Any = None, together: bool = False
+) -> list[int]:
     """Blocks that stay of tables of 3200 and of 64 rows, 4 wide, in float32 and float16."""
-    model = nn.ModuleDict({"a": nn.EmbeddingBag(3200, 4), "b": nn.EmbeddingBag(64, 4, dtype=torch.float16)})
+    model = nn.ModuleDict(
+        {"a": nn.EmbeddingBag(3200, 4), "b": nn.EmbeddingBag(64, 4, dtype=torch.float16)}
+    )
     levels = budget_levels(
-        parse_budget(budget), model_source(model).locate(), dict.fromkeys(dense, ""), block, floors or {}, together
+        parse_budget(budget),
+        model_source(model).locate(),
+        dict.fromkeys(dense, ""),
+        block,
+        floors or {},
+        together,
     )
     blocks = {"a": 3200, "b": 64} if block[0] == 1 else {"a": 1600, "b": 32}
-    assert all(round(level * blocks[name]) == pytest.approx(level * blocks[name]) for name, level in levels.items())
+    assert all(
+        round(level * blocks[name]) == pytest.approx(level * blocks[name])
+        for name, level in levels.items()
+    )
     return [blocks[name] - round(level * blocks[name]) for name, level in levels.items()]
 
 
 def test_counts_weights_index_and_dense_tables() -> None:
     assert kept("50%", dense=["b"]) == [(25856 - 512 - 800) // 16], "of 51,200 + 512 bytes"
     assert kept(25856, dense=["b"]) == kept("50%", dense=["b"])
-    assert kept(10_000, block=(2, 4), dense=["b"]) == [(10_000 - 512 - 800) // 32], "rows, two and two"
+    assert kept(10_000, block=(2, 4), dense=["b"]) == [(10_000 - 512 - 800) // 32], (
+        "rows, two and two"
+    )
     both = kept("20%")
-    assert both[0] * 16 + both[1] * 8 + 800 + 16 <= 10342 < both[0] * 16 + both[1] * 8 + 800 + 16 + 16 + 8
+    assert (
+        both[0] * 16 + both[1] * 8 + 800 + 16
+        <= 10342
+        < both[0] * 16 + both[1] * 8 + 800 + 16 + 16 + 8
+    )
 
 
 def test_what_a_floor_keeps_others_lose() -> None:
@@ -46,7 +64,9 @@ def test_what_a_floor_keeps_others_lose() -> None:
 )
 def test_plans_count_the_same(budget: str, block: Any, rotate: Any) -> None:
     """And a block more of each table is too much."""
-    tables = model_source(nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})).locate()
+    tables = model_source(
+        nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})
+    ).locate()
     levels = budget_levels(parse_budget(budget), tables, {}, block, {}, False, rotate)
     groups = () if rotate is None else (("a",), ("b",)) if rotate == "table" else rotate
     step = {(1, ROW): 1 / 100, (COL, 1): 4 / 24}[block]
@@ -75,13 +95,17 @@ def test_the_least_and_the_most() -> None:
 @pytest.mark.parametrize("block", [(1, 2), (1, 1), (COL, 1)], ids=str)
 def test_blocks_finer_than_rows_are_refused(block: Any) -> None:
     """They are served as zeros: no level reaches fewer bytes."""
-    with pytest.raises(ValueError, match=r"Table 'a': a budget needs whole rows, .* save no bytes\. Give a level"):
+    with pytest.raises(
+        ValueError, match=r"Table 'a': a budget needs whole rows, .* save no bytes\. Give a level"
+    ):
         kept("20%", block=block)
 
 
 def test_tables_rotated_together_have_one_floor() -> None:
     """Else the widest decides after compact(), and the budget is exceeded."""
-    tables = model_source(nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})).locate()
+    tables = model_source(
+        nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})
+    ).locate()
     budget = parse_budget("60%")
     with pytest.raises(ValueError, match=r"rotated together .* not \{'a': 0.9, 'b': 0.0\}"):
         budget_levels(budget, tables, {}, (COL, 1), {"a": 0.9}, False, [["a", "b"]])

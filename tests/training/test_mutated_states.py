@@ -25,7 +25,9 @@ def test_mutated_states() -> None:
     def train(steps: int = 2) -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            (model["user"](torch.randint(40, (4, 3))) * model["item"](torch.randint(30, (4, 3)))).sum().backward()
+            (
+                model["user"](torch.randint(40, (4, 3))) * model["item"](torch.randint(30, (4, 3)))
+            ).sum().backward()
             optimizer.step()
             sparse.step()
 

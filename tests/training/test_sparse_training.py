@@ -1,4 +1,5 @@
-"""SparseTraining around a loop: atomic loads, what is left dense, forgotten and automatic steps, early ends."""
+"""SparseTraining around a loop: atomic loads, what is left dense, forgotten and automatic steps,
+early ends."""
 
 from __future__ import annotations
 
@@ -28,11 +29,16 @@ class Two(nn.Module):
     def __init__(self, rows: int = 40, others: int = 30) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.user, self.item = nn.EmbeddingBag(rows, 4, mode="sum"), nn.EmbeddingBag(others, 4, mode="sum")
+        self.user, self.item = (
+            nn.EmbeddingBag(rows, 4, mode="sum"),
+            nn.EmbeddingBag(others, 4, mode="sum"),
+        )
         self.over = nn.Linear(4, 1)
 
     def forward(self, ids: torch.Tensor) -> Any:
-        return self.over(self.user(ids % len(self.user.weight)) * self.item(ids % len(self.item.weight)))
+        return self.over(
+            self.user(ids % len(self.user.weight)) * self.item(ids % len(self.item.weight))
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +48,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def train(model: nn.Module, optimizer: optim.Optimizer, sparse: SparseTraining | None, steps: int) -> None:
+def train(
+    model: nn.Module, optimizer: optim.Optimizer, sparse: SparseTraining | None, steps: int
+) -> None:
     for step in range(steps):
         optimizer.zero_grad()
         model(torch.arange(12).view(4, 3) * (step + 1)).sum().backward()
@@ -54,7 +62,11 @@ def train(model: nn.Module, optimizer: optim.Optimizer, sparse: SparseTraining |
 def pair(**plan: Any) -> tuple[Two, optim.Optimizer, SparseTraining]:
     model = Two()
     optimizer = optim.SGD(model.parameters(), lr=0.05)
-    return model, optimizer, sparsify(model, optimizer, **({"level": 0.6, "end": 6, "every": 2} | plan))
+    return (
+        model,
+        optimizer,
+        sparsify(model, optimizer, **({"level": 0.6, "end": 6, "every": 2} | plan)),
+    )
 
 
 def everything(model: nn.Module, sparse: SparseTraining) -> Any:
@@ -147,7 +159,11 @@ class TestAtomicLoads:
             ("shape", 5, "Table 'user' has the shape"),
             ("newer", 1, r"Table 'user': the state has the unknown keys \['newer'\]"),
             ("config", [], "Table 'user': the state has no configuration"),
-            ("config", {"sparsity_level": 0.5}, r"'user': its configuration in the state lacks .*'zeros_per_block'"),
+            (
+                "config",
+                {"sparsity_level": 0.5},
+                r"'user': its configuration in the state lacks .*'zeros_per_block'",
+            ),
         ],
         ids=str,
     )
@@ -190,7 +206,10 @@ class TestAtomicLoads:
         train(model, optimizer, sparse, 3)
         best = copy.deepcopy({"sparse": sparse.state_dict(), "model": model.state_dict()})
         train(model, optimizer, sparse, 5)
-        loads = [lambda: sparse.load_state_dict(best["sparse"]), lambda: model.load_state_dict(best["model"])]
+        loads = [
+            lambda: sparse.load_state_dict(best["sparse"]),
+            lambda: model.load_state_dict(best["model"]),
+        ]
         for load in loads if sparse_first else reversed(loads):
             load()
         model(torch.arange(6).view(2, 3))
@@ -203,13 +222,18 @@ class TestLeftDense:
         sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.9, end=0)
         assert sparse.left_dense == {"item": "15 rows, fewer than min_rows=16"}
         assert list(sparse.sparsifier.data_groups) == ["user"]
-        assert "1 table, 1 left dense" in repr(sparse) and "item is left dense: 15 rows" in sparse.summary()
+        assert (
+            "1 table, 1 left dense" in repr(sparse)
+            and "item is left dense: 15 rows" in sparse.summary()
+        )
         sparse.step()
         assert zero_rows(model.item) == 0 and zero_rows(model.user) == 36
 
     def test_min_rows(self) -> None:
         model = Two(others=2)
-        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0, min_rows=0)
+        sparse = sparsify(
+            model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0, min_rows=0
+        )
         sparse.step()
         assert not sparse.left_dense and (zero_rows(model.user), zero_rows(model.item)) == (20, 1)
 
@@ -234,10 +258,20 @@ class TestLeftDense:
         [
             *(
                 (name, True)
-                for name in ("position_embeddings", "wpe", "_pos_emb", "PositionEmbedding", "posEmb", "posemb")
+                for name in (
+                    "position_embeddings",
+                    "wpe",
+                    "_pos_emb",
+                    "PositionEmbedding",
+                    "posEmb",
+                    "posemb",
+                )
             ),
             *((name, True) for name in ("positional", "ad_position", "POS", "positions")),
-            *((name, False) for name in ("composer", "purpose", "post_id", "posts", "deposit", "opposition")),
+            *(
+                (name, False)
+                for name in ("composer", "purpose", "post_id", "posts", "deposit", "opposition")
+            ),
         ],
     )
     def test_position_embeddings(self, name: str, left: bool) -> None:
@@ -252,7 +286,9 @@ class TestLeftDense:
     def test_position_embeddings_that_are_named(self) -> None:
         model = nn.ModuleDict({"word": nn.Embedding(40, 4), "wpe": nn.Embedding(32, 4)})
         sgd = optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"left dense: 'wpe' \(position embeddings; include= prunes them\)"):
+        with pytest.raises(
+            ValueError, match=r"left dense: 'wpe' \(position embeddings; include= prunes them\)"
+        ):
             sparsify(model, sgd, level={"wpe": 0.5}, end=0)
         sparse = sparsify(model, sgd, level=0.5, end=0, include=["word", "wp*"])
         sparse.step()
@@ -260,7 +296,14 @@ class TestLeftDense:
 
     def test_dense_parameters_are_no_tables(self) -> None:
         model = Two()
-        sparse = sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0, block=(1, 1), dense="over.w*")
+        sparse = sparsify(
+            model,
+            optim.SGD(model.parameters(), lr=0.1),
+            level=0.5,
+            end=0,
+            block=(1, 1),
+            dense="over.w*",
+        )
         sparse.step()
         assert not sparse.left_dense and int((model.over.weight == 0).sum()) == 2
 
@@ -289,12 +332,17 @@ class TestNames:
         sparse = pair(block=block)[2]
         assert tuple(sparse.sparsifier.data_groups["user"]["sparse_block_shape"]) == shape
 
-    @pytest.mark.parametrize("schedule", ["constant", "Cosine", "cubic", "EXPONENTIAL", "linear", "one_shot"])
+    @pytest.mark.parametrize(
+        "schedule", ["constant", "Cosine", "cubic", "EXPONENTIAL", "linear", "one_shot"]
+    )
     @pytest.mark.parametrize("norm", ["l1", "L2"])
     def test_schedules_and_norms(self, schedule: Any, norm: Any) -> None:
         model, optimizer, sparse = pair(schedule=schedule, norm=norm)
         train(model, optimizer, sparse, 7)
-        assert sparse.sparsifier.norm == norm.upper() and (zero_rows(model.user), zero_rows(model.item)) == (24, 18)
+        assert sparse.sparsifier.norm == norm.upper() and (
+            zero_rows(model.user),
+            zero_rows(model.item),
+        ) == (24, 18)
 
 
 class TestWithoutEnd:
@@ -330,16 +378,22 @@ class TestWithoutEnd:
         state = copy.deepcopy(sparse.state_dict())
         sparse.detach()
         again = sparsify(model, optimizer, level=0.6, end=None, every=2)
-        with pytest.warns(UserWarning, match="schedule ends at step 4 and replaces end=None: masks freeze then"):
+        with pytest.warns(
+            UserWarning, match="schedule ends at step 4 and replaces end=None: masks freeze then"
+        ):
             again.load_state_dict(state)
 
     def test_a_curve_needs_an_end(self) -> None:
-        with pytest.raises(ValueError, match="Invalid end=None: CubicDataScheduler must have an end"):
+        with pytest.raises(
+            ValueError, match="Invalid end=None: CubicDataScheduler must have an end"
+        ):
             pair(end=None, schedule="cubic")
 
     def test_lookups_that_are_not_counted(self) -> None:
         assert "lookups of removed rows: not known" in pair()[2].summary()
-        with pytest.raises(ValueError, match=r"Invalid decay=0\.5 with score=None: 'frequency' alone"):
+        with pytest.raises(
+            ValueError, match=r"Invalid decay=0\.5 with score=None: 'frequency' alone"
+        ):
             pair(decay=0.5)
 
 
@@ -418,7 +472,11 @@ class TestEnds:
                 sparse.step()
         """
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", textwrap.dedent(code)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0 and done.stderr.count("before end=6") == warned, done.stderr
 
@@ -436,7 +494,9 @@ class TestShown:
         model, optimizer, sparse = pair(level={"user": 0.5, "item": 0.25})
         train(model, optimizer, sparse, 7)
         assert (
-            repr(sparse) == "SparseTraining(step 7, schedule ended at 6, level 0.25 to 0.5 by norm, 2 tables, attached)"
+            repr(sparse)
+            == "SparseTraining(step 7, schedule ended at 6, level 0.25 to 0.5 by norm, 2 tables,"
+            " attached)"
         )
         assert sparse.sparsity == pytest.approx((20 + 8) / 70)
         shown = vars(SparseTraining)["_repr_html_"](sparse)  # as notebooks call it
@@ -451,7 +511,10 @@ class TestShown:
 
 def test_help_begins_with_what_one_starts_with() -> None:
     words = str(dist_sparse.__doc__).split()
-    firsts = [words.index(name) for name in ("sparsify", "SparseTraining", "DataNormSparsifier", "MaskEnforcer")]
+    firsts = [
+        words.index(name)
+        for name in ("sparsify", "SparseTraining", "DataNormSparsifier", "MaskEnforcer")
+    ]
     assert max(firsts) < words.index("dist_sparse.compat")
 
 
@@ -464,7 +527,9 @@ class TestUnsharded:
     class Model(nn.Module):
         def __init__(self, device: str = "cpu") -> None:
             super().__init__()
-            config = torchrec.EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"])
+            config = torchrec.EmbeddingBagConfig(
+                name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"]
+            )
             self.ebc = torchrec.EmbeddingBagCollection(tables=[config], device=torch.device(device))
             self.over = nn.Linear(8, 1)
 
@@ -473,7 +538,9 @@ class TestUnsharded:
 
     def features(self) -> Any:
         lengths = torch.full((4,), 3)
-        return torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.randint(50, (12,)), lengths)
+        return torchrec.KeyedJaggedTensor.from_lengths_sync(
+            ["f"], torch.randint(50, (12,)), lengths
+        )
 
     def test_one_process(self) -> None:
         model = self.Model()

@@ -1,6 +1,7 @@
 """One call sparsifies a model in training to the given level, and resumes exactly.
 
-Also: an attached model whose weights, masks or optimizer state are loaded, replaced, squashed or copied.
+Also: an attached model whose weights, masks or optimizer state are loaded, replaced, squashed or
+copied.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from dist_sparse.schedulers.ready import (
     ExponentialDataScheduler,
     LinearDataScheduler,
 )
-from tests.enforcer.test_enforce_dense import DENSE, SPARSE, Net, attached, check_zero, few, live, one, train, watched
+from tests.enforcer.test_enforce_dense import (
+    DENSE,
+    SPARSE,
+    Net,
+    attached,
+    check_zero,
+    few,
+    live,
+    one,
+    train,
+    watched,
+)
 from tests.enforcer.test_enforce_errors import hooks
 from tests.oracle import oracle_blocks
 from tests.states import edited
@@ -33,16 +45,25 @@ def adam(model: nn.Module) -> optim.Optimizer:
     return optim.Adam(model.parameters(), lr=0.1)
 
 
-def run(model: Net, optimizer: Any, training: SparseTraining, steps: int) -> list[dict[str, Tensor]]:
+def run(
+    model: Net, optimizer: Any, training: SparseTraining, steps: int
+) -> list[dict[str, Tensor]]:
     """The masks after each step; removed weights are zero in each forward."""
     masks: list[dict[str, Tensor]] = []
 
     def after_step(step: int) -> None:
         training.step()
-        masks.append({name: mask.clone() for name, (_, mask) in live(model, training.sparsifier).items()})
+        masks.append(
+            {name: mask.clone() for name, (_, mask) in live(model, training.sparsifier).items()}
+        )
 
     with watched(model, training.sparsifier) as seen:
-        train(model, optimizer if isinstance(optimizer, Sequence) else [optimizer], after_step, steps=steps)
+        train(
+            model,
+            optimizer if isinstance(optimizer, Sequence) else [optimizer],
+            after_step,
+            steps=steps,
+        )
     assert len(seen) == steps
     return masks
 
@@ -61,16 +82,24 @@ def removed(masks: dict[str, Tensor], blocks: dict[str, tuple[int, int | str]]) 
 
 class TestSparsify:
     @pytest.mark.parametrize("block", [(1, ROW), (1, 4), (1, 1), (4, 4), (3, 5)], ids=str)
-    @pytest.mark.parametrize(("level", "begin", "end", "every"), [(0.8, 3, 20, 4), (0.35, 0, 10, 100), (1.0, 5, 5, 1)])
-    def test_reaches_the_level_exactly(self, block: Any, level: float, begin: int, end: int, every: int) -> None:
+    @pytest.mark.parametrize(
+        ("level", "begin", "end", "every"), [(0.8, 3, 20, 4), (0.35, 0, 10, 100), (1.0, 5, 5, 1)]
+    )
+    def test_reaches_the_level_exactly(
+        self, block: Any, level: float, begin: int, end: int, every: int
+    ) -> None:
         model = Net()
         optimizer = adam(model)
-        training = sparsify(model, optimizer, level=level, begin=begin, end=end, every=every, block=block)
+        training = sparsify(
+            model, optimizer, level=level, begin=begin, end=end, every=every, block=block
+        )
         masks = run(model, optimizer, training, end + 3)
         blocks = {"bag": block, "emb": block}
         counts = [removed(each, blocks) for each in masks]
         shapes = {name: (mask.shape[0], mask.shape[1]) for name, mask in masks[0].items()}
-        assert counts[end] == {name: round(level * oracle_blocks(shape, block)) for name, shape in shapes.items()}
+        assert counts[end] == {
+            name: round(level * oracle_blocks(shape, block)) for name, shape in shapes.items()
+        }
         assert counts[end:] == [counts[end]] * 3, "it stays"
         assert all(counts[step]["bag"] == 0 for step in range(begin))
         moved = {step for step in range(1, end + 3) if counts[step] != counts[step - 1]}
@@ -78,16 +107,22 @@ class TestSparsify:
 
     def test_levels_by_glob_and_dense_parameters(self) -> None:
         model = Net()
-        optimizers = [optim.SGD([model.bag.weight, model.emb.weight], lr=0.1), optim.Adam(model.dense)]
+        optimizers = [
+            optim.SGD([model.bag.weight, model.emb.weight], lr=0.1),
+            optim.Adam(model.dense),
+        ]
         level = {"*": 0.5, "e*": 0.25, "over/*": 0.75}
-        training = sparsify(model, optimizers, level=level, end=4, every=2, block=(1, 4), dense=["over.*", "scale"])
+        training = sparsify(
+            model, optimizers, level=level, end=4, every=2, block=(1, 4), dense=["over.*", "scale"]
+        )
         masks = run(model, optimizers, training, 5)[-1]
         counts = removed(masks, dict.fromkeys(masks, (1, 4)))
         assert counts == {"bag": 23, "emb": 8, "scale": 1, "over/weight": 8, "over/bias": 1}
 
     @pytest.mark.parametrize("kind", [optim.Adagrad, RowWiseAdagrad])
     def test_scored_by_adagrad_where_it_is_there(self, kind: Any) -> None:
-        """Rows that no batch has touched are removed first, those with the smallest norm first of them."""
+        """Rows that no batch has touched are removed first, those with the smallest norm first of
+        them."""
         model = nn.EmbeddingBag(50, 4)
         optimizer = kind(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
         with sparsify(model, optimizer, level=0.5, begin=1, end=1) as sparse:
@@ -102,7 +137,9 @@ class TestSparsify:
         cold = [row for row in range(50) if row % 2 or row >= 30]
         assert gone == sorted(sorted(cold, key=lambda row: float(before[row].square().sum()))[:25])
 
-    @pytest.mark.parametrize("given", [{"block": "1x4"}, {"norm": "L2"}, {"norm": "L1"}, {"score": "norm"}], ids=str)
+    @pytest.mark.parametrize(
+        "given", [{"block": "1x4"}, {"norm": "L2"}, {"norm": "L1"}, {"score": "norm"}], ids=str
+    )
     def test_scored_by_the_norm(self, given: dict[str, Any]) -> None:
         model = Net()
         optimizer = optim.Adagrad(model.parameters(), lr=0.1)
@@ -115,7 +152,10 @@ class TestSparsify:
             ({"score": "size"}, "score='size'"),
             ({"score": "norm_accumulator", "norm": "L1"}, "norm='L1'"),
             ({"score": "accumulator"}, "'bag': no Adagrad steps it"),
-            ({"score": "frequency"}, "'bag': score='frequency' counts the lookups of tables with a fused"),
+            (
+                {"score": "frequency"},
+                "'bag': score='frequency' counts the lookups of tables with a fused",
+            ),
         ],
         ids=str,
     )
@@ -141,13 +181,22 @@ class TestSparsify:
 
     def test_include_and_exclude(self) -> None:
         model = Net()
-        assert list(sparsify(model, adam(model), level=0.5, end=4, include="b*").sparsifier.data_groups) == ["bag"]
-        assert list(sparsify(model, adam(model), level=0.5, end=4, exclude="b*").sparsifier.data_groups) == ["emb"]
+        assert list(
+            sparsify(model, adam(model), level=0.5, end=4, include="b*").sparsifier.data_groups
+        ) == ["bag"]
+        assert list(
+            sparsify(model, adam(model), level=0.5, end=4, exclude="b*").sparsifier.data_groups
+        ) == ["emb"]
 
     @pytest.mark.parametrize(
         "schedule",
         [
-            *(LinearDataScheduler, CosineDataScheduler, ExponentialDataScheduler, ConstantDataScheduler),
+            *(
+                LinearDataScheduler,
+                CosineDataScheduler,
+                ExponentialDataScheduler,
+                ConstantDataScheduler,
+            ),
             partial(LinearDataScheduler, initial=0.25),
         ],
         ids=str,
@@ -155,7 +204,9 @@ class TestSparsify:
     def test_other_schedules(self, schedule: Any) -> None:
         model = Net()
         optimizer = adam(model)
-        training = sparsify(model, optimizer, level=0.5, end=6, every=3, schedule=schedule, norm="L1")
+        training = sparsify(
+            model, optimizer, level=0.5, end=6, every=3, schedule=schedule, norm="L1"
+        )
         masks = run(model, optimizer, training, 7)
         assert training.sparsifier.norm == "L1"
         assert removed(masks[-1], {"bag": (1, ROW), "emb": (1, ROW)}) == {"bag": 12, "emb": 8}
@@ -163,8 +214,15 @@ class TestSparsify:
     @pytest.mark.parametrize("cut", [1, 6, 11, 20])
     @pytest.mark.parametrize("state", ["keep", "reset"])
     def test_resumes_in_a_new_object(self, cut: int, state: str) -> None:
-        """Through a file, as it would be: the same masks then, and the same as an uninterrupted run later."""
-        plan: dict[str, Any] = {"level": 0.8, "begin": 2, "end": 15, "every": 3, "optimizer_state": state}
+        """Through a file, as it would be: the same masks then, and the same as an uninterrupted run
+        later."""
+        plan: dict[str, Any] = {
+            "level": 0.8,
+            "begin": 2,
+            "end": 15,
+            "every": 3,
+            "optimizer_state": state,
+        }
         model = Net()
         optimizer = adam(model)
         training = sparsify(model, optimizer, **plan)
@@ -186,8 +244,14 @@ class TestSparsify:
         assert torch.equal(again.bag.weight, states[0]["bag.weight"])
         assert resumed.scheduler.last_epoch == cut
         found = run(again, other, resumed, 20)
-        assert all(torch.equal(f[name], e[name]) for f, e in zip(found, expected, strict=True) for name in e)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+        assert all(
+            torch.equal(f[name], e[name])
+            for f, e in zip(found, expected, strict=True)
+            for name in e
+        )
+        assert all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True)
+        )
 
     def test_detach(self) -> None:
         model = Net()
@@ -207,13 +271,25 @@ class TestSparsify:
             ({"level": 1.5}, r"Invalid level=1\.5: must be a number in \[0, 1\]"),
             ({"level": None}, "Invalid level=None"),
             ({"level": True}, "Invalid level=True"),
-            ({"level": {"bag": 0.5, "emb": float("nan")}}, r"Invalid level\['emb'\]=nan: must be a number in \[0, 1\]"),
+            (
+                {"level": {"bag": 0.5, "emb": float("nan")}},
+                r"Invalid level\['emb'\]=nan: must be a number in \[0, 1\]",
+            ),
             ({"level": {}}, r"Invalid level=\{\}"),
             ({"schedule": 3}, "Invalid schedule=3"),
-            ({"level": {"nothing": 0.5}}, r"Invalid level: 'nothing' matches no table; pruned are \['bag', 'emb'\]"),
+            (
+                {"level": {"nothing": 0.5}},
+                r"Invalid level: 'nothing' matches no table; pruned are \['bag', 'emb'\]",
+            ),
             ({"min_rows": -1}, "Invalid min_rows=-1"),
-            ({"min_rows": 20, "level": {"emb": 0.5}}, "Invalid level: 'emb' matches tables that are left dense"),
-            ({"min_rows": 1000}, "every table is left dense: 'bag' .23 rows, fewer than min_rows=1000"),
+            (
+                {"min_rows": 20, "level": {"emb": 0.5}},
+                "Invalid level: 'emb' matches tables that are left dense",
+            ),
+            (
+                {"min_rows": 1000},
+                "every table is left dense: 'bag' .23 rows, fewer than min_rows=1000",
+            ),
             ({"schedule": "cubik"}, "Invalid schedule='cubik'.*'cosine'.*Did you mean 'cubic'"),
             ({"block": "1x0"}, "Invalid block='1x0'"),
             ({"block": "rows"}, r"Invalid block='rows': must be \"row\""),
@@ -259,23 +335,35 @@ class TestSparsify:
 
 class TestOptimizerState:
     @pytest.mark.parametrize("state", ["keep", "reset"])
-    @pytest.mark.parametrize("kind", [optim.Adam, optim.Adagrad, RowWiseAdagrad, partial(optim.SGD, momentum=0.9)])
+    @pytest.mark.parametrize(
+        "kind", [optim.Adam, optim.Adagrad, RowWiseAdagrad, partial(optim.SGD, momentum=0.9)]
+    )
     def test_of_what_is_removed(self, kind: Any, state: str) -> None:
-        """Zero after attach() and whenever masks have moved, in what was and in what is removed; the rest is kept."""
+        """Zero after attach() and whenever masks have moved, in what was and in what is removed;
+        the rest is kept."""
         model = Net()
         block = (1, ROW) if kind is RowWiseAdagrad else (1, 4)  # its state belongs to whole rows
         sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block)
         sparsifier.add_model(model, include="bag")
         sparsifier.step()
-        optimizers = [kind([model.bag.weight], lr=0.1), optim.SGD([model.emb.weight, *model.dense], lr=0.1)]
+        optimizers = [
+            kind([model.bag.weight], lr=0.1),
+            optim.SGD([model.emb.weight, *model.dense], lr=0.1),
+        ]
         few(model, optimizers, 30)
-        states = [value for value in optimizers[0].state[model.bag.weight].values() if value.ndim == 2]
-        assert states and all(bool((value != 0).any(1).all()) for value in states), "every row was trained"
+        states = [
+            value for value in optimizers[0].state[model.bag.weight].values() if value.ndim == 2
+        ]
+        assert states and all(bool((value != 0).any(1).all()) for value in states), (
+            "every row was trained"
+        )
 
         def check(was: list[Tensor], *masks: Tensor) -> None:
             for value, before in zip(states, was, strict=True):
                 gone = torch.stack(masks).any(0)[:, : value.shape[1]]
-                assert torch.equal(value, torch.where(gone, 0.0, before) if state == "reset" else before)
+                assert torch.equal(
+                    value, torch.where(gone, 0.0, before) if state == "reset" else before
+                )
 
         was = [value.clone() for value in states]
         first = sparsifier.get_mask("bag") == 0
@@ -303,9 +391,12 @@ class TestOptimizerState:
 
 
 class TestWhileAttached:
-    """Removed weights are zero in the next forward, whatever has happened to weights, masks and optimizers."""
+    """Removed weights are zero in the next forward, whatever has happened to weights, masks and
+    optimizers."""
 
-    def check_next(self, model: Net, sparsifier: DataNormSparsifier, optimizers: Sequence[Any]) -> None:
+    def check_next(
+        self, model: Net, sparsifier: DataNormSparsifier, optimizers: Sequence[Any]
+    ) -> None:
         with watched(model, sparsifier) as seen:
             few(model, optimizers)
         assert len(seen) == 3 and min(seen) > 0
@@ -315,12 +406,15 @@ class TestWhileAttached:
     def test_the_model_is_loaded(self, trained: int) -> None:
         model, sparsifier, optimizers, _ = attached(DENSE["adam"], register="all_of_it")
         few(model, optimizers, trained)
-        model(torch.tensor([[1, 2]])).sum().backward()  # a load between a backward and the first step is no false alarm
+        model(
+            torch.tensor([[1, 2]])
+        ).sum().backward()  # a load between a backward and the first step is no false alarm
         model.load_state_dict(Net().state_dict())
         self.check_next(model, sparsifier, optimizers)
 
     def test_the_model_is_loaded_by_assignment(self) -> None:
-        """Its parameters are others then, which the optimizer does not know: an error that says so, or zeros."""
+        """Its parameters are others then, which the optimizer does not know: an error that says so,
+        or zeros."""
         model, sparsifier, optimizers, _ = attached(DENSE["adam"])
         few(model, optimizers)
         try:
@@ -336,18 +430,26 @@ class TestWhileAttached:
         few(model, optimizers, 10)
         sparsifier.step()
         sparsifier.load_state_dict(saved)
-        assert all(torch.equal(mask, masks[name]) for name, (_, mask) in live(model, sparsifier).items())
+        assert all(
+            torch.equal(mask, masks[name]) for name, (_, mask) in live(model, sparsifier).items()
+        )
         check_zero(model, sparsifier)
         self.check_next(model, sparsifier, optimizers)
 
     def test_the_sparsifier_of_plain_data_is_not_loaded(self) -> None:
-        """Copies would take the place of the weights that train: an error, and these stay enforced."""
+        """Copies would take the place of the weights that train: an error, and these stay
+        enforced."""
         model, sparsifier, optimizers, enforcer = attached(DENSE["adam"], register="plain_data")
         few(model, optimizers)
         saved = sparsifier.state_dict()
-        with pytest.raises(ValueError, match=r"copies of the plain data \['bag', .*detach\(\) the enforcer"):
+        with pytest.raises(
+            ValueError, match=r"copies of the plain data \['bag', .*detach\(\) the enforcer"
+        ):
             sparsifier.load_state_dict(saved)
-        assert sparsifier.get_data("bag").data_ptr() == model.bag.weight.data_ptr() and enforcer.attached
+        assert (
+            sparsifier.get_data("bag").data_ptr() == model.bag.weight.data_ptr()
+            and enforcer.attached
+        )
         self.check_next(model, sparsifier, optimizers)
 
     @pytest.mark.parametrize("register", ["all_of_it", "plain_data"])
@@ -358,7 +460,9 @@ class TestWhileAttached:
         few(model, optimizers)
         gone = {name: sparsifier.get_mask(name) == 0 for name in ("bag", "emb")}
         sparsifier.squash_mask(leave_parametrized=leave, names=["bag"])
-        assert bool((model.bag.weight[gone["bag"]] == 0).all()), "zeros stay until an optimizer moves them"
+        assert bool((model.bag.weight[gone["bag"]] == 0).all()), (
+            "zeros stay until an optimizer moves them"
+        )
         few(model, optimizers)
         assert bool((model.bag.weight[gone["bag"]] != 0).any())
         assert bool((model.emb.weight[gone["emb"]] == 0).all())
@@ -413,7 +517,10 @@ class TestWhileAttached:
 
     def test_the_model_is_compiled_for_serving(self) -> None:
         """Hooks are no part of a graph: the way out is named, and works."""
-        model, ids = nn.Sequential(nn.EmbeddingBag(40, 4), nn.Linear(4, 1)).eval(), torch.randint(40, (4, 3))
+        model, ids = (
+            nn.Sequential(nn.EmbeddingBag(40, 4), nn.Linear(4, 1)).eval(),
+            torch.randint(40, (4, 3)),
+        )
         training = sparsify(model, adam(model), level=0.5, end=0)
         training.step()
         ways: dict[str, Callable[[], Any]] = {
@@ -421,7 +528,9 @@ class TestWhileAttached:
             "torch.export can't trace": lambda: torch.export.export(model, (ids,)),
         }
         for says, compiled in ways.items():
-            with pytest.raises((RuntimeError, AttributeError), match=rf"{says} the hooks .* call detach\(\) first"):
+            with pytest.raises(
+                (RuntimeError, AttributeError), match=rf"{says} the hooks .* call detach\(\) first"
+            ):
                 compiled()
         assert not hasattr(next(iter(model[0]._forward_pre_hooks.values())), "__name__")
         training.detach()
