@@ -16,6 +16,7 @@ from dist_sparse import sparsifiers as sparsifiers
 from dist_sparse import tables as tables
 from dist_sparse import training as training
 from dist_sparse.checkpoint.checkpoints import Checkpoints as Checkpoints
+from dist_sparse.compaction.compact import compact as compact
 from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer
 from dist_sparse.optim.scheduler import OptimScheduler as OptimScheduler
 from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr
@@ -35,7 +36,6 @@ from dist_sparse.schedulers.ready import LinearDataScheduler as LinearDataSchedu
 from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataScheduler
 from dist_sparse.schedulers.torch_ao import CubicSL as CubicSL
 from dist_sparse.schedulers.torch_ao import LambdaSL as LambdaSL
-from dist_sparse.serving.compact import compact as compact
 from dist_sparse.serving.export import export as export
 from dist_sparse.serving.served import load_served as load_served
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier

@@ -1,1 +1,1 @@
-"""Tables without their removed rows: for training on, and for serving."""
+"""Files that serve sparsified tables: written, checked and loaded."""

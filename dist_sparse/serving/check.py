@@ -13,10 +13,10 @@ import os
 import torch
 from torch import Tensor
 
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import Artifact, open_artifact
 from dist_sparse.serving.codes import BITS, Rows, decode, encode
 from dist_sparse.serving.grid import chunks
-from dist_sparse.serving.row_index import RowIndex
 
 __all__ = ["MappedTable", "TableCheck", "check_artifact"]
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse.checks import choice
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import Artifact, ArtifactWriter, check_new
 from dist_sparse.serving.check import TableCheck
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of
-from dist_sparse.serving.row_index import RowIndex
 from dist_sparse.serving.sources import (
     Source,
     check_range,

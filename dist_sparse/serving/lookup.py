@@ -1,6 +1,6 @@
 """Lookups of rows that have been found, by FBGEMM's operator.
 
-It takes the rows of all ids of all features as :class:`~dist_sparse.serving.row_index.RowIndexes`
+It takes the rows of all ids of all features as :class:`~dist_sparse.compaction.row_index.RowIndexes`
 returns them, -1 for removed rows, which count as zeros. It holds tensors and numbers alone, no
 module of FBGEMM, which ``torch.export`` refuses.
 """

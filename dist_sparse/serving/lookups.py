@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.sites import Site, sites_of, torchrec_part
+from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.manifest import Collection, Feature, Pooling
-from dist_sparse.serving.row_index import RowIndex
-from dist_sparse.serving.sites import Site, sites_of, torchrec_part
-from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Lookups", "lookups_of"]

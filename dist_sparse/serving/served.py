@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import choice
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.compaction.unknown import UnknownLookups
 from dist_sparse.serving import lookup
 from dist_sparse.serving.artifact import Artifact, open_artifact
 from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
-from dist_sparse.serving.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
 from dist_sparse.serving.torch_lookup import TorchLookup
 from dist_sparse.serving.turned_lookup import TurnedLookup
-from dist_sparse.serving.unknown import UnknownLookups
 
 __all__ = ["Served", "ServedModel", "load_served"]
 
@@ -252,7 +252,7 @@ class Served(nn.Module):
                     f"Table {self.path!r} takes tensors, as its torch.nn module did, not"
                     f" {type(ids)}."
                 )
-            from dist_sparse.serving import jagged
+            from dist_sparse.compaction import jagged
 
             values, lengths, weights = jagged.take(ids, self.features, self.weighted)
             found = self.lookup(values, lengths, weights)

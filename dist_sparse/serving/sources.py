@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.compaction.kept_rows import kept_rows, move_rows
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.serving.codes import LARGEST, out_of_range
 from dist_sparse.serving.grid import chunks
-from dist_sparse.serving.kept_rows import kept_rows, move_rows
 from dist_sparse.serving.lookups import Lookups
 from dist_sparse.serving.manifest import Dtype, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import ArtifactWriter
 from dist_sparse.serving.codes import decode, encode
 from dist_sparse.serving.manifest import (
@@ -21,7 +22,6 @@ from dist_sparse.serving.manifest import (
     Table,
     TableBytes,
 )
-from dist_sparse.serving.row_index import RowIndex
 
 NO_BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
 

@@ -32,12 +32,12 @@ from torchrec.distributed.types import BoundsCheckMode, ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import compact, sparsify
-from dist_sparse.serving import collections
-from dist_sparse.serving.collections import (
+from dist_sparse.compaction import collections
+from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
 )
-from dist_sparse.serving.row_index import RowIndex
+from dist_sparse.compaction.row_index import RowIndex
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
 

@@ -27,13 +27,13 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dist_sparse.serving.collections import (
+from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
 )
-from dist_sparse.serving.consumed import consume
-from dist_sparse.serving.row_index import RowIndex
-from dist_sparse.serving.sites import cut
+from dist_sparse.compaction.consumed import consume
+from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.sites import cut
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.torchrec import (
     collection_tables,

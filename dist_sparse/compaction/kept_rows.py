@@ -36,7 +36,7 @@ def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
 
         >>> import torch
         >>> from dist_sparse import DataNormSparsifier
-        >>> from dist_sparse.serving.kept_rows import kept_rows
+        >>> from dist_sparse.compaction.kept_rows import kept_rows
         >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))
         >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
         >>> names = sparsifier.add_model(table)
@@ -137,7 +137,7 @@ def move_rows(
     Example::
 
         >>> import torch
-        >>> from dist_sparse.serving.kept_rows import move_rows
+        >>> from dist_sparse.compaction.kept_rows import move_rows
         >>> from dist_sparse.tables.modules import model_source
         >>> from dist_sparse.tables.shards import Rect
         >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))

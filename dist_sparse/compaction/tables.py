@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.serving.row_index import RowIndex
+from dist_sparse.compaction.row_index import RowIndex
 
 __all__ = ["CompactEmbedding", "CompactEmbeddingBag"]
 
@@ -82,8 +82,8 @@ class _CompactTable(nn.Module):
         Example::
 
             >>> import torch
-            >>> from dist_sparse.serving.row_index import RowIndex
-            >>> from dist_sparse.serving.tables import CompactEmbedding
+            >>> from dist_sparse.compaction.row_index import RowIndex
+            >>> from dist_sparse.compaction.tables import CompactEmbedding
             >>> table = torch.nn.Embedding.from_pretrained(torch.tensor([[1.0], [2.0], [3.0]]))
             >>> kept = torch.tensor([True, False, True])
             >>> CompactEmbedding(table, table.weight[kept], RowIndex.of(kept)).full_weight().tolist()
@@ -108,8 +108,8 @@ class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
     Example::
 
         >>> import torch
-        >>> from dist_sparse.serving.row_index import RowIndex
-        >>> from dist_sparse.serving.tables import CompactEmbedding
+        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.compaction.tables import CompactEmbedding
         >>> table, kept = torch.nn.Embedding(4, 2), torch.tensor([False, True, False, True])
         >>> compact = CompactEmbedding(table, table.weight.data[kept], RowIndex.of(kept))
         >>> compact.stored_weight.shape, bool((compact(torch.tensor(3)) == table.weight[3]).all())
@@ -177,8 +177,8 @@ class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
     Example::
 
         >>> import torch
-        >>> from dist_sparse.serving.row_index import RowIndex
-        >>> from dist_sparse.serving.tables import CompactEmbeddingBag
+        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.compaction.tables import CompactEmbeddingBag
         >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.tensor([[0.0], [1.0], [0.0], [3.0]]), mode="mean")
         >>> kept = torch.tensor([False, True, False, True])
         >>> compact = CompactEmbeddingBag(table, table.weight.data[kept], RowIndex.of(kept))

@@ -14,7 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
-from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
+from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ def consume(used: Any, name: str) -> None:
     Example::
 
         >>> import torch
-        >>> from dist_sparse.serving.consumed import consume
+        >>> from dist_sparse.compaction.consumed import consume
         >>> model = torch.nn.Linear(2, 2)
         >>> consume(model, "This model")
         >>> model(torch.ones(2))
@@ -63,7 +63,7 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
     Example::
 
         >>> import torch
-        >>> from dist_sparse.serving.consumed import consume_parameter
+        >>> from dist_sparse.compaction.consumed import consume_parameter
         >>> table = torch.nn.Parameter(torch.ones(4, 2))
         >>> consume_parameter(table, "item.weight")
         >>> table.square().sum()

@@ -18,12 +18,12 @@ from torchrec import (
     PoolingType,
 )
 
-from dist_sparse.serving import collections
-from dist_sparse.serving.collections import (
+from dist_sparse.compaction import collections
+from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
 )
-from dist_sparse.serving.row_index import RowIndex
+from dist_sparse.compaction.row_index import RowIndex
 
 TABLES = (
     EmbeddingBagConfig(

@@ -31,7 +31,7 @@ class Steppers:
     Example::
 
         >>> import torch
-        >>> from dist_sparse.serving.steppers import Stepped, Steppers
+        >>> from dist_sparse.compaction.steppers import Stepped, Steppers
         >>> old, new = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(3, 2))
         >>> optimizer = torch.optim.Adagrad([old])
         >>> steppers = Steppers([optimizer])

@@ -31,8 +31,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
-from dist_sparse.serving.collections import CompactEmbeddingBagCollection
-from dist_sparse.serving.kept_rows import kept_rows
+from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
+from dist_sparse.compaction.kept_rows import kept_rows
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.torchrec import fused_kernels
 from tests.dist.cells import Cell, batch, build, cells, gathered

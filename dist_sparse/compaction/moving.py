@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import group_over
-from dist_sparse.serving.compact_torchrec import (
+from dist_sparse.compaction.compact_torchrec import (
     Fused,
     fused_tables,
     located,
     parameters_of,
     set_hyperparameters,
 )
-from dist_sparse.serving.kept_rows import move_rows
-from dist_sparse.serving.sites import cut
-from dist_sparse.serving.steppers import Stepped, Steppers
+from dist_sparse.compaction.kept_rows import move_rows
+from dist_sparse.compaction.sites import cut
+from dist_sparse.compaction.steppers import Stepped, Steppers
+from dist_sparse.groups import group_over
 from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["move_collection"]

@@ -16,15 +16,15 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 
-import dist_sparse.serving.compact as compacting
-import dist_sparse.serving.moving as moving
+import dist_sparse.compaction.compact as compacting
+import dist_sparse.compaction.moving as moving
 from dist_sparse import compact, sparsify
-from dist_sparse.serving import compact_torchrec, kept_rows
+from dist_sparse.compaction import compact_torchrec, kept_rows
 from dist_sparse.sparsifiers import stats
+from tests.compaction.test_compact_sharded import Run, cell_of
 from tests.dist.cells import batch, build
 from tests.dist.enforcing import optimizer_of
 from tests.dist.plugin import on_ranks
-from tests.serving.test_compact_sharded import Run, cell_of
 
 
 def unchanged(run: Run, other: Run) -> None:

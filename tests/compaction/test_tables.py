@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel
 
 from dist_sparse import DataNormSparsifier, compact, export, load_served, sparsify
-from dist_sparse.serving.tables import CompactEmbedding
+from dist_sparse.compaction.tables import CompactEmbedding
 from tests.dist.plugin import on_ranks
 
 ITEMS = torch.arange(60)

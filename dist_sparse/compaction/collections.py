@@ -24,8 +24,8 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dist_sparse.serving.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
-from dist_sparse.serving.unknown import Unknown, UnknownLookups
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.compaction.unknown import Unknown, UnknownLookups
 from dist_sparse.tables.torchrec import bounds_checks
 
 __all__ = ["CompactEmbeddingBagCollection", "CompactEmbeddingCollection", "CompactIds"]
@@ -152,8 +152,8 @@ class CompactIds(nn.Module):
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
         """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it
-        is :data:`~dist_sparse.serving.row_index.REMOVED`, or of an id out of range
-        :data:`~dist_sparse.serving.row_index.UNKNOWN`."""
+        is :data:`~dist_sparse.compaction.row_index.REMOVED`, or of an id out of range
+        :data:`~dist_sparse.compaction.row_index.UNKNOWN`."""
         ids = ordered.values()
         if ids.device.type == "cpu":
             parts = torch.split(ids, ordered.length_per_key())
@@ -275,8 +275,8 @@ class CompactEmbeddingBagCollection(nn.Module):
 
         >>> import torch
         >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
-        >>> from dist_sparse.serving.collections import CompactEmbeddingBagCollection
-        >>> from dist_sparse.serving.row_index import RowIndex
+        >>> from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
+        >>> from dist_sparse.compaction.row_index import RowIndex
         >>> table = EmbeddingBagConfig(name="user", num_embeddings=4, embedding_dim=2, feature_names=["user_id"])
         >>> index = RowIndex.of(torch.tensor([False, True, False, True]))
         >>> bags = CompactEmbeddingBagCollection([table], {"user": index})
@@ -395,8 +395,8 @@ class CompactEmbeddingCollection(nn.Module):
 
         >>> import torch
         >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
-        >>> from dist_sparse.serving.collections import CompactEmbeddingCollection
-        >>> from dist_sparse.serving.row_index import RowIndex
+        >>> from dist_sparse.compaction.collections import CompactEmbeddingCollection
+        >>> from dist_sparse.compaction.row_index import RowIndex
         >>> table = EmbeddingConfig(name="word", num_embeddings=4, embedding_dim=2, feature_names=["query"])
         >>> words = CompactEmbeddingCollection([table], {"word": RowIndex.of(torch.tensor([True, False, True, True]))})
         >>> ids = KeyedJaggedTensor(["query"], torch.tensor([0, 1, 3]), lengths=torch.tensor([2, 1]))

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dist_sparse.serving.row_index import RowIndex
-from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
+from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.tables.modules import modules_by_path
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
 
 
 def torchrec_part() -> Any:
-    """Return :mod:`dist_sparse.serving.compact_torchrec` once torchrec is in use, as it must be for
+    """Return :mod:`dist_sparse.compaction.compact_torchrec` once torchrec is in use, as it must be for
     a model that holds its modules; otherwise None."""
     return (
-        importlib.import_module("dist_sparse.serving.compact_torchrec")
+        importlib.import_module("dist_sparse.compaction.compact_torchrec")
         if "torchrec" in sys.modules
         else None
     )

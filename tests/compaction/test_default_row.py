@@ -24,11 +24,11 @@ from dist_sparse import DataNormSparsifier, compact, export, load_served
 from dist_sparse.serving.check import check_artifact
 from dist_sparse.serving.manifest import Manifest
 from dist_sparse.tables.modules import modules_by_path
+from tests.compaction.test_compact_sharded import cell_of
 from tests.dist.cells import batch as features_of
 from tests.dist.cells import build, gathered
 from tests.dist.enforcing import loss_of
 from tests.dist.plugin import on_ranks
-from tests.serving.test_compact_sharded import cell_of
 
 ROWS, DIM = 40, 4
 LENGTHS = torch.tensor([3, 0, 2, 4, 1, 2])

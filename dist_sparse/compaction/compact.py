@@ -18,14 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import choice
-from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.enforcer.optimizers import leaves
-from dist_sparse.groups import Group, group_over, world_ranks
-from dist_sparse.records import TableStats
-from dist_sparse.rotation.outputs import is_turned, move_bases
-from dist_sparse.serving.consumed import consume_parameter
-from dist_sparse.serving.kept_rows import kept_rows
-from dist_sparse.serving.sites import (
+from dist_sparse.compaction.consumed import consume_parameter
+from dist_sparse.compaction.kept_rows import kept_rows
+from dist_sparse.compaction.sites import (
     Site,
     compact_embedding,
     cut,
@@ -34,8 +29,13 @@ from dist_sparse.serving.sites import (
     sites_of,
     torchrec_part,
 )
-from dist_sparse.serving.steppers import Stepped, Steppers
-from dist_sparse.serving.tables import CompactEmbedding, CompactEmbeddingBag
+from dist_sparse.compaction.steppers import Stepped, Steppers
+from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
+from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.records import TableStats
+from dist_sparse.rotation.outputs import is_turned, move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Source
 from dist_sparse.tables.sizes import narrow_width
@@ -59,9 +59,9 @@ def compact(
     the world must call it.
 
     Collections of TorchRec become
-    :class:`~dist_sparse.serving.collections.CompactEmbeddingBagCollection` or
+    :class:`~dist_sparse.compaction.collections.CompactEmbeddingBagCollection` or
     ``CompactEmbeddingCollection``, ``nn.Embedding`` and ``nn.EmbeddingBag``
-    :class:`~dist_sparse.serving.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights and
+    :class:`~dist_sparse.compaction.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights and
     optimizer state of kept rows are moved bit for bit, with learning rates and step counts; all
     other parameters stay the same objects. The model's output does not change. It can be trained
     further, and sparsified and compacted again.
@@ -73,7 +73,7 @@ def compact(
     optimizers that combine ``fused_optimizer`` with others, and lists.
 
     Reading ``weight`` of a table that lost rows raises too, because its rows are no ids any more:
-    use :meth:`~dist_sparse.serving.tables.CompactEmbedding.full_weight`.
+    use :meth:`~dist_sparse.compaction.tables.CompactEmbedding.full_weight`.
 
     Args:
         model: the sparsified model: a DistributedModelParallel or a plain module. For a DDP module,
@@ -506,7 +506,7 @@ def _stepped(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Step
 
 def _moved(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Stepped]:
     """Move the tables of a sharded collection. Collective."""
-    moving: Any = importlib.import_module("dist_sparse.serving.moving")  # it needs torchrec
+    moving: Any = importlib.import_module("dist_sparse.compaction.moving")  # it needs torchrec
     stepped: list[Stepped] = moving.move_collection(site.module, made.inner, kept, steppers)
     return stepped
 

@@ -1,0 +1,1 @@
+"""Tables that store kept rows and columns only, in training: see :func:`dist_sparse.compact`."""
