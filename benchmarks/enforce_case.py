@@ -222,7 +222,8 @@ def _enforced(
     with enforcer.attach(loop.optimizer):
         for group in sparsifier.data_groups.values():
             group["sparsity_level"] = levels[0]
-        sparsifier.step()  # so that the step inside the clock removes more, as one of a schedule does
+        # So that the step inside the clock removes more, as one of a schedule does.
+        sparsifier.step()
         for group in sparsifier.data_groups.values():
             group["sparsity_level"] = levels[1]
         before, called = enforcer.seconds, iter(range(1, case["steps"] + 1))

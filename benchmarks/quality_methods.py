@@ -197,9 +197,8 @@ def _places(case: Case, data: Interactions) -> list[Tensor]:
     found = []
     for ids, count in ((data.user, data.users), (data.item, data.items)):
         rows, each = int(case["kept"] * count), torch.arange(count)
-        if (
-            case["method"] == "frequency cut-off"
-        ):  # the most frequent have a row each, and all others the last
+        # The most frequent have a row each, and all others the last.
+        if case["method"] == "frequency cut-off":
             rank = torch.empty_like(each)
             rank[ids.bincount(minlength=count).argsort(descending=True, stable=True)] = each
             found.append(rank.clamp(max=rows - 1)[:, None])

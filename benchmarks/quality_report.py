@@ -137,9 +137,8 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         panels[1].set_title("The same, all methods", loc="left", fontsize=11, fontweight="bold")
         near = [line for line in panels[0].get_lines() if not line.get_label().startswith("_")]
         near = [line for line in near if max(line.get_ydata()) > best - 0.013]
-        panels[0].legend(
-            handles=near, frameon=False, fontsize=8, loc="lower right"
-        )  # all that a phone shows at first
+        # All that a phone shows at first.
+        panels[0].legend(handles=near, frameon=False, fontsize=8, loc="lower right")
         panels[1].legend(frameon=False, fontsize=8, loc="lower right")
         figure.savefig(file)
     plt.close(figure)

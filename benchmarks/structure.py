@@ -29,13 +29,14 @@ __all__ = [
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dist_sparse"
+# The last one is mock.patch.object.
 READERS = (
     "getattr",
     "hasattr",
     "setattr",
     "delattr",
     "object",
-)  # the last one is mock.patch.object
+)
 OF_TORCH = {"_container"}
 """Of torch.ao's data sparsifiers too, by which theirs and ours are compared."""
 
@@ -51,9 +52,8 @@ def module_of(file: Path, root: Path = ROOT) -> str:
 
 
 def is_private(name: str) -> bool:
-    return (
-        name.startswith("_") and not name.startswith("__") and not name.endswith("_")
-    )  # _repr_html_ is a protocol
+    # _repr_html_ is a protocol.
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")
 
 
 def private_names(tree: ast.AST) -> set[str]:

@@ -189,9 +189,8 @@ def training(job: Job, cells: list[Cell]) -> Iterator[Row]:
         sharded, timed, train_ms = job.train(sparsity)
         assert timed is not None
         timed.enforcer.detach()  # settles: what is removed is 0 in memory from here on
-        later = timed.due_seconds[
-            len(timed.due_seconds) // 2 :
-        ]  # the first ones have next to nothing to remove
+        # The first ones have next to nothing to remove.
+        later = timed.due_seconds[len(timed.due_seconds) // 2 :]
         step_ms = 1e3 * most(min(later))
         yield job.measure(
             cell,

@@ -96,9 +96,8 @@ def to_json(what: str, value: Json) -> str:
     """
 
     def plain(other: Any) -> Json:
-        if getattr(other, "ndim", None) == 0 and hasattr(
-            other, "item"
-        ):  # a number of NumPy, a tensor of no dimension
+        # A number of NumPy, a tensor of no dimension.
+        if getattr(other, "ndim", None) == 0 and hasattr(other, "item"):
             return other.item()
         raise ValueError(
             f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such"

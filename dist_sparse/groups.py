@@ -537,9 +537,8 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
         return Group(None, None)
     parent = dist.group.WORLD
     known = _groups.get((ranks, apart))
-    if (
-        known is None or known[0] is not parent
-    ):  # a destroyed and re-initialised world needs new groups
+    # A destroyed and re-initialised world needs new groups.
+    if known is None or known[0] is not parent:
         everyone = ranks == world_ranks()
         backend = None if apart is None else "gloo"
         made = dist.new_group(

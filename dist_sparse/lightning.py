@@ -168,9 +168,8 @@ class SparsifyCallback(Callback):
             "min_rows": min_rows,
             "decay": decay,
         }
-        Plan(
-            **self._plan
-        )  # invalid arguments are refused here, before anything is loaded or trained
+        # Invalid arguments are refused here, before anything is loaded or trained.
+        Plan(**self._plan)
         self.training: SparseTraining | None = None
         self._tables: dict[str, Any] = {"include": include, "exclude": exclude, "dense": dense}
         self._rotate, self._logs = rotate, log
@@ -347,9 +346,8 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
                 " support it, because "
                 f'{_REFUSED[kind.__name__]}. Use a single device or "ddp".'
             )
-    if (
-        getattr(pl_module, "_compiler_ctx", None) is not None
-    ):  # Lightning unpacks a compiled module, and keeps this
+    # Lightning unpacks a compiled module, and keeps this.
+    if getattr(pl_module, "_compiler_ctx", None) is not None:
         raise ValueError(
             "The LightningModule is compiled: hooks do not run inside torch.compile, so removed"
             " weights would come back unseen. Fit the module as it was before torch.compile."

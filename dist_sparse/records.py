@@ -106,7 +106,9 @@ class TableStats:
 
         >>> import torch
         >>> from dist_sparse import DataNormSparsifier
-        >>> sparsifier = DataNormSparsifier(sparsity_level=0.75, sparse_block_shape="row", norm="L2")
+        >>> sparsifier = DataNormSparsifier(
+        ...     sparsity_level=0.75, sparse_block_shape="row", norm="L2"
+        ... )
         >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(100, 16))
         >>> sparsifier.step()
         >>> [stats] = sparsifier.table_stats()

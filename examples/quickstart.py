@@ -32,9 +32,8 @@ configs = [
 ]
 tables = EmbeddingBagCollection(tables=configs)
 apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
-model = DistributedModelParallel(
-    tables, device=torch.device("cpu")
-)  # its planner shards the tables
+# Its planner shards the tables.
+model = DistributedModelParallel(tables, device=torch.device("cpu"))
 optimizer = model.fused_optimizer
 
 sparse = sparsify(model, optimizer, level=0.8, block=(1, ROW), begin=20, end=80, every=10)

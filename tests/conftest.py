@@ -19,9 +19,8 @@ import pytest
 from tests import seeds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-with contextlib.suppress(
-    AttributeError, OSError
-):  # only Linux has it, and not every container allows it
+# Only Linux has it, and not every container allows it.
+with contextlib.suppress(AttributeError, OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 pytest_plugins = ["tests.dist.plugin"]

@@ -55,9 +55,8 @@ def outcomes(
         move_on()
         rng = random.Random(case)
         state = _copied(good)
-        only = (
-            rng.choice([None, 0, 1]) if dist.is_initialized() else None
-        )  # the rank that is wrong, or all
+        # The rank that is wrong, or all.
+        only = rng.choice([None, 0, 1]) if dist.is_initialized() else None
         what = _mutate(state, rng)
         if only is not None and dist.get_rank() != only:
             state = _copied(good)

@@ -46,9 +46,8 @@ def test_a_small_case_runs(
     times = [value for key, value in found.items() if key.endswith("_s")]
     assert len(times) == 3 + len(peers) and all(time > 0 for time in times)
     assert found["shard_bytes"] == 2048 * 64 * 4 // ranks
-    assert found["collectives"] == (
-        0 if ranks == 1 else 4 if block == "rows" else 2
-    )  # steady: zeros settle in one round
+    # Steady: zeros settle in one round.
+    assert found["collectives"] == (0 if ranks == 1 else 4 if block == "rows" else 2)
     assert ("torch.ao" if ranks == 1 else f"{sharding} on {ranks}") in table([found])
 
 

@@ -244,9 +244,8 @@ def test_modules_list_their_public_names(file: Path) -> None:
     }
     defined = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     if [name for name in defined if not name.startswith("_")]:
-        assert "__all__" in named or file.name == "components.py", (
-            "has no __all__"
-        )  # torchx lists that one
+        # Torchx lists that one.
+        assert "__all__" in named or file.name == "components.py", "has no __all__"
 
 
 def test_no_module_reads_private_names_of_another() -> None:

@@ -150,7 +150,9 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra, staged=False)
-        with quiet():  # not in _write: save_async runs that in a thread, and warnings are filtered for all threads
+        # Not in _write: save_async runs that in a thread, and warnings are filtered for all
+        # threads.
+        with quiet():
             self._write(step, *state)
         return True
 

@@ -75,9 +75,8 @@ class Folders:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         given = os.fspath(root)
-        if _BROKEN_ADDRESS.match(
-            given
-        ):  # pathlib makes one slash of two: it would be a folder of this machine
+        # Pathlib makes one slash of two: it would be a folder of this machine.
+        if _BROKEN_ADDRESS.match(given):
             raise ValueError(f"Invalid root={given!r}: pass an address as a string, not as a Path.")
         self.local = "://" not in given
         self.root = os.path.abspath(given) if self.local else given.rstrip("/")
@@ -237,9 +236,8 @@ class Folders:
         with files.create_stream(f"{path}.tmp", "wb") as stream:
             stream.write(text.encode())
             stream.flush()
-            with contextlib.suppress(
-                AttributeError, io.UnsupportedOperation
-            ):  # no file of this machine
+            # No file of this machine.
+            with contextlib.suppress(AttributeError, io.UnsupportedOperation):
                 os.fsync(stream.fileno())
         files.rename(f"{path}.tmp", path)
         return written[_name(path)]

@@ -51,9 +51,10 @@ def inspect_checkpoint(folders: Folders, step: int | None = None) -> Inspection:
     Raises:
         ValueError: there is none, or a file is missing or damaged; names it.
     """
+    # Loads DCP, which torch itself does not.
     from dist_sparse.checkpoint.storage import (
         read_metadata,
-    )  # loads DCP, which torch itself does not
+    )
 
     steps = folders.steps()
     if not steps or (step is not None and step not in steps):

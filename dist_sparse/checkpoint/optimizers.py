@@ -277,9 +277,8 @@ def _option_changes(part: _Part, saved: Mapping[str, Json]) -> Iterator[Callable
             raise ValueError(
                 f"{unknown[0]!r} was stepped by no optimizer when the checkpoint was saved."
             )
-        for name in sorted(
-            group.keys() & saved[keys[0]].keys()
-        ):  # fused optimizers have a learning rate alone
+        # Fused optimizers have a learning rate alone.
+        for name in sorted(group.keys() & saved[keys[0]].keys()):
             value = saved[keys[0]][name]
             if differing := [key for key in keys if not _alike(saved[key].get(name, value), value)]:
                 raise ValueError(

@@ -47,9 +47,8 @@ class RowWise:
         rows, width = self.shape
         saved, now = (list(pairwise([*cuts, width])) for cuts in (before, self.cuts))
         wants: list[tuple[tuple[int], tuple[int]]] = []
-        merges: list[
-            tuple[Tensor, list[tuple[int, int]]]
-        ] = []  # numbers, and (place in wants, columns shared)
+        # Numbers, and (place in wants, columns shared).
+        merges: list[tuple[Tensor, list[tuple[int, int]]]] = []
         for offset, numbers in self.pieces:
             if not numbers.numel():
                 continue

@@ -37,9 +37,8 @@ def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
             return fail("completion", "needs shtab: pip install shtab.")
         from dist_sparse.launch.cli import add_options
 
-        launch = Subcommand(
-            prog="dist-sparse launch"
-        )  # whose words are parsed by the launcher, not here
+        # Whose words are parsed by the launcher, not here.
+        launch = Subcommand(prog="dist-sparse launch")
         add_options(launch, "local")
         commands.choices["launch"] = launch
         for each in commands.choices.values():

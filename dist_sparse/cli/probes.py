@@ -24,15 +24,19 @@ _ASK: Final = """
 import json, torch, torch.distributed as dist
 nccl = dist.is_available() and dist.is_nccl_available()
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda, "nccl": nccl}))
+found = {"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda, "nccl": nccl}
+print(json.dumps(found))
 """
 
 LOOKUP: Final = """
 import dist_sparse.tables.torchrec, torch, torchrec
-config = torchrec.EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+config = torchrec.EmbeddingBagConfig(
+    name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
+)
 ids = torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 3]), torch.tensor([2]))
 found = torchrec.EmbeddingBagCollection(tables=[config])(ids)["f"]
-assert found.shape == (1, 4) and torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2])).tolist() == [0, 2]
+assert found.shape == (1, 4)
+assert torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2])).tolist() == [0, 2]
 """
 
 GLOO: Final = """

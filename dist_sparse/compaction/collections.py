@@ -277,12 +277,16 @@ class CompactEmbeddingBagCollection(nn.Module):
         >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
         >>> from dist_sparse.compaction.row_index import RowIndex
-        >>> table = EmbeddingBagConfig(name="user", num_embeddings=4, embedding_dim=2, feature_names=["user_id"])
+        >>> table = EmbeddingBagConfig(
+        ...     name="user", num_embeddings=4, embedding_dim=2, feature_names=["user_id"]
+        ... )
         >>> index = RowIndex.of(torch.tensor([False, True, False, True]))
         >>> bags = CompactEmbeddingBagCollection([table], {"user": index})
         >>> bags.inner.embedding_bags["user"].weight.shape
         torch.Size([2, 2])
-        >>> ids = KeyedJaggedTensor(["user_id"], torch.tensor([1, 0, 2]), lengths=torch.tensor([1, 2]))
+        >>> ids = KeyedJaggedTensor(
+        ...     ["user_id"], torch.tensor([1, 0, 2]), lengths=torch.tensor([1, 2])
+        ... )
         >>> bags(ids)["user_id"][1]  # both are removed
         tensor([0., 0.], grad_fn=<SelectBackward0>)
     """
@@ -397,9 +401,15 @@ class CompactEmbeddingCollection(nn.Module):
         >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingCollection
         >>> from dist_sparse.compaction.row_index import RowIndex
-        >>> table = EmbeddingConfig(name="word", num_embeddings=4, embedding_dim=2, feature_names=["query"])
-        >>> words = CompactEmbeddingCollection([table], {"word": RowIndex.of(torch.tensor([True, False, True, True]))})
-        >>> ids = KeyedJaggedTensor(["query"], torch.tensor([0, 1, 3]), lengths=torch.tensor([2, 1]))
+        >>> table = EmbeddingConfig(
+        ...     name="word", num_embeddings=4, embedding_dim=2, feature_names=["query"]
+        ... )
+        >>> words = CompactEmbeddingCollection(
+        ...     [table], {"word": RowIndex.of(torch.tensor([True, False, True, True]))}
+        ... )
+        >>> ids = KeyedJaggedTensor(
+        ...     ["query"], torch.tensor([0, 1, 3]), lengths=torch.tensor([2, 1])
+        ... )
         >>> found = words(ids)["query"]
         >>> found.values()[1], found.lengths()
         (tensor([0., 0.], grad_fn=<SelectBackward0>), tensor([2, 1]))

@@ -61,8 +61,8 @@ def compact(
     Collections of TorchRec become
     :class:`~dist_sparse.compaction.collections.CompactEmbeddingBagCollection` or
     ``CompactEmbeddingCollection``, ``nn.Embedding`` and ``nn.EmbeddingBag``
-    :class:`~dist_sparse.compaction.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights and
-    optimizer state of kept rows are moved bit for bit, with learning rates and step counts; all
+    :class:`~dist_sparse.compaction.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights
+    and optimizer state of kept rows are moved bit for bit, with learning rates and step counts; all
     other parameters stay the same objects. The model's output does not change. It can be trained
     further, and sparsified and compacted again.
 
@@ -109,7 +109,9 @@ def compact(
         >>> sparse.step()
         >>> before = model(torch.arange(100).view(20, 5))
         >>> model = compact(model, sparse)
-        >>> model[0].stored_weight.shape, bool((model(torch.arange(100).view(20, 5)) == before).all())
+        >>> model[0].stored_weight.shape, bool(
+        ...     (model(torch.arange(100).view(20, 5)) == before).all()
+        ... )
         (torch.Size([20, 8]), True)
     """
     together = group_over(world_ranks())
@@ -118,7 +120,8 @@ def compact(
         sparsifier, optimizers = _parts(sparse, optimizer)
         facts.update(removed=removed, **_arguments(model, sparsifier, optimizers, plan))
         if isinstance(sparse, SparseTraining):
-            sparse.warn_of_early_end()  # now: where warnings are errors, one while it is detached came too late
+            # Now: where warnings are errors, one while it is detached came too late.
+            sparse.warn_of_early_end()
     with together.agreeing("compact(), counting rows"):
         stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
         flags = kept_rows(sparsifier)

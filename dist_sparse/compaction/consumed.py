@@ -83,9 +83,8 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
     parameter.grad = None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     vars(parameter).clear()
-    for slot in getattr(
-        kind, "__slots__", ()
-    ):  # TorchRec's view holds the whole batch of tables in one
+    # TorchRec's view holds the whole batch of tables in one.
+    for slot in getattr(kind, "__slots__", ()):
         if hasattr(parameter, slot):
             delattr(parameter, slot)
     members = {

@@ -80,9 +80,8 @@ def gather_rows(
         [(data, rect) for data in tables for rect in held(data, rank)] for rank in range(group.size)
     ]
     sizes = [sum(-(-rect.rows // 8) for _, rect in each) for each in of]
-    with group.agreeing(
-        "counting rows"
-    ):  # a rank that runs out of memory here would leave the others waiting
+    # A rank that runs out of memory here would leave the others waiting.
+    with group.agreeing("counting rows"):
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         mine = [pack(flags(data, rect)) for data, rect in of[group.rank]]
         padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
@@ -143,7 +142,10 @@ def move_rows(
         >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))
         >>> [source] = model_source(table).locate()
         >>> kept, wanted = torch.tensor([False, True, False, True]), [[Rect(0, 1, 2, 1)]]
-        >>> [(str(rect), rows.tolist()) for rect, rows in move_rows(source, [table.weight.data], kept, wanted)]
+        >>> [
+        ...     (str(rect), rows.tolist())
+        ...     for rect, rows in move_rows(source, [table.weight.data], kept, wanted)
+        ... ]
         [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
     """
     dtype = source.dtype if dtype is None else dtype
@@ -153,9 +155,8 @@ def move_rows(
     width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
     for chunk in _chunks(kept, max(1, chunk_bytes // max(1, width * dtype.itemsize))):
         parcels = Parcels(group)
-        with group.agreeing(
-            f"moving rows of {source.name!r}"
-        ):  # a rank out of memory ends it on all
+        # A rank out of memory ends it on all.
+        with group.agreeing(f"moving rows of {source.name!r}"):
             mine = list(_parts(source.owned(group.rank), kept, chunk))
             for rect, rows, there in mine:
                 local = held[rect][rows.start - rect.row : rows.stop - rect.row]

@@ -160,9 +160,8 @@ def _move(
     wanted = [
         [common for rect in rects if (common := rect.intersect(whole))] for rects in target.tiling
     ]
-    if (
-        rowwise and target.shape[1] < source.shape[1]
-    ):  # one value per row of a shard, which may lose columns
+    # One value per row of a shard, which may lose columns.
+    if rowwise and target.shape[1] < source.shape[1]:
         columns = {rect.col: rect.cols for rect in source.rects}
         wanted = [
             [rect._replace(cols=columns.get(rect.col, rect.cols)) for rect in rects]

@@ -26,8 +26,8 @@ __all__ = [
 
 
 def torchrec_part() -> Any:
-    """Return :mod:`dist_sparse.compaction.compact_torchrec` once torchrec is in use, as it must be for
-    a model that holds its modules; otherwise None."""
+    """Return :mod:`dist_sparse.compaction.compact_torchrec` once torchrec is in use, as it must be
+    for a model that holds its modules; otherwise None."""
     return (
         importlib.import_module("dist_sparse.compaction.compact_torchrec")
         if "torchrec" in sys.modules

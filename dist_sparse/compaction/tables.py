@@ -86,7 +86,8 @@ class _CompactTable(nn.Module):
             >>> from dist_sparse.compaction.tables import CompactEmbedding
             >>> table = torch.nn.Embedding.from_pretrained(torch.tensor([[1.0], [2.0], [3.0]]))
             >>> kept = torch.tensor([True, False, True])
-            >>> CompactEmbedding(table, table.weight[kept], RowIndex.of(kept)).full_weight().tolist()
+            >>> compact = CompactEmbedding(table, table.weight[kept], RowIndex.of(kept))
+            >>> compact.full_weight().tolist()
             [[1.0], [0.0], [3.0]]
         """
         weight = self.stored_weight
@@ -179,7 +180,9 @@ class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
         >>> import torch
         >>> from dist_sparse.compaction.row_index import RowIndex
         >>> from dist_sparse.compaction.tables import CompactEmbeddingBag
-        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.tensor([[0.0], [1.0], [0.0], [3.0]]), mode="mean")
+        >>> table = torch.nn.EmbeddingBag.from_pretrained(
+        ...     torch.tensor([[0.0], [1.0], [0.0], [3.0]]), mode="mean"
+        ... )
         >>> kept = torch.tensor([False, True, False, True])
         >>> compact = CompactEmbeddingBag(table, table.weight.data[kept], RowIndex.of(kept))
         >>> ids = torch.tensor([[0, 1], [1, 3], [0, 2]])

@@ -193,9 +193,8 @@ class DenseWeights:
                 module.register_forward_pre_hook(Hook(before)),
                 module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
             ]
-            if (
-                getattr(module, "max_norm", None) is not None
-            ):  # the forward itself writes; zeros stay zeros
+            # The forward itself writes; zeros stay zeros.
+            if getattr(module, "max_norm", None) is not None:
                 after = Hook(lambda *_, target=target: setattr(target, "clean_at", target.writes))
                 self._handles.append(module.register_forward_hook(after))
 

@@ -253,7 +253,8 @@ class MaskEnforcer:
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
         with torch.no_grad():
-            self._dense.clean_all()  # what is newly removed in sharded tables is zero already, in plain data it is not
+            # What is newly removed in sharded tables is zero already, in plain data it is not.
+            self._dense.clean_all()
         if self._before is not None:
             self._reset_states(self._before)  # of blocks that have come back
             self._reset_states(self._masks())

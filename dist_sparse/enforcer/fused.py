@@ -288,9 +288,8 @@ class Kernel:
         if self._written is not None:
             self._written.add_removed(before, self._slots)
         counted = [None if place is None else self._counts(place) for place in self.places]
-        if [*map(id, counted)] != [
-            *map(id, self._counted)
-        ]:  # loaded or moved: they may be as large as they get
+        # Loaded or moved: they may be as large as they get.
+        if [*map(id, counted)] != [*map(id, self._counted)]:
             self._room = 0
         self._counted, self._counts_any = counted, any(count is not None for count in counted)
         self._sampled.begin(
@@ -307,9 +306,8 @@ class Kernel:
         handed: list[Tensor | None] = []
         self._only_kept = True
         for table, slot in enumerate(self._slots):
-            whole = (
-                slot is not None and slot.mask.grid.cols == 1
-            )  # what is left of a row is all of it
+            # What is left of a row is all of it.
+            whole = slot is not None and slot.mask.grid.cols == 1
             kept = (
                 kept_rows(slot.mask)
                 if slot is not None and self._on_cpu and (drops or whole)
@@ -342,9 +340,8 @@ class Kernel:
         asked, handed = self._handed
         self._handed = None, None
         if isinstance(output, Tensor) and output.requires_grad:
-            dropped = (
-                handed is not asked and handed is args[0]
-            )  # another hook may have changed them since
+            # Another hook may have changed them since.
+            dropped = handed is not asked and handed is args[0]
             flag = partial(
                 self._before_update,
                 _ids_of(asked if dropped else args[0]) if self._counts_any or not dropped else None,

@@ -128,10 +128,11 @@ def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return None
+    # A subclass may write more.
     only_those = type(optimizer) in (
         torch.optim.SparseAdam,
         torch.optim.Adagrad,
-    )  # a subclass may write more
+    )
     if type(optimizer) is torch.optim.SGD:  # momentum moves every row that was ever touched
         only_those = all(group["momentum"] == 0 for group in optimizer.param_groups)
     return grad._indices()[0] if only_those else None

@@ -174,7 +174,8 @@ def in_table(ids: Tensor, rows: int) -> Tensor:
     """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``, as FBGEMM's bounds check
     replaces them."""
     ids = ids.long()
-    if ids.is_cpu:  # reading two numbers is quicker than three more passes, where that does not wait for a device
+    # Reading two numbers is quicker than three more passes, where that does not wait for a device.
+    if ids.is_cpu:
         least, most = ids.aminmax()
         if int(least) >= 0 and int(most) < rows:
             return ids
@@ -225,9 +226,8 @@ class DirtyRows:
         self._starts = [0]
         for count in rows:
             self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
-        self._flags = torch.zeros(
-            self._starts[-1] + 8, dtype=torch.uint8, device=device
-        )  # the last: ids of no feature
+        # The last: ids of no feature.
+        self._flags = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)
         self._any = False
         self._kept: list[Tensor | None] = [None] * len(self._rows)
         self._of_features: tuple[Tensor, Tensor] | None = None

@@ -98,9 +98,8 @@ class TritonLookup:
             ends = torch.tensor(ends, dtype=torch.int64, pin_memory=ids.is_cuda)
         ends, ids = ends.to(ids.device, non_blocking=True), ids.contiguous()
         per_program = _TILE // self._cols
-        with torch.cuda.device(
-            ids.get_device()
-        ):  # Triton launches on the current device, wherever its arguments are
+        # Triton launches on the current device, wherever its arguments are.
+        with torch.cuda.device(ids.get_device()):
             zero_removed[(-(-count // per_program),)](
                 ids,
                 count,
@@ -230,4 +229,5 @@ def zero_removed(
             )
             removed = ((byte >> (flag & 7)) & 1) == 0  # nothing outside: all bits are set there
             tl.store(weight + col, tl.zeros([IDS * COLS], dtype=WORD), mask=removed)
-        position = stop  # larger, even if the ends do not ascend: the search saw that the next feature begins later
+        # Larger, even if the ends do not ascend: the search saw that the next feature begins later.
+        position = stop

@@ -145,9 +145,8 @@ def _run(words: list[str]) -> None:
             runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
     except SystemExit as error:
         if error.code not in (None, 0):
-            get_error_handler().record_exception(
-                error
-            )  # @record leaves it out, and with it when the rank failed
+            # @record leaves it out, and with it when the rank failed.
+            get_error_handler().record_exception(error)
         raise
 
 

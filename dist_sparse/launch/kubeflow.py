@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"-{0,2}[A-Za-z].+", re.DOTALL)
 _COMMENTS = """\
 # Runs {name} under torchrun, by Kubeflow Trainer v2. Yours to read and edit; then: kubectl create -f FILE
 # The image must hold Python, torch and {what}.
-"""
+"""  # noqa: E501
 
 
 def render(
@@ -144,9 +144,8 @@ def _refuse_bytes(spec: LaunchSpec) -> None:
         (name, word, ascii(word)) for name in ("script", "python") if (word := getattr(spec, name))
     ]
     words += [("args", word, ascii(word)) for word in spec.args]
-    words += [
-        (f"env[{key!r}]", value, "the value") for key, value in spec.env.items()
-    ]  # which may be a secret
+    # Which may be a secret.
+    words += [(f"env[{key!r}]", value, "the value") for key, value in spec.env.items()]
     for name, word, shown in words:
         if any("\ud800" <= character <= "\udfff" for character in word):
             raise ValueError(f"Invalid {name}: {shown} is no text, and a TrainJob holds text only.")

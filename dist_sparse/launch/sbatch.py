@@ -27,7 +27,7 @@ _MEETING = """
 # The first node keeps the store through which all find each other. torch has no authentication there: the nodes must be
 # in a network of their own.
 read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-"""
+"""  # noqa: E501
 
 # bash refuses to assign to some of these, computes others itself, and reads IFS; so do all whose
 # names begin with BASH.
@@ -88,9 +88,8 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
         key: shlex.quote(value) for key, value in (plain_variables(spec) | dict(spec.env)).items()
     }
     if spec.resources.cpu is not None:
-        exports["SRUN_CPUS_PER_TASK"] = str(
-            spec.resources.cpu
-        )  # srun does not take it over from sbatch
+        # Srun does not take it over from sbatch.
+        exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)
     directives = "".join(f"#SBATCH {directive}\n" for directive in _directives(spec))
     variables = "".join(f"export {key}={value}\n" for key, value in exports.items())
     command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(quoted)])

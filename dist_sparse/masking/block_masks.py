@@ -157,9 +157,8 @@ def _joint_masks(
     starts = (joint.sizes.cumsum(0) - joint.sizes).tolist()
     counts = [shard.segment.blocks for shard in shards]
     for number, count, (_, _, segment, threshold) in zip(numbers, counts, shards, strict=True):
-        if (
-            threshold.last is not None and threshold.last >= 0
-        ):  # the order of ties at the threshold matters
+        # The order of ties at the threshold matters.
+        if threshold.last is not None and threshold.last >= 0:
             [(_, bits)] = segment.chunks()
             gone[starts[number] : starts[number] + count] = threshold.removes(segment, 0, bits)
     kept, dirty = pack(~gone & (joint.bits != KEPT)), pack(gone & (joint.bits != 0))
@@ -235,9 +234,8 @@ def _new_mask(
         if dirty is not None:
             stale = gone & bits.to(torch.bool) if norm else gone
             dirty.add(stale if decision is None else stale & (bits != REMOVED_CLEAN))
-            if (
-                scores is not None
-            ):  # they are about to be zeroed, whether the masks before removed them or not
+            # They are about to be zeroed, whether the masks before removed them or not.
+            if scores is not None:
                 scores.written.add((start + (gone & (bits != 0)).nonzero().flatten()) // grid.cols)
         kept.add(~gone)
     mask = BlockMask(shard.rect, table.goal.block, kept.close())

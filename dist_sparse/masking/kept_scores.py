@@ -184,9 +184,8 @@ class KeptScores:
             places = (places.unsqueeze(1) * grid.cols + torch.arange(grid.cols)).view(-1)
         self.scores.replace(places, new)
         self._since.append(places)
-        if (
-            sum(map(len, self._since)) * _MANY > self.scores.bits.numel()
-        ):  # scored often, and no masks were made
+        # Scored often, and no masks were made.
+        if sum(map(len, self._since)) * _MANY > self.scores.bits.numel():
             self._made, self._since = None, []
         return True
 

@@ -39,9 +39,8 @@ def pack(flags: Tensor) -> Tensor:
     rest = -flags.numel() % 8
     if rest:
         flags = torch.cat([flags, flags.new_zeros(rest)])
-    flags = (
-        flags.contiguous() if flags.storage_offset() % 8 == 0 else flags.clone()
-    )  # a view as words must be aligned
+    # A view as words must be aligned.
+    flags = flags.contiguous() if flags.storage_offset() % 8 == 0 else flags.clone()
     words = flags.view(torch.int64)
     return ((words * _GATHER) >> 56).to(torch.uint8)
 
@@ -66,9 +65,8 @@ class BitWriter:
         flags = flags if self._rest is None else torch.cat([self._rest, flags])
         whole = flags.numel() // 8 * 8
         self._write(flags[:whole])
-        self._rest = (
-            flags[whole:].clone() if whole < flags.numel() else None
-        )  # the caller may reuse flags
+        # The caller may reuse flags.
+        self._rest = flags[whole:].clone() if whole < flags.numel() else None
 
     def close(self) -> Tensor:
         """Return the bytes, once all flags have been added."""
@@ -355,9 +353,8 @@ class BlockMask:
 
     def _zero(self, tensor: Tensor, gone: Tensor) -> None:
         """Write zero to the blocks whose bit is set in ``gone``."""
-        live = (
-            tensor.data
-        )  # autograd must not see the writes: a forward may be waiting for its backward
+        # Autograd must not see the writes: a forward may be waiting for its backward.
+        live = tensor.data
         if (by_rows := self._rows_of_blocks(live)) is not None:
             by_block = wide(by_rows)
             for start in range(0, gone.numel(), _WRITTEN):
@@ -386,10 +383,11 @@ class BlockMask:
         flips = (self.keeps(places) != kept).nonzero().view(-1)
         if not flips.numel():
             return self
+        # 0 to 1 by adding, 1 to 0 by subtracting it.
         places, bit = (
             places[flips],
             torch.where(kept[flips], 1, -1),
-        )  # 0 to 1 by adding, 1 to 0 by subtracting it
+        )
         return BlockMask(
             self.rect,
             self.block,
@@ -447,9 +445,8 @@ def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor
         *torch.tensor([mask.bits.numel() for mask, *_ in changes]).cumsum(0).mul_(8).tolist(),
     ]
     found = positions(gone)
-    ends = [
-        start + mask.blocks for start, (mask, *_) in zip(starts, changes, strict=False)
-    ]  # bits behind may be set
+    # Bits behind may be set.
+    ends = [start + mask.blocks for start, (mask, *_) in zip(starts, changes, strict=False)]
     places = torch.searchsorted(
         found, torch.tensor([starts[:-1], ends], device=found.device)
     ).T.tolist()

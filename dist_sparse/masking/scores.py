@@ -125,9 +125,8 @@ def block_sums(
     for start, stop in row_chunks(rect, block):
         height = min(block[0], stop - start)
         total: Tensor | None = None
-        for first in (
-            range(start, stop, _LONG) if height > _LONG else (start,)
-        ):  # tall blocks are summed in pieces
+        # Tall blocks are summed in pieces.
+        for first in range(start, stop, _LONG) if height > _LONG else (start,):
             last = min(first + _LONG, stop) if height > _LONG else stop
             if last - first > buffer.shape[0]:
                 buffer = torch.empty(
@@ -196,9 +195,8 @@ def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor
     ``(rows, block columns)``."""
     if width == 1:
         return scored
-    first = min(
-        rect.cols, -rect.col % width
-    )  # columns that belong to a block begun left of the shard
+    # Columns that belong to a block begun left of the shard.
+    first = min(rect.cols, -rect.col % width)
     whole = (rect.cols - first) // width
     left = 1 if first else 0
     if first:
@@ -258,9 +256,8 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     height, width = block
     rows, cols = scores.shape
     down, across = chosen.shape
-    padded = scores.new_full(
-        (down * height, across * width), torch.inf
-    )  # padding ranks behind every (finite) element
+    # Padding ranks behind every (finite) element.
+    padded = scores.new_full((down * height, across * width), torch.inf)
     padded[:rows, :cols] = scores
     blocks = (
         padded.view(down, height, across, width)

@@ -216,9 +216,8 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     leading = torch.bitwise_right_shift(
         bits, LEADING_SHIFT, out=None if scratch is None else scratch[: bits.numel()]
     )
-    copies = (
-        4 if bits.is_cpu and bits.numel() % 64 == 0 else 1
-    )  # adding to the same bucket twice in a row is slow
+    # Adding to the same bucket twice in a row is slow.
+    copies = 4 if bits.is_cpu and bits.numel() % 64 == 0 else 1
     if copies > 1:
         leading.view(-1, 64).add_(
             torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS)

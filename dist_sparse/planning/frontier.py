@@ -98,7 +98,11 @@ def frontier(
         >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.randn(100, 4) @ torch.randn(4, 16))
         >>> ids = torch.arange(100).view(20, 5)
         >>> means = table(ids)
-        >>> found = frontier(table, lambda model: {"loss": float((model(ids) - means).abs().mean())}, budgets=[0.3])
+        >>> found = frontier(
+        ...     table,
+        ...     lambda model: {"loss": float((model(ids) - means).abs().mean())},
+        ...     budgets=[0.3],
+        ... )
         >>> found.points[0].method  # four columns hold all
         'rotated'
     """
@@ -177,7 +181,9 @@ def measure_plan(
         >>> ids = torch.arange(1000).view(200, 5)
         >>> means = table(ids)
         >>> planned = plan(table, "20%", rotate="table")
-        >>> found = measure_plan(table, lambda model: {"loss": float((model(ids) - means).abs().mean())}, planned)
+        >>> found = measure_plan(
+        ...     table, lambda model: {"loss": float((model(ids) - means).abs().mean())}, planned
+        ... )
         >>> found.points[0].method  # four columns hold all
         'rotated'
     """

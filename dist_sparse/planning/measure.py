@@ -79,9 +79,8 @@ class Measurements:
         self._file = file if self._world.rank == 0 else None
         with self._world.agreeing("measuring a model") as facts:
             self.tables = _shapes(model)
-            check_range(
-                model_source(model).locate(), "fp32"
-            )  # of weights that are not finite no metric says which
+            # Of weights that are not finite no metric says which.
+            check_range(model_source(model).locate(), "fp32")
             facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
         self.table_bytes = dense_bytes(self.tables)
         self.full = self._metrics(model, evaluate)
@@ -94,9 +93,8 @@ class Measurements:
         terminal."""
         new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
         with _bar(len(new), title, shown=self._world.rank == 0) as advance:
-            for attempt in sorted(
-                new.values(), key=lambda each: each.trained or ("", 0.0)
-            ):  # each model once
+            # Each model once.
+            for attempt in sorted(new.values(), key=lambda each: each.trained or ("", 0.0)):
                 self._measure(attempt)
                 advance()
         return [Measured(attempt=attempt, **self._done[_key(attempt)]) for attempt in attempts]

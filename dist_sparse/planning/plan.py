@@ -271,9 +271,8 @@ def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
         for table in tables
         if table.name in candidate.narrowed or table.name in candidate.levels
     ]
-    at = (
-        "end=0, min_rows=0" if any(table.shape[0] < 16 for table in changed) else "end=0"
-    )  # left dense by default
+    # Left dense by default.
+    at = "end=0, min_rows=0" if any(table.shape[0] < 16 for table in changed) else "end=0"
     if candidate.columns < 1 and candidate.groups:
         groups = [list(group) for group in candidate.groups]
         level = f"{1 - candidate.columns:.6g}"

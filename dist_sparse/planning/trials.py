@@ -56,7 +56,9 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         >>> import torch
         >>> from dist_sparse.planning.candidates import Candidate
         >>> from dist_sparse.planning.trials import serving
-        >>> model = torch.nn.EmbeddingBag.from_pretrained(torch.tensor([[0.0, 0.1], [1.0, 2.0], [0.2, 3.0]]))
+        >>> model = torch.nn.EmbeddingBag.from_pretrained(
+        ...     torch.tensor([[0.0, 0.1], [1.0, 2.0], [0.2, 3.0]])
+        ... )
         >>> with serving(model, Candidate(dtype="int4", levels={"weight": 1 / 3})):
         ...     print(model.weight.data)
         tensor([[0.0000, 0.0000],
@@ -126,9 +128,8 @@ def _write(
 ) -> None:
     """Write what is served into the tables. Collective."""
     levels = {name: candidate.level(located[name]) for name in candidate.levels}
-    for kernel in sorted(
-        {str(located[name].kernel) for name in levels}
-    ):  # those with a fused optimizer know its sums
+    # Those with a fused optimizer know its sums.
+    for kernel in sorted({str(located[name].kernel) for name in levels}):
         some = {
             name: level for name, level in levels.items() if str(located[name].kernel) == kernel
         }

@@ -401,10 +401,11 @@ def _path(line: Line, x_of: Place, y_of: Place) -> str:
         if y is None:
             begun = False
         elif not begun:
+            # H0: with round ends, a point alone is a dot.
             path, begun = (
                 f"{path}M{x_of(x)} {y_of(y)}h0",
                 True,
-            )  # h0: with round ends, a point alone is a dot
+            )
         elif line.steps:
             path += f"H{x_of(x)}V{y_of(y)}"
         else:

@@ -181,9 +181,8 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
     folder.mkdir(parents=True, exist_ok=True)
     log = LogFile(folder)
     try:
-        check_log(
-            folder, resume
-        )  # again: only now that the log is locked no other process can have started one
+        # Again: only now that the log is locked no other process can have started one.
+        check_log(folder, resume)
         run = folder / RUN
         if run.exists():
             log.begin_session()
@@ -277,9 +276,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return line
 
 
-_decode = (
-    json.JSONDecoder().decode
-)  # json.loads() looks at seven options first, of each line of a long log
+# Json.loads() looks at seven options first, of each line of a long log.
+_decode = json.JSONDecoder().decode
 
 
 def _refuse_special(file: Path, links: bool = False) -> None:

@@ -332,7 +332,7 @@ class _Reader:
         self._tables: tuple[TableStats, ...] = ()
         self._dead: dict[str, int] = {}
         self._traffic: dict[str, Traffic] = {}
-        self._lookups: dict[str, tuple[int, int]] = {}
+        self._traffic_sums: dict[str, tuple[int, int]] = {}
         self._last: int | None = None
         self._sessions, self._ends, self._ended = 1, 0, False
         self._elapsed = self._before = self._masks = self._enforcement = 0.0
@@ -366,7 +366,7 @@ class _Reader:
             "tables": self._tables,
             "dead_rows": self._dead,
             "traffic": self._traffic,
-            "lookups": self._lookups,
+            "lookups": self._traffic_sums,
             "scores": scores.of,
             "spent": Spent(
                 total=self._before + self._elapsed,
@@ -376,9 +376,8 @@ class _Reader:
         }
 
     def _take_values(self, line: Mapping[str, Any]) -> None:
-        self._tell_session(
-            line["seconds"]
-        )  # first: what an older session logged of these steps is dropped below
+        # First: what an older session logged of these steps is dropped below.
+        self._tell_session(line["seconds"])
         step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
@@ -422,7 +421,7 @@ class _Reader:
                 table["name"]: _traffic(table["traffic"]) for table in tables if "traffic" in table
             }
             counted = [table for table in tables if "lookups" in table]  # older logs lack them
-            self._lookups = {
+            self._traffic_sums = {
                 table["name"]: (table["lookups"], table["removed_lookups"]) for table in counted
             }
         self._enforcement += spent.get("enforcement", 0.0)

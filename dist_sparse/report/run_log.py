@@ -172,9 +172,8 @@ class RunLog:
                     for data in ModelTables(model).locate()
                 }
             self._scores_every = integer("scores_every", scores_every, least=1)
-        with world.agreeing(
-            "RunLog()"
-        ):  # only now, when no rank refuses its arguments, may rank 0 write
+        # Only now, when no rank refuses its arguments, may rank 0 write.
+        with world.agreeing("RunLog()"):
             if self._writes:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
@@ -211,12 +210,11 @@ class RunLog:
         if step <= self._last:
             raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
         given = {name: value for name, value in values.items() if value is not None}
+        # On every rank: after an error on rank 0 alone the others would wait for it.
         for (
             name,
             value,
-        ) in (
-            given.items()
-        ):  # on every rank: after an error on rank 0 alone the others would wait for it
+        ) in given.items():
             _check(name, value)
         self._last = step
         # Updates since the last call belong to this step; what they counted arrives with a later

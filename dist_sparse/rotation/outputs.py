@@ -51,9 +51,8 @@ def turn_back(
         )
     hook = _hook(module)
     if hook is None:
-        module.register_forward_hook(
-            hook := _Hook(root), prepend=True
-        )  # hooks of the user's read the original basis
+        # Hooks of the user's read the original basis.
+        module.register_forward_hook(hook := _Hook(root), prepend=True)
     own = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]  # its name in the collection
     found = (
         [None] if outputs is None else [output for output, table in outputs.items() if table == own]

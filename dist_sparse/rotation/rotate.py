@@ -127,7 +127,8 @@ class _Rotation:
         packed.reshard(located)
         with packed.agreeing("step()"):
             enforcer = _enforcer(self._sparsifier)
-            enforcer.settle()  # a removed weight that is not zero would be spread over the other columns
+            # A removed weight that is not zero would be spread over the other columns.
+            enforcer.settle()
             enforcer.check_rotation(_names(groups))
             _refuse_unfit(self._sparsifier, located, groups)
         grams = self._gram_matrices(located)
@@ -205,7 +206,9 @@ def rotation_groups(
     Example::
 
         >>> from dist_sparse.rotation.rotate import rotation_groups
-        >>> rotation_groups("table", ["user", "item"]), rotation_groups([("user", "item")], ["user", "item"])
+        >>> rotation_groups("table", ["user", "item"]), rotation_groups(
+        ...     [("user", "item")], ["user", "item"]
+        ... )
         ([['user'], ['item']], [['user', 'item']])
     """
     known = list(tables)

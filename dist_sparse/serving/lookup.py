@@ -1,8 +1,8 @@
 """Lookups of rows that have been found, by FBGEMM's operator.
 
-It takes the rows of all ids of all features as :class:`~dist_sparse.compaction.row_index.RowIndexes`
-returns them, -1 for removed rows, which count as zeros. It holds tensors and numbers alone, no
-module of FBGEMM, which ``torch.export`` refuses.
+It takes the rows of all ids of all features as
+:class:`~dist_sparse.compaction.row_index.RowIndexes` returns them, -1 for removed rows, which count
+as zeros. It holds tensors and numbers alone, no module of FBGEMM, which ``torch.export`` refuses.
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ class _Lookup(nn.Module):
         self.unknown = unknown
         each = torch.ones(len(features) if unknown == "id0" else 0, dtype=torch.int64)
         first = self.index(torch.zeros_like(each), each) if unknown == "id0" else each
-        self.register_buffer(
-            "first_rows", first, persistent=False
-        )  # of each feature the row of id 0
+        # Of each feature the row of id 0.
+        self.register_buffer("first_rows", first, persistent=False)
         self._counted = [
             UnknownLookups({name: table.entry.rows for name, table in tables.items()}, features)
         ]
@@ -162,9 +161,8 @@ class EmbeddingBagLookup(_Lookup):
                 [ends, torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)]
             )
         ends = _checked(ends, ids.size(0))
-        found: Tensor = self.rows(
-            self._found(ids, ends), ends, ends, weights
-        )  # of one feature no counts are read
+        # Of one feature no counts are read.
+        found: Tensor = self.rows(self._found(ids, ends), ends, ends, weights)
         return found
 
 

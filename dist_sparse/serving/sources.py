@@ -109,9 +109,8 @@ def sources_of(
                     f"Table {data.name!r} has lost rows since it got its default row: it can't be"
                     " served."
                 )
-            stored = stored & (
-                torch.arange(len(stored)) < index.stored
-            )  # no id has the rows behind
+            # No id has the rows behind.
+            stored = stored & (torch.arange(len(stored)) < index.stored)
             kept = index.kept().cpu()
             kept[kept.clone()] = stored[: index.num_kept]
         if block is not None and block[1] >= data.shape[1] and bool(kept.all()):

@@ -78,7 +78,9 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         >>> class DropNegative(BaseDataSparsifier):
         ...     def update_mask(self, name, data, **config):
         ...         self.get_mask(name)[data < config["below"]] = 0
-        >>> sparsifier = DropNegative([("weight", torch.tensor([[1.0, -2.0], [-3.0, 4.0]]))], below=0.0)
+        >>> sparsifier = DropNegative(
+        ...     [("weight", torch.tensor([[1.0, -2.0], [-3.0, 4.0]]))], below=0.0
+        ... )
         >>> sparsifier.step()
         >>> sparsifier.get_data("weight", return_original=False)
         tensor([[1., 0.],

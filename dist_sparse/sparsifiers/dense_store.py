@@ -27,9 +27,8 @@ class Masked(nn.Module):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        self.register_buffer(
-            "mask", mask, persistent=False
-        )  # saved once, in the sparsifier's own state
+        # Saved once, in the sparsifier's own state.
+        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the effective weight, of the shape and dtype of ``x``."""
@@ -86,9 +85,8 @@ class DenseStore:
         """
         check_memory(name, weight)
         if name in self:
-            _attach(
-                Container(), name, weight, mask, parametrization
-            )  # raises before the old data is released
+            # Raises before the old data is released.
+            _attach(Container(), name, weight, mask, parametrization)
             self.drop(name)
         _attach(self.container, name, weight, mask, parametrization)
         self.state[name] = {"mask": mask}

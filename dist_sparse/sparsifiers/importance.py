@@ -152,7 +152,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         return self.scored_by == "accumulator"
 
     @property
-    def measure(self) -> Literal["L1", "L2"] | None:  # type: ignore[override]  # without a norm, score() is called
+    # Without a norm, score() is called.
+    def measure(self) -> Literal["L1", "L2"] | None:  # type: ignore[override]
         return super().measure if self.scored_by == "norm" else None
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
@@ -178,7 +179,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by == "norm":
             return super().row_measure(name, shard)
         if self.scored_by != "norm_accumulator":
-            return None  # counts decay in all rows; what is reset changes in rows that nothing has written
+            # Counts decay in all rows; what is reset changes in rows that nothing has written.
+            return None
         known = next(known for known in self._known[name] if known.rect == shard.rect)
         # Backwards write the sums too, in the rows that they write; torch counts all other writes,
         # such as a load.

@@ -107,7 +107,9 @@ class Inspection:
             >>> import torch
             >>> from dist_sparse import DataNormSparsifier
             >>> table = torch.nn.EmbeddingBag(10, 4)
-            >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row", norm="L2")
+            >>> sparsifier = DataNormSparsifier(
+            ...     sparsity_level=0.5, sparse_block_shape="row", norm="L2"
+            ... )
             >>> names = sparsifier.add_model(table)
             >>> sparsifier.step()
             >>> list(sparsifier.audit())

@@ -91,9 +91,8 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     owned = set(data.owned(group_over(data.ranks).rank))
     sums = torch.zeros(2, dtype=torch.int64)
     for mask, sampled in zip(masks, packed.samples(data.name), strict=True):
-        if (
-            mask.rect.col == 0 and mask.rect in owned
-        ):  # shards of the same rows have the same lookups
+        # Shards of the same rows have the same lookups.
+        if mask.rect.col == 0 and mask.rect in owned:
             sums += sampled.cpu()
     looked_up, removed = sums.tolist()
     return looked_up, removed

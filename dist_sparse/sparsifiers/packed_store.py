@@ -128,9 +128,8 @@ class PackedStore:
             (span, known), name = entries[i], entries[j][1]
             if j < old or known == name:
                 continue
-            if known not in self or span in _spans(
-                self.find(known)
-            ):  # the memory may have a new owner
+            # The memory may have a new owner.
+            if known not in self or span in _spans(self.find(known)):
                 raise ValueError(
                     f"Table {name!r} is registered already, as {known!r}: they share memory."
                 )

@@ -121,7 +121,8 @@ class ScoreSparsifier(BaseDataSparsifier):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "score" in cls.__dict__ and "measure" not in cls.__dict__:
-            cls.measure = None  # type: ignore[assignment, method-assign]  # not the norm of a parent
+            # Not the norm of a parent.
+            cls.measure = None  # type: ignore[assignment, method-assign]
         if "score" in cls.__dict__ and "row_measure" not in cls.__dict__:
             cls.row_measure = ScoreSparsifier.row_measure  # type: ignore[method-assign]
 
@@ -460,7 +461,9 @@ class DataNormSparsifier(ScoreSparsifier):
         >>> import torch
         >>> from dist_sparse import DataNormSparsifier
         >>> weight = torch.tensor([[1.0, -1.0], [0.1, 0.2], [3.0, 0.0], [0.0, 0.3]])
-        >>> sparsifier = DataNormSparsifier([("user", weight)], 0.5, sparse_block_shape="row", norm="L2")
+        >>> sparsifier = DataNormSparsifier(
+        ...     [("user", weight)], 0.5, sparse_block_shape="row", norm="L2"
+        ... )
         >>> sparsifier.step()
         >>> sparsifier.get_data("user", return_original=False)
         tensor([[ 1., -1.],

@@ -67,9 +67,8 @@ def table_stats(sparsifier: Registered) -> list[TableStats]:
     """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
     packed, dense, configs = sparsifier.packed_store, sparsifier.dense_store, sparsifier.data_groups
     located = packed.current("table_stats()")
-    with packed.agreeing(
-        "table_stats()"
-    ):  # a rank that runs out of memory here would leave the others waiting
+    # A rank that runs out of memory here would leave the others waiting.
+    with packed.agreeing("table_stats()"):
         counts = counts_of(located, packed.all_masks())
     found = stats_of(located, counts, {name: packed.block(name) for name in located}, configs)
     for name in dense.names:
@@ -267,15 +266,14 @@ def audit(sparsifier: Registered) -> dict[str, str]:
                     located[name], packed.block(name), packed.masks(name), rank
                 )
         if enforcer is not None:
-            enforcer.settle()  # dirty rows are zeroed before a forward reads them: they are no errors
+            # Dirty rows are zeroed before a forward reads them: they are no errors.
+            enforcer.settle()
     revived = _revived(packed, located)
     if enforcer is not None:
-        revived |= _revived_plain(
-            sparsifier.dense_store
-        )  # without one, plain data keeps the weights that it removes
-    with packed.agreeing(
-        "audit()"
-    ):  # of all groups: ranks that hold none of a table must not go on alone
+        # Without one, plain data keeps the weights that it removes.
+        revived |= _revived_plain(sparsifier.dense_store)
+    # Of all groups: ranks that hold none of a table must not go on alone.
+    with packed.agreeing("audit()"):
         _report_revived(
             {name: count for name, count in revived.items() if count}, enforced=enforcer is not None
         )
@@ -372,7 +370,9 @@ def describe(sparsifier: Registered) -> str:
 
         >>> import torch
         >>> from dist_sparse import DataNormSparsifier, describe
-        >>> sparsifier = DataNormSparsifier([("user", torch.ones(100, 16))], sparse_block_shape=(1, 4))
+        >>> sparsifier = DataNormSparsifier(
+        ...     [("user", torch.ones(100, 16))], sparse_block_shape=(1, 4)
+        ... )
         >>> print(describe(sparsifier))
         DataNormSparsifier: 1 registered, over 1 rank
         name  shape     dtype    sharding  shards (here)  block  zeros/block  level  mask bytes

@@ -202,9 +202,8 @@ def make_masks(
     except ValueError:
         for ranks, (facts, _) in zip(packed.groups, noted, strict=False):
             if recorder is not None and _WAITING in facts.differing:
-                recorder.forget(
-                    ranks
-                )  # on all of these ranks alike, so that the next mask update can agree
+                # On all of these ranks alike, so that the next mask update can agree.
+                recorder.forget(ranks)
         raise
     # 3. Collective: bring masks to their shards, select.
     packed.reshard(located)

@@ -93,9 +93,8 @@ class ChunkedTensor(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        if (
-            self.loaded is not None
-        ):  # the index is that of the chunk list: chunks that overlap may begin together
+        # The index is that of the chunk list: chunks that overlap may begin together.
+        if self.loaded is not None:
             at: int = index.index
             return self.loaded[at]
         return next(chunk for offset, chunk in self.writes if torch.Size(offset) == index.offset)
@@ -140,6 +139,5 @@ class ChunkedTensor(torch.Tensor):
         return other
 
 
-torch.serialization.add_safe_globals(
-    [ChunkedTensor]
-)  # torch.load(weights_only=True) of a saved state
+# Torch.load(weights_only=True) of a saved state.
+torch.serialization.add_safe_globals([ChunkedTensor])

@@ -283,9 +283,8 @@ class Span(NamedTuple):
             return False
         if self.pitch != other.pitch:
             return True
-        lead = (
-            other.start - self.start
-        ) % self.pitch  # columns of one matrix, side by side, have nothing in common
+        # Columns of one matrix, side by side, have nothing in common.
+        lead = (other.start - self.start) % self.pitch
         return lead < self.width or lead + other.width > self.pitch
 
 

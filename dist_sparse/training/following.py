@@ -106,9 +106,8 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """Yield the innermost optimizers, then one that is made of fused ones or of several: torch's
     hooks run on both."""
     yield from leaves(optimizer)
-    while not combines(optimizer) and hasattr(
-        optimizer, "_optimizer"
-    ):  # as LightningOptimizer does
+    # As LightningOptimizer does.
+    while not combines(optimizer) and hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
     if combines(optimizer):
         yield optimizer

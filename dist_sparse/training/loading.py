@@ -100,9 +100,8 @@ def _parsed(
         raise ValueError(
             f"Invalid state of type {type(state).__name__}: must be what state_dict() returned."
         )
-    _check_keys(
-        "The state", state, {"sparsifier", "schedule"}, only=False
-    )  # Lightning's callback adds its own
+    # Lightning's callback adds its own.
+    _check_keys("The state", state, {"sparsifier", "schedule"}, only=False)
     parts = from_json("the schedule", state["schedule"])
     _check_keys("The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors"})
     schedule = parts["scheduler"]

@@ -154,9 +154,8 @@ class Plan:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, value in found.items():
             if isinstance(value, Mapping):
-                found[name] = list(
-                    value.items()
-                )  # in order: of several globs that match, the last counts
+                # In order: of several globs that match, the last counts.
+                found[name] = list(value.items())
         found["protect"] = sorted(self.protect)
         found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
         return found

@@ -44,9 +44,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 class _TwoSpaces(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.tab_length = 2
-        md.parser = build_block_parser(
-            md
-        )  # the parts of a parser note the length when they are made
+        # The parts of a parser note the length when they are made.
+        md.parser = build_block_parser(md)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

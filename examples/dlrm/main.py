@@ -168,6 +168,7 @@ def relaunch(world: int, argv: Sequence[str]) -> None:
     only_nproc.add_argument("--nproc")
     _, others = only_nproc.parse_known_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Its bars are drawn in place.
     launcher = [
         "-m",
         "dist_sparse.launch",
@@ -175,7 +176,7 @@ def relaunch(world: int, argv: Sequence[str]) -> None:
         str(world),
         "--ranks",
         "0",
-    ]  # its bars are drawn in place
+    ]
     os.execv(
         sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), "--", *others]
     )

@@ -316,9 +316,8 @@ def run(
     removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
     pipeline.detach()
     if saving is not None and settings.rank == 0:
-        shutil.rmtree(
-            folder / "served", ignore_errors=True
-        )  # of a run that ended after it had exported
+        # Of a run that ended after it had exported.
+        shutil.rmtree(folder / "served", ignore_errors=True)
     sparsifier = None if sparsification is None else sparsification.sparsifier
     export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
     table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes

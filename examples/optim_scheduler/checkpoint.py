@@ -32,9 +32,8 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
             with new.open("wb") as file:
                 torch.save(dict(state), file)
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # else a power failure may leave the name with nothing behind it
+                # Else a power failure may leave the name with nothing behind it.
+                os.fsync(file.fileno())
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)

@@ -39,9 +39,8 @@ _TIMEOUT = timedelta(minutes=5)
 def main(options: argparse.Namespace) -> None:
     """Run the whole job. Collective over the processes that torchrun has started, if any."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(
-        logging.ERROR
-    )  # noise of TorchRec's batches
+    # Noise of TorchRec's batches.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     world = started_world() or 1
     if world > 1:
         dist.init_process_group("gloo", timeout=_TIMEOUT)

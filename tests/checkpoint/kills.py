@@ -36,10 +36,11 @@ __all__ = ["live"]
 
 KILLS, RESTARTS = 20, 5
 _STEPS = 200  # more than the lives before the kills do together
+# In the environment of the ranks of the launcher.
 _ROOT, _SEED = (
     "CHECKPOINT_KILLS_ROOT",
     "CHECKPOINT_KILLS_SEED",
-)  # in the environment of the ranks of the launcher
+)
 
 
 def live(root: Path, steps: int, fault: Mapping[str, object] | None = None) -> dict[str, Tensor]:

@@ -49,9 +49,10 @@ class Job:
         self, sharding: str, root: Path, block: tuple[int, Any] = (1, ROW), **settings: Any
     ) -> None:
         cell = trained_cells(dist.get_world_size())[sharding]
+        # In every world.
         self.cell = replace(
             cell, tables=tuple(replace(t, rows=max(t.rows, 4)) for t in cell.tables)
-        )  # in every world
+        )
         # Otherwise DDP changes its buckets after two steps, and a resumed run adds up in another
         # order for as long.
         buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)

@@ -199,9 +199,8 @@ def test_save_async_is_not_counted_and_says_nothing(tmp_path: Path) -> None:
     job = Job("row_wise", tmp_path)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        warnings.filterwarnings(
-            "ignore", message="Please use DTensor instead"
-        )  # of the states, in this thread
+        # Of the states, in this thread.
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")
         job.checkpoints.save_async(1, **job.parts)
         before = traffic()
         job.checkpoints.wait()

@@ -56,7 +56,8 @@ def run(rows):
     listed = list(model.parameters()) if kind == "plain" else []
     before = resident()
     result = compact(model, sparsifier)
-    return before - resident(), result, (model, sparsifier, optimizers, listed)  # what a script still holds
+    # What a script still holds.
+    return before - resident(), result, (model, sparsifier, optimizers, listed)
 
 if kind != "plain":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

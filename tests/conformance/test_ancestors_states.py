@@ -111,10 +111,11 @@ def test_norm_sparsifier(passed: Callable[[Any], Any], dtype: torch.dtype, stric
         ours.get_data("squashed")
 
     del theirs.data_groups["squashed"]  # the ancestor can't step a squashed name
+    # Of half types the ancestor's masks are not those of the exact rule.
     if dtype in (
         torch.float32,
         torch.float64,
-    ):  # of half types the ancestor's masks are not those of the exact rule
+    ):
         trained(theirs, ours)
         before = theirs.get_mask("tensor").clone()
         ours.step()

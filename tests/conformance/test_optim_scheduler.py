@@ -416,10 +416,11 @@ def test_bug_24_states_pass_between_runs_with_and_without_amp(saved_with: bool) 
     second.load_state_dict(first.state_dict())
     assert repr(second.optimizer.state_dict()) == repr(first.optimizer.state_dict())
     train(other, [second], 4, first=4)
+    # The ancestor's without CUDA.
     disabled = {
         "optimizer": first.optimizer.state_dict(),
         "scaler": {},
-    }  # the ancestor's without CUDA
+    }
     second.load_state_dict(disabled)
 
 

@@ -96,9 +96,8 @@ def test_model_embeddings() -> None:
 
 
 def test_training_data() -> None:
-    batches = [
-        torch.randn(8, 4) for _ in range(3)
-    ]  # of equal length: the README's loop fails at a short last batch
+    # Of equal length: the README's loop fails at a short last batch.
+    batches = [torch.randn(8, 4) for _ in range(3)]
     data_sparsifier = ImplementedDataSparsifier(threshold=0.2)
     removed = torch.zeros(8, 4, dtype=torch.bool)
     for number, batch in enumerate(batches):
@@ -109,9 +108,8 @@ def test_training_data() -> None:
                 x = data_sparsifier.add_data(name="train_data", data=batch)
         assert torch.equal(x, torch.where(removed, 0.0, batch))
         data_sparsifier.step()
-        removed |= (
-            batch.abs() < 0.2
-        )  # the example only ever clears, so the reused mask loses more with every batch
+        # The example only ever clears, so the reused mask loses more with every batch.
+        removed |= batch.abs() < 0.2
         assert torch.equal(data_sparsifier.get_mask("train_data") == 0, removed)
 
 

@@ -79,9 +79,8 @@ TABLES: Final = (
     TableSpec("tiny", 3, 8, ("genre",)),
     TableSpec("word", 29, 12, ("query",)),
 )
-SEQUENCES: Final = tuple(
-    replace(table, dim=16) for table in TABLES
-)  # an EmbeddingCollection has one dim
+# An EmbeddingCollection has one dim.
+SEQUENCES: Final = tuple(replace(table, dim=16) for table in TABLES)
 WIDE: Final = (TableSpec("wide", 11, 256, ("wide_id",)), TableSpec("flat", 3, 256, ("flat_id",)))
 
 

@@ -90,9 +90,8 @@ def optimizer_of(
 
 def kernels(model: nn.Module) -> list[Any]:
     """TorchRec's modules around FBGEMM's batches of tables, fused or not, on this rank."""
-    lookups = [
-        lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())
-    ]  # a plain list
+    # A plain list.
+    lookups = [lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())]
     return [
         module for lookup in lookups for module in lookup.modules() if hasattr(module, "emb_module")
     ]
@@ -186,9 +185,8 @@ class Reads:
             ids = indices[offsets[number * size] : offsets[(number + 1) * size]].long()
             if name not in self.masks or not ids.numel():
                 continue
-            rows = torch.where(
-                (ids < 0) | (ids >= weight.shape[0]), 0, ids
-            ).unique()  # FBGEMM reads row 0
+            # FBGEMM reads row 0.
+            rows = torch.where((ids < 0) | (ids >= weight.shape[0]), 0, ids).unique()
             gone = cut(self.masks[name], at, weight)[rows] == 0
             removed += int(gone.sum())
             alive += int((weight[rows][gone] != 0).sum())
@@ -373,9 +371,8 @@ class Run:
             }
             self.sparsifier.step()
             self.moves += 1
-            wanted: list[Any] = [
-                None
-            ] * dist.get_world_size()  # the oracle is slow: every table is left to one rank
+            # The oracle is slow: every table is left to one rank.
+            wanted: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(wanted, self._wanted(before))
             self.reads.masks = {name: mask for theirs in wanted for name, mask in theirs.items()}
             for name, want in self.reads.masks.items():
@@ -415,10 +412,11 @@ class Run:
     def check_given_out(self) -> None:
         """Neither the model's state_dict nor ``get_data`` shows a removed element that is not 0.
         What is wrong is noted for :meth:`check_reads`, so that the ranks stay together."""
+        # The first one settles all, so they take turns.
         looks = [
             self._check_data,
             self._check_state,
-        ]  # the first one settles all, so they take turns
+        ]
         self.looked += 1
         for look in looks if self.looked % 2 else looks[::-1]:
             look()

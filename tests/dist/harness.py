@@ -230,9 +230,8 @@ def _start(folder: Path, rank: int, world: int) -> None:
 
     from dist_sparse.groups import set_timeout
 
-    warnings.filterwarnings(
-        "ignore", message="Please use DTensor instead"
-    )  # ShardedTensor, at each attribute
+    # ShardedTensor, at each attribute.
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
     set_timeout(_COLLECTIVES_END)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=_COLLECTIVES_END)

@@ -46,7 +46,8 @@ __all__ = [
     "weights",
 ]
 
-SOON = 60.0  # seconds; the timeout of collectives is much longer (harness.py), so that waiting for it shows
+# Seconds; the timeout of collectives is much longer (harness.py), so that waiting for it shows.
+SOON = 60.0
 ROWS, COLS = 9, 12
 ROWWISE = by_rows(ROWS, COLS, 4)
 COLWISE = by_cols(ROWS, COLS, 5)

@@ -118,9 +118,8 @@ def test_a_name_twice(bad: int) -> None:
     assert list(sparsifier.data_groups) == (["item"] if is_bad(bad) else [])
     sparsifier = DataNormSparsifier()
     sparsifier.add_model(model)
-    message = raised_by(
-        lambda: sparsifier.add_model(model)
-    )  # on all ranks: the table is known under this module
+    # On all ranks: the table is known under this module.
+    message = raised_by(lambda: sparsifier.add_model(model))
     assert "registered already" in message
 
 

@@ -177,9 +177,8 @@ def test_refused(tmp_path: Path) -> None:
         sparsifier, "'item': the masks remove .* blocks over all ranks, but", storage_reader=hole
     )
     before = sparsifier.audit()
-    dcp.load(
-        {"sparse": sparsifier}, checkpoint_id=tmp_path / "dense", planner=partial
-    )  # DCP's flag for dense ones
+    # DCP's flag for dense ones.
+    dcp.load({"sparse": sparsifier}, checkpoint_id=tmp_path / "dense", planner=partial)
     assert sparsifier.audit() == before
 
 

@@ -72,9 +72,8 @@ def test_a_mask_update_sends_no_elements() -> None:
         sparsifier.step()
         assert traffic().collectives <= 10
         sent.append(traffic().bytes)
-    assert max(sent) < 30_000 * 8 / 4, (
-        sent
-    )  # histograms; the elements of a rank's rows take 8 bytes each
+    # Histograms; the elements of a rank's rows take 8 bytes each.
+    assert max(sent) < 30_000 * 8 / 4, sent
 
 
 @on_ranks(2)

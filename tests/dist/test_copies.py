@@ -183,9 +183,8 @@ def _masks_are(
     for name, full in weights.items():
         want = oracle_mask(full, level, block, None, "L2").bool()
         assert torch.equal(sparsifier.full_mask(name).bool(), want), name
-        for (row, col), mask in sparsifier.local_masks(
-            name
-        ):  # of every copy, where full_mask reads the first
+        # Of every copy, where full_mask reads the first.
+        for (row, col), mask in sparsifier.local_masks(name):
             assert torch.equal(
                 mask.bool(), want[row : row + mask.shape[0], col : col + mask.shape[1]]
             ), name

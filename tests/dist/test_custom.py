@@ -159,9 +159,8 @@ def test_own_score(world: int) -> None:
         model = build(cell)
         full = {table: weight.clone() for table, weight in gathered(model).items()}
         for block, zeros in (((1, ROW), None), ((3, 5), None), ((1, 1), None), ((4, 1), 2)):
-            weight = (
-                0.0 if block == (1, ROW) else 0.25
-            )  # 0: all of the first row scores 0, whatever is in it
+            # 0: all of the first row scores 0, whatever is in it.
+            weight = 0.0 if block == (1, ROW) else 0.25
             sparsifier, alone = (
                 ByIndex(
                     sparsity_level=0.4,

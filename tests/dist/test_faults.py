@@ -58,10 +58,11 @@ def test_states_of_different_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="the state of table 'item'"):
         sparsifier.load_state_dict(late if dist.get_rank() else early)
     assert sparsifier.fingerprint() == before
+    # Of two runs, with as many updates: the blocks that are removed do not add up.
     for state in (
         early,
         late,
-    ):  # of two runs, with as many updates: the blocks that are removed do not add up
+    ):
         with edited(state["sharded"], "tables") as tables:
             for table in tables.values():
                 table["updates"] = 1

@@ -151,9 +151,8 @@ def test_parcels_come_as_they_were_packed() -> None:
     group, rank = group_over(world_ranks()), dist.get_rank()
     parcels, expected = Parcels(group), []
     for receiver in range(2):
-        parcels.send(
-            receiver, torch.full((3,), 10 * rank + receiver, dtype=torch.uint8)
-        )  # leaves doubles unaligned
+        # Leaves doubles unaligned.
+        parcels.send(receiver, torch.full((3,), 10 * rank + receiver, dtype=torch.uint8))
         parcels.send(receiver, torch.full((rank + 1, 2), float(rank), dtype=torch.float64))
     for sender in range(2):
         expected.append(

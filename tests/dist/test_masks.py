@@ -98,9 +98,8 @@ def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
                     f" {pattern.__name__}, {level=}"
                 )
                 got = sparsifier.full_mask(table).bool()
-                if (
-                    (turn + i) % world == dist.get_rank()
-                ):  # the oracle is slow: every table is checked by one rank
+                # The oracle is slow: every table is checked by one rank.
+                if (turn + i) % world == dist.get_rank():
                     want = known_mask(full, level, block, norm)
                     assert torch.equal(got, want), (
                         f"{where}: {int((got != want).sum())} elements differ"

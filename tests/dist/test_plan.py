@@ -20,9 +20,8 @@ WORLD = 2
 def test_untouched_rows(name: str) -> None:
     cell = cells(WORLD)[name]
     model, rank = build(cell), dist.get_rank()
-    optimizer = torch.optim.Adagrad(
-        model.parameters(), lr=0.1
-    )  # of the replicated table; it lists the fused ones too
+    # Of the replicated table; it lists the fused ones too.
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     assert plan(model, "20%", optimizer=optimizer).untouched == {}, "nothing was trained"
     before = gathered(model)
     model(batch(cell, seed=rank)).sum().backward()

@@ -145,9 +145,8 @@ def test_no_message_of_its_own() -> None:
         spent[recorded] = counts
     assert [t.collectives for t in spent[True]] == [t.collectives for t in spent[False]]
     extra = [a.bytes - b.bytes for a, b in zip(spent[True], spent[False], strict=True)]
-    assert extra[0] == 0 and set(extra[1:]) == {4 * 6 * 8}, (
-        extra
-    )  # four tables, six counts of 8 bytes
+    # Four tables, six counts of 8 bytes.
+    assert extra[0] == 0 and set(extra[1:]) == {4 * 6 * 8}, extra
 
 
 class Alternate(BaseDataSparsifier):

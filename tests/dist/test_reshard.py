@@ -214,9 +214,8 @@ def test_load() -> None:
     sparsifier.step()
     saved, before = sparsifier.state_dict(), sparsifier.full_mask("table")
     move_tensor(table, torch.randn(8, 8), there)
-    with pytest.raises(
-        ValueError, match=r"rank 0: ValueError: Table 'table'.*do not cover"
-    ):  # rank 1 has all it needs
+    # Rank 1 has all it needs.
+    with pytest.raises(ValueError, match=r"rank 0: ValueError: Table 'table'.*do not cover"):
         sparsifier.load_state_dict(saved)
     sparsifier.step()
     move_tensor(table, full, here)

@@ -285,9 +285,8 @@ def test_tables_share_their_messages() -> None:
     taken = []
     for tables in (None, [["user"]], "table"):
         model = build(cells(2)["row_wise"])
-        sparsifier = DataNormSparsifier(
-            sparsity_level=0.0, sparse_block_shape="col"
-        )  # no rounds of selection
+        # No rounds of selection.
+        sparsifier = DataNormSparsifier(sparsity_level=0.0, sparse_block_shape="col")
         sparsifier.add_model(model)
         with MaskEnforcer(sparsifier, "reset").attach(optimizer_of(model)):
             if tables is not None:

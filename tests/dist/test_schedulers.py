@@ -421,9 +421,8 @@ def test_cubic_sl_sends_nothing_and_has_one_plan() -> None:
 
 @on_ranks(2)
 def test_lambda_sl_moves_where_rank_0_s_levels_do() -> None:
-    mine = per_rank(
-        lambda step: step // 2 / 4, lambda step: step / 8
-    )  # other levels, and other steps at which they move
+    # Other levels, and other steps at which they move.
+    mine = per_rank(lambda step: step // 2 / 4, lambda step: step / 8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for last_epoch in (-1, 2):

@@ -101,9 +101,8 @@ def test_masks_are_those_of_a_loop_over_all_blocks(world: int, name: str) -> Non
             stats.name: stats.blocks - stats.removed_blocks for stats in sparsifier.table_stats()
         }
         assert min(kept.values()) > 0 and sparsifier.audit()
-        sparsifier.load_state_dict(
-            sparsifier.state_dict()
-        )  # whose counts of removed blocks are checked
+        # Whose counts of removed blocks are checked.
+        sparsifier.load_state_dict(sparsifier.state_dict())
 
 
 @on_ranks(2, 4)

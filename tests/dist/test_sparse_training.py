@@ -157,9 +157,8 @@ def test_a_replicated_collection_is_none_that_is_sharded_afterwards() -> None:
 @on_ranks(2)
 def test_shown_on_a_sharded_model() -> None:
     _, sparse = sharded()
-    assert "<pre>SparseTraining(step 0 of 9" in vars(SparseTraining)["_repr_html_"](
-        sparse
-    )  # local: one rank may show it alone
+    # Local: one rank may show it alone.
+    assert "<pre>SparseTraining(step 0 of 9" in vars(SparseTraining)["_repr_html_"](sparse)
     assert sparse.partial_tables == list(sparse.sparsifier.data_groups)
     assert sparse.sparsity == 0 and "row_wise" in sparse.summary()
 

@@ -173,9 +173,8 @@ def test_squash(world: int) -> None:
             sparsifier.full_mask("user")
         sparsifier.step()
         assert [stats.name for stats in sparsifier.table_stats()] == names[1:]
-        sparsifier.squash_mask(
-            leave_parametrized=False
-        )  # the mask is dropped, the weights are unchanged
+        # The mask is dropped, the weights are unchanged.
+        sparsifier.squash_mask(leave_parametrized=False)
         left = gathered(model)
         set_weights(model, full)
         assert sparsifier.table_stats() == [] and sparsifier.data_groups == {}

@@ -55,9 +55,8 @@ def test_tables_are_found_in_place(world: int, name: str) -> None:
     if cell.trains:
         features = batch(cell, seed=dist.get_rank())
         model(features).sum().backward()
-        _check_truth(
-            model, source.locate()
-        )  # what the fused optimizer wrote is seen, by the views of before too
+        # What the fused optimizer wrote is seen, by the views of before too.
+        _check_truth(model, source.locate())
         _check_truth(model, located)
         out = model(features)
         _zero(located)

@@ -18,9 +18,8 @@ from tests.dist.cells import build, cells
 from tests.dist.pieces import Sent, by_cols, by_rows, move, sharded, watched, write
 from tests.dist.plugin import on_ranks
 
-ROUNDS = 8 * (
-    2049 + 1024 + 1024
-)  # bytes a table of the three histograms: 2048 buckets and one for zeros, 1024, 1024
+# Bytes a table of the three histograms: 2048 buckets and one for zeros, 1024, 1024.
+ROUNDS = 8 * (2049 + 1024 + 1024)
 STATUS = 32
 
 

@@ -202,9 +202,8 @@ class TestSite:
         )
         (tmp_path / "docs" / "other.md").write_text("# Other\n")
         links = ("nowhere.md", "other.md#nowhere", "../benchmarks/nowhere.md")
-        wrong = {
-            "::: dist_sparse.nowhere": ["dist_sparse.nowhere"]
-        }  # ends the build before links are looked at
+        # Ends the build before links are looked at.
+        wrong = {"::: dist_sparse.nowhere": ["dist_sparse.nowhere"]}
         wrong |= {
             "\n".join(f"[x]({link})" for link in links): [
                 link.removeprefix("other.md") for link in links

@@ -87,9 +87,8 @@ def test_by_sample(data: st.DataObject) -> None:
         assert found.weights().tolist() == numbers
         found.weights().sum().backward()
         grad = given_.weights().grad
-        assert (
-            grad is not None and grad.nonzero().flatten().tolist() == numbers
-        )  # of dropped ones 0
+        # Of dropped ones 0.
+        assert grad is not None and grad.nonzero().flatten().tolist() == numbers
     else:
         assert found.weights_or_none() is None
 

@@ -142,10 +142,11 @@ def test_without_an_index_the_error_says_what_to_do(
 
 def test_history_features_do_not_see_the_future() -> None:
     rng = np.random.default_rng(3)
+    # Many ratings at one moment.
     user, time = (
         rng.integers(5, size=300),
         rng.integers(60, size=300) * 1800,
-    )  # many ratings at one moment
+    )
     past, hours = movielens.past_of_user(user, time)
     for i in range(300):
         earlier = (user == user[i]) & (time < time[i])
@@ -389,15 +390,13 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
 def printed(done: subprocess.CompletedProcess[str]) -> Printed:
     assert done.returncode == 0, done.stderr
     found = {}
-    text = re.sub(
-        r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE
-    )  # the launcher puts the rank before each line
+    # The launcher puts the rank before each line.
+    text = re.sub(r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE)
     for section in text.split("\n\n"):
         head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
         if lines and set("".join(lines[0])) == {"-"}:
-            found[head[0]] = [
-                dict(zip(head, line, strict=False)) for line in lines[1:]
-            ]  # the last cell may be empty
+            # The last cell may be empty.
+            found[head[0]] = [dict(zip(head, line, strict=False)) for line in lines[1:]]
     tables, runs = ({line[name]: line for line in found[name]} for name in ("table", "run"))
     return Printed(
         tables, runs, {(line["artifact"], line["dtype"]): line for line in found["artifact"]}, text

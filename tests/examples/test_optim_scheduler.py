@@ -123,6 +123,7 @@ def auc(out: str) -> float:
 @pytest.mark.slow
 def test_two_ranks_resumed_are_two_ranks_uninterrupted(npz: Path, tmp_path: Path) -> None:
     whole, parted, alone = (tmp_path / f"{name}.pt" for name in ("whole", "parted", "alone"))
+    # So that there are scalers to resume.
     options = (
         "--data",
         npz,
@@ -131,14 +132,13 @@ def test_two_ranks_resumed_are_two_ranks_uninterrupted(npz: Path, tmp_path: Path
         0.7,
         "--amp",
         "fp16",
-    )  # so that there are scalers to resume
+    )
     done = start(*options, "--checkpoint", whole, world=2)
     assert done.returncode == 0, done.stderr
     first = done.stdout
     check_tables(first, read(whole), 0.7)
-    stopped = printed(
-        *options, "--checkpoint", parted, "--stop-at", 9, folder=tmp_path, world=2
-    )  # in the second epoch
+    # In the second epoch.
+    stopped = printed(*options, "--checkpoint", parted, "--stop-at", 9, folder=tmp_path, world=2)
     assert "Stopped after update 9" in stopped
     assert "AUC" not in stopped
     assert read(parted)["done"] == 9
@@ -147,9 +147,8 @@ def test_two_ranks_resumed_are_two_ranks_uninterrupted(npz: Path, tmp_path: Path
     assert "updates 10 to 15" in second
     assert same(read(whole), read(parted))
     assert first.partition("\n\n")[2] == second.partition("\n\n")[2]  # but for the time
-    third = printed(
-        *options, "--checkpoint", alone, "--resume", folder=tmp_path
-    )  # on another number of ranks
+    # On another number of ranks.
+    third = printed(*options, "--checkpoint", alone, "--resume", folder=tmp_path)
     check_tables(third, read(alone), 0.7)
     assert auc(third) == pytest.approx(auc(first), abs=0.01)
 
@@ -194,9 +193,8 @@ class TestJob:
         both = job(npz, "--table-lr", 0.1, "--layer-lr", 0.01)
         both.train()
         assert both.tables.get_lr() == pytest.approx(0.1 * 0.5)  # the second epoch
-        assert both.layers.get_lr() == pytest.approx(
-            0.01 * (1 / 15) ** 0.5
-        )  # warm-up is 1 of 15 updates
+        # Warm-up is 1 of 15 updates.
+        assert both.layers.get_lr() == pytest.approx(0.01 * (1 / 15) ** 0.5)
 
     def test_a_revived_weight_is_found(self, npz: Path) -> None:
         done = job(npz)

@@ -73,9 +73,8 @@ def job(
     }
     environ |= {"FOLDER": str(folder), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     environ |= dict([mark.split("=", 1)]) | variables
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # pytest in the background; the launcher would leave it so
+    # Pytest in the background; the launcher would leave it so.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # pytest under nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

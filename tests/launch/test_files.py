@@ -183,11 +183,12 @@ def test_variables_reach_the_job_or_are_refused(tmp_path: Path) -> None:
     executable(tmp_path / "bin" / "python", "exec env -0")
     kept = {}
     for key in (key for key in known if re.fullmatch("[A-Z_][A-Z0-9_]*", key)):
+        # The stand-ins here, in sh, need or set these.
         if key.startswith("PET_") or key in (
             "PATH",
             "PWD",
             "OPTIND",
-        ):  # the stand-ins here, in sh, need or set these
+        ):
             continue
         try:
             sbatch.render(LaunchSpec(script="a.py", env={key: "7"}))
@@ -259,9 +260,8 @@ def test_every_text_of_a_trainjob_is_text_to_kubectl_too() -> None:
         if isinstance(event, yaml.ScalarEvent) and event.style is None
     }
     assert {"python", "--lr", "apiVersion"} <= plain
-    assert {word for word in plain if not re.match("-{0,2}[A-Za-z].", word)} == {
-        "1"
-    }  # numNodes, numProcPerNode
+    # NumNodes, numProcPerNode.
+    assert {word for word in plain if not re.match("-{0,2}[A-Za-z].", word)} == {"1"}
     assert "true" not in plain
 
 

@@ -65,9 +65,8 @@ def test_signals_end_ranks_as_they_are_sent(tmp_path: Path, number: signal.Signa
 def test_ranks_that_ignore_signals_are_killed_with_their_children(tmp_path: Path) -> None:
     with job(tmp_path, words(tmp_path, STUBBORN)) as running:
         running.wait_until("ready0", "ready1")
-        assert (
-            len(alive(running.mark)) == 6
-        )  # launcher, torchrun, two ranks, two children of theirs
+        # Launcher, torchrun, two ranks, two children of theirs.
+        assert len(alive(running.mark)) == 6
         running.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         running.process.send_signal(signal.SIGTERM)  # a second one does not break off the shutdown

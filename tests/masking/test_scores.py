@@ -75,10 +75,11 @@ def test_one_long_row_does_not_depend_on_threads() -> None:
 def test_row_chunks_cover_the_shard_in_whole_block_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 40)
     chunks = list(row_chunks(Rect(5, 0, 30, 4), (3, 2)))
+    # Row 5 ends block row 1; rows 33 and 34 begin block row 11.
     assert chunks[0] == (0, 1) and chunks[-1] == (
         28,
         30,
-    )  # row 5 ends block row 1; rows 33 and 34 begin block row 11
+    )
     assert [start for start, _ in chunks[1:]] == [stop for _, stop in chunks[:-1]]
     assert all((5 + start) % 3 == 0 for start, _ in chunks[1:])
     assert list(row_chunks(Rect(5, 0, 0, 4), (3, 2))) == []

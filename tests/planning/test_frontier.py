@@ -129,13 +129,11 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
     assert 0.99 * 2560 < points[0.1, "hashed"] <= 2560
     assert sorted(trained) == [("columns", 0.25), ("columns", 0.5), ("rows", 0.1 / 0.1875)]
     trained.clear()
-    assert (
-        found(model, budgets=[0.2, 0.1], **options) == points and trained == []
-    )  # read from trials.jsonl
+    # Read from trials.jsonl.
+    assert found(model, budgets=[0.2, 0.1], **options) == points and trained == []
     written = (tmp_path / "trials.jsonl").read_text()
-    (tmp_path / "trials.jsonl").write_text(
-        "3\n{}\n" + written[:-40]
-    )  # other lines; interrupted in the last one
+    # Other lines; interrupted in the last one.
+    (tmp_path / "trials.jsonl").write_text("3\n{}\n" + written[:-40])
     assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
     assert (
         json.loads((tmp_path / "frontier.json").read_text())["recommendation"]

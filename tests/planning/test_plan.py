@@ -212,9 +212,8 @@ def test_what_is_printed_fits_tables_of_a_few_rows(tmp_path: Path) -> None:
 
 
 def test_traffic_that_is_not_known() -> None:
-    model, optimizer = trained(
-        torch.optim.Adam
-    )  # its sums shrink: after a while they are zero again
+    # Its sums shrink: after a while they are zero again.
+    model, optimizer = trained(torch.optim.Adam)
     assert plan(model, "9%", optimizer=optimizer).untouched == plan(model, "9%").untouched == {}
     assert "Never looked up" not in str(plan(model, "9%"))
 

@@ -75,9 +75,8 @@ def test_what_an_artifact_serves(name: str, served: dict[str, list[dict[str, Ten
     cell = cells(2)[name]
     model = build(cell)
     before = gathered(model)
-    half = (
-        torch.finfo(torch.float16).eps if "fp16" in name else 0.0
-    )  # the table's own dtype rounds once more
+    # The table's own dtype rounds once more.
+    half = torch.finfo(torch.float16).eps if "fp16" in name else 0.0
     for candidate, expected in zip((ROWS, MORE, HALVES), served[tables_of(cell)], strict=True):
         with serving(model, candidate):
             same(gathered(model), expected, rtol=half)

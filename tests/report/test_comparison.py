@@ -153,9 +153,8 @@ def test_the_latest_run_and_the_browser(
     assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"The newest of the runs inside is .*runs/latest\."):
         read_run(runs)
-    assert list(read_runs(sorted(runs.iterdir())).compared) == [
-        "older"
-    ]  # runs/*: latest and newer are one run
+    # Runs/*: latest and newer are one run.
+    assert list(read_runs(sorted(runs.iterdir())).compared) == ["older"]
     RunLog(older, resume=True).close()
     RunLog(runs / "latest", resume=True).close()
     assert (runs / "latest").readlink() == Path("older")

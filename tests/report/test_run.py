@@ -73,9 +73,8 @@ def test_the_numbers(folder: Path) -> None:
 
 def test_a_run_that_has_not_ended(folder: Path) -> None:
     lines = (folder / LINES).read_text().splitlines(keepends=True)
-    (folder / LINES).write_text(
-        "".join(lines[:-1]) + lines[-1][:20]
-    )  # a crash in the middle of the last line
+    # A crash in the middle of the last line.
+    (folder / LINES).write_text("".join(lines[:-1]) + lines[-1][:20])
     run = read_run(folder)
     assert not run.finished and run.tables == () and run.spent.enforcement is None
     found = numbers(run)

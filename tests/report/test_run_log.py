@@ -128,10 +128,11 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
 def test_what_a_crash_has_cut_off_is_skipped_when_the_run_is_resumed(tmp_path: Path) -> None:
     train(tmp_path)
     whole = (tmp_path / LINES).read_text().splitlines(keepends=True)
+    # Cut short once, and when it was resumed.
     for cut in (
         whole[-1][:20],
         whole[-1][:20] + "\n" + whole[-1][:30],
-    ):  # cut short once, and when it was resumed
+    ):
         (tmp_path / LINES).write_text("".join(whole[:-1]) + cut)
         with RunLog(tmp_path, resume=True) as log:
             log.step(100, loss=1.0)

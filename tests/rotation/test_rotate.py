@@ -347,10 +347,11 @@ def test_a_squashed_table_stays_as_it_is() -> None:
 @pytest.mark.parametrize("zeros", [(), (2, 5), range(8)], ids=str)
 def test_bases(zeros: Any) -> None:
     torch.manual_seed(0)
+    # Of rank 4.
     user, item = (
         torch.randn(30, 8, dtype=torch.float64),
         torch.randn(4, 8, dtype=torch.float64),
-    )  # of rank 4
+    )
     user[:, list(zeros)] = 0
     used = 8 - len(zeros)
     basis = common_basis([user.T @ user, item.T @ item])

@@ -336,9 +336,8 @@ class TestResume:
         torch.save(saved, file)
         file.seek(0)
         numbered = make(ours_of([0.8, 0.6]), last_epoch=scheduler.last_epoch - 1)
-        stated = make(
-            ours_of([0.2, 0.3])
-        )  # whatever its levels: those of the first run's construction are in the state
+        # Whatever its levels: those of the first run's construction are in the state.
+        stated = make(ours_of([0.2, 0.3]))
         stated.load_state_dict(torch.load(file, weights_only=True))
         assert stated.state_dict() == saved
         expected = levels_by_step(whole, scheduler, 3)

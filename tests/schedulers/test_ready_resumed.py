@@ -138,11 +138,12 @@ class TestSeveralOnOneSparsifier:
             if still_stepped:
                 first.step()
             second.step()
+        # At 0 the first is still due, for it has stepped since the sparsifier did.
         assert due == [
             0,
             20,
             40,
-        ]  # at 0 the first is still due, for it has stepped since the sparsifier did
+        ]
 
     def test_users_own_have_a_say_when_they_step(self) -> None:
         class Once(BaseDataScheduler):

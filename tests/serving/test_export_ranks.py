@@ -189,9 +189,8 @@ def test_after_a_backward(block: str, tmp_path: Path) -> None:
             if step != 1:
                 sparse.step()
         model(batch(cell, seed=dist.get_rank())).sum().backward()
-        assert (
-            block == "row" or sum(sparse.sparsifier.count_revived().values()) > 0
-        )  # of removed rows ids are dropped
+        # Of removed rows ids are dropped.
+        assert block == "row" or sum(sparse.sparsifier.count_revived().values()) > 0
         export(model, sparse, tmp_path / "served")
         assert sum(sparse.sparsifier.count_revived().values()) == 0
         full = gathered(model)

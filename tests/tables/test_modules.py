@@ -21,10 +21,10 @@ from dist_sparse.tables.shards import Rect, ShardedData, check_data, check_tilin
 
 torchrec = pytest.importorskip("torchrec")
 
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # noqa: E402
     DenseTableBatchedEmbeddingBagsCodegen,
 )
-from torchrec import (
+from torchrec import (  # noqa: E402
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,

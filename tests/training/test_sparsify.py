@@ -406,9 +406,8 @@ class TestWhileAttached:
     def test_the_model_is_loaded(self, trained: int) -> None:
         model, sparsifier, optimizers, _ = attached(DENSE["adam"], register="all_of_it")
         few(model, optimizers, trained)
-        model(
-            torch.tensor([[1, 2]])
-        ).sum().backward()  # a load between a backward and the first step is no false alarm
+        # A load between a backward and the first step is no false alarm.
+        model(torch.tensor([[1, 2]])).sum().backward()
         model.load_state_dict(Net().state_dict())
         self.check_next(model, sparsifier, optimizers)
 
