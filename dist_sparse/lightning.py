@@ -22,10 +22,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.enforcer.optimizers import combines
 from dist_sparse.rotation.outputs import expect_bases
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.tables.shards import ROW
-from dist_sparse.training.following import combines, steppers
+from dist_sparse.training.following import steppers
 from dist_sparse.training.plan import (
     BlockShape,
     Levels,

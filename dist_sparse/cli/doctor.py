@@ -21,8 +21,8 @@ from typing import Any, Final, Literal
 from packaging.requirements import Requirement
 
 from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
-from dist_sparse.tables.versions import advised, check_versions, fitting
 from dist_sparse.text import table_lines
+from dist_sparse.torchrec.versions import advised, check_versions, fitting
 
 __all__ = ["Diagnosis", "Finding", "examine", "installed"]
 

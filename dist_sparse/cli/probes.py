@@ -29,7 +29,7 @@ print(json.dumps(found))
 """
 
 LOOKUP: Final = """
-import dist_sparse.tables.torchrec, torch, torchrec
+import dist_sparse.torchrec.port, torch, torchrec
 config = torchrec.EmbeddingBagConfig(
     name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
 )

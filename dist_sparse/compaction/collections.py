@@ -15,20 +15,33 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.types import LazyAwaitable
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    get_embedding_names_by_table,
-)
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.compaction.sites import CompactCollection, cut
 from dist_sparse.compaction.unknown import Unknown, UnknownLookups
-from dist_sparse.tables.torchrec import bounds_checks
+from dist_sparse.tables.port import collection_of
+from dist_sparse.torchrec.collections import configs_of, table_configs
+from dist_sparse.torchrec.kernels import select_jagged
+from dist_sparse.torchrec.models import row_shards
+from dist_sparse.torchrec.types import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    LazyAwaitable,
+    PoolingType,
+    get_embedding_names_by_table,
+)
 
-__all__ = ["CompactEmbeddingBagCollection", "CompactEmbeddingCollection", "CompactIds"]
+__all__ = [
+    "CompactEmbeddingBagCollection",
+    "CompactEmbeddingCollection",
+    "CompactIds",
+    "compact_collection",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +133,7 @@ class CompactIds(nn.Module):
             self._report(unknown)
         kept, weights = rows >= 0, features.weights_or_none()
         # The operator of the enforcer's drop: one pass over ids and lengths.
-        rows, lengths = torch.ops.fbgemm.masked_select_jagged_1d(rows, features.lengths(), kept)
+        rows, lengths = select_jagged(rows, features.lengths(), kept)
         return KeyedJaggedTensor(
             keys=self.names,
             values=rows.to(features.values().dtype),
@@ -208,7 +221,7 @@ class CompactIds(nn.Module):
 
     def _report(self, unknown: Sequence[Unknown]) -> None:
         """Do for ids out of range what the collection did before it was compact."""
-        modes = bounds_checks(self.collection[0].inner) if self.collection else {}
+        modes = collection_of(self.collection[0].inner).bounds_checks() if self.collection else {}
         for each in unknown:
             if modes.get(each.table, "FATAL") == "FATAL":
                 raise RuntimeError(f"Out of bounds access: {each}.")
@@ -250,7 +263,7 @@ def _stored(
     return replace(table, num_embeddings=max(kept, 1, rows.get(table.name, 0)), feature_names=names)
 
 
-class CompactEmbeddingBagCollection(nn.Module):
+class CompactEmbeddingBagCollection(CompactCollection):
     """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows
     for the others.
 
@@ -301,7 +314,7 @@ class CompactEmbeddingBagCollection(nn.Module):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self._weighted = is_weighted
+        self.tables, self.weighted = table_configs(tables), is_weighted
         self.ids = CompactIds(tables, indexes).to(
             torch.device("cpu") if _on_meta(device) else device
         )
@@ -349,7 +362,7 @@ class CompactEmbeddingBagCollection(nn.Module):
 
     def is_weighted(self) -> bool:
         """Return whether the KeyedJaggedTensor must have weights."""
-        return self._weighted
+        return self.weighted
 
 
 class _Means(nn.Module):
@@ -379,7 +392,7 @@ class _Means(nn.Module):
         return KeyedTensor(keys=keys, length_per_key=widths, values=values)
 
 
-class CompactEmbeddingCollection(nn.Module):
+class CompactEmbeddingCollection(CompactCollection):
     """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a
     row: removed ones, and ids out of range (see :class:`CompactIds`).
 
@@ -424,6 +437,7 @@ class CompactEmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
+        self.tables, self.weighted = table_configs(tables), False
         self.ids = CompactIds(tables, indexes).to(
             torch.device("cpu") if _on_meta(device) else device
         )
@@ -487,3 +501,55 @@ class _Zeros(nn.Module):
 
 def _on_meta(device: torch.device | None) -> bool:
     return device is not None and torch.device(device).type == "meta"
+
+
+def compact_collection(
+    module: nn.Module,
+    outer: CompactCollection | None,
+    kept: Mapping[str, Tensor],
+    device: torch.device,
+    widths: Mapping[str, int],
+    default_row: bool,
+) -> CompactEmbeddingBagCollection | CompactEmbeddingCollection:
+    """Return a compact collection in place of another. The rows of a sharded one are on the meta
+    device, to be sharded and filled.
+
+    Args:
+        module: the collection.
+        outer: the compact collection that it is the ``inner`` of, if it is.
+        kept: by table, which of the rows in ``module`` are kept.
+        device: of the ids.
+        widths: by table, how many of its first columns are kept, where that is not all.
+        default_row: whether the removed ids of a table share a row.
+    """
+    collection = collection_of(module)
+    indexes = outer.table_indexes() if outer is not None else {}
+    stored, shards = {}, row_shards(module)
+    for name, flags in kept.items():
+        if name in indexes:
+            indexes[name] = indexes[name].compose(RowIndex.of(flags[: indexes[name].num_kept]))
+        elif not bool(flags.all()):
+            indexes[name] = RowIndex.of(flags, default_row)
+        # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty
+        # table beside others of another width, FBGEMM's CPU backward writes other rows than it was
+        # given.
+        rows = max(1, indexes[name].stored if name in indexes else len(flags))
+        stored[name] = max(rows, (shards[name] - 1) * -(-rows // shards[name]) + 1)
+    configs = [
+        replace(config, embedding_dim=widths.get(config.name, config.embedding_dim))
+        for config in configs_of(outer or module)
+    ]
+    meta = torch.device("meta")
+    made: CompactEmbeddingBagCollection | CompactEmbeddingCollection
+    if collection.pooled:
+        made = CompactEmbeddingBagCollection(configs, indexes, collection.weighted, meta, stored)
+    else:
+        made = CompactEmbeddingCollection(configs, indexes, meta, stored)
+    made.ids.to(device)
+    # A sharded collection has no embedding modules: its rows are moved later.
+    for name, whole in collection.embeddings().items():
+        table: Any = collection_of(made.inner).embeddings()[name]
+        old = whole.get_parameter("weight")
+        weight = cut(old, kept[name], table.num_embeddings, table.embedding_dim)
+        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+    return made.train(module.training)

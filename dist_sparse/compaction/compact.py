@@ -8,18 +8,20 @@ last the old tables are released.
 from __future__ import annotations
 
 import gc
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import choice
-from dist_sparse.compaction.consumed import consume_parameter
+from dist_sparse.compaction.consumed import consume, consume_parameter
 from dist_sparse.compaction.kept_rows import kept_rows
+from dist_sparse.compaction.moving import move_collection
 from dist_sparse.compaction.sites import (
     Site,
     compact_embedding,
@@ -27,7 +29,6 @@ from dist_sparse.compaction.sites import (
     narrow_embedding,
     replace_modules,
     sites_of,
-    torchrec_part,
 )
 from dist_sparse.compaction.steppers import Stepped, Steppers
 from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
@@ -37,6 +38,8 @@ from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.outputs import is_turned, move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.protocols import Replacement, TorchRecPort
 from dist_sparse.tables.shards import Source
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
@@ -144,8 +147,8 @@ def compact(
             site: _compacted(site, kept[site], model, narrow[site], default_row) for site in kept
         }
     result, stepped = _put_in_place(model, kept, made, steppers, plan, together)
-    torchrec = torchrec_part()
-    inner = torchrec.unwrapped(result) if _is_dmp(model) else result
+    dmp = _dmp_port(model)
+    inner = dmp.unwrapped(result) if dmp is not None else result
     try:
         with together.agreeing("compact(), releasing the old tables"):
             for site in kept:
@@ -158,8 +161,8 @@ def compact(
                 steppers.replace(each)
             for site in kept:
                 _release(site)
-            if _is_dmp(model):
-                torchrec.consume_model(model)
+            if dmp is not None:
+                _consume_model(model, dmp)
     except ValueError as fault:
         # What is released can't be had back, so no rank may go on with a model that others lack.
         raise RuntimeError(
@@ -170,14 +173,15 @@ def compact(
     return result
 
 
-def _is_dmp(model: nn.Module) -> bool:
-    torchrec = torchrec_part()
-    return torchrec is not None and bool(torchrec.is_sharded_model(model))
+def _dmp_port(model: nn.Module) -> TorchRecPort | None:
+    """TorchRec's port if the model is a DistributedModelParallel."""
+    torchrec = torchrec_port()
+    return torchrec if torchrec is not None and torchrec.is_sharded_model(model) else None
 
 
 def _is_sharded(site: Site) -> bool:
-    torchrec = torchrec_part()
-    return torchrec is not None and bool(torchrec.is_sharded(site.module))
+    torchrec = torchrec_port()
+    return torchrec is not None and torchrec.is_sharded(site.module)
 
 
 def _put_in_place(
@@ -193,23 +197,27 @@ def _put_in_place(
 
     An exception on any rank is raised on all, and the model is as it was.
     """
-    torchrec, in_dmp = torchrec_part(), _is_dmp(model)
-    root: nn.Module = torchrec.unwrapped(model) if in_dmp else model
+    dmp = _dmp_port(model)
+    root = model if dmp is None else dmp.unwrapped(model)
     stepped: list[Stepped] = []
     try:
         with together.agreeing("compact(), putting its tables in place"):
             result = replace_modules(root, {site.replaced: made[site] for site in kept})
-            if in_dmp:
-                places = {
-                    site.place: (site.module, made[site]) for site in kept if _is_sharded(site)
-                }
-                sharding = torchrec.plan_of(model, result, places, plan)
-        if in_dmp:
+            if dmp is not None:
+                replacements = [
+                    Replacement(
+                        site.module, site.path, made[site].inner, f"{site.place}.inner".lstrip(".")
+                    )
+                    for site in kept
+                    if _is_sharded(site)
+                ]
+                sharding = dmp.compact_plan(model, result, replacements, plan)
+        if dmp is not None:
             agree = partial(_agree, together)
-            with together.agreeing("compact(), sharding its tables"), torchrec.before_ddp(agree):
-                result = torchrec.reshard(model, result, sharding)
-            with together.agreeing("compact(), wrapping its layers"), torchrec.before_ddp(agree):
-                torchrec.wrap_layers(result, model)
+            with together.agreeing("compact(), sharding its tables"), _before_ddp(agree):
+                result = dmp.reshard(model, result, sharding)
+            with together.agreeing("compact(), wrapping its layers"), _before_ddp(agree):
+                dmp.wrap_layers(result, model)
         with together.agreeing("compact(), moving rows"):
             for site, flags in kept.items():
                 move = _moved if _is_sharded(site) else _stepped
@@ -226,13 +234,47 @@ def _agree(together: Group) -> None:
         pass
 
 
+@contextmanager
+def _before_ddp(agree: Callable[[], None]) -> Iterator[None]:
+    """Call ``agree`` in the block whenever DDP is about to be built, just before its first
+    collective.
+
+    TorchRec builds it in constructors, after work that may fail on one rank alone, such as
+    allocating tables. DDP sets its attribute ``module`` before it communicates.
+    """
+
+    def registering(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and name == "module":
+            agree()
+
+    handle = register_module_module_registration_hook(registering)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _release(site: Site) -> None:
     """Free the old tables of a module. What still holds them, such as a list for clipping, raises
     when it is used."""
     for name, parameter in list(site.module.named_parameters()):
         consume_parameter(parameter, f"{site.path}.{name}".lstrip("."))
     if _is_sharded(site):
-        torchrec_part().consume_collection(site.module)
+        for used in (site.module, *collection_of(site.module).optimizers()):
+            consume(used, "This table collection")
+
+
+def _consume_model(model: nn.Module, dmp: TorchRecPort) -> None:
+    """Release everything that a DistributedModelParallel holds, but for the user's module: using it
+    raises from now on.
+
+    A forward whose backward has not come waits in the hooks of its DDP, which end with it: they
+    would take the next backward of the compact model for theirs.
+    """
+    layers = dmp.dense_layers(model)
+    if isinstance(layers, DistributedDataParallel):
+        consume(layers, "This model")
+    consume(model, "This model")
 
 
 Kept = dict[str, Tensor]
@@ -332,9 +374,8 @@ def _kept(
             )
             for table, rows in _rows(site).items()
         }
-        for table, index in (
-            torchrec_part().table_indexes(site.outer) if site.outer is not None else {}
-        ).items():
+        indexes = {} if site.outer is None else site.outer.table_indexes()
+        for table, index in indexes.items():
             found[site][table][index.stored :] = False  # rows that no id has
     if missing := removed - {names.get(fqn) for site in found for fqn in site.tables.values()}:
         raise ValueError(
@@ -353,16 +394,14 @@ def _rows(site: Site) -> dict[str, int]:
     """The rows that each table of a module stores."""
     if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
         return {"": len(site.module.get_parameter("weight"))}
-    rows: dict[str, int] = torchrec_part().table_rows(site.module)
-    return rows
+    return {table.name: table.rows for table in collection_of(site.module).tables}
 
 
 def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping[str, int]) -> None:
     """Refuse a module that can't be compacted, or whose optimizers are unknown."""
     module, name = site.module, _named(site)
-    torchrec = torchrec_part()
-    in_dmp = torchrec is not None and torchrec.is_sharded_model(model)
-    if not in_dmp:
+    torchrec = torchrec_port()
+    if _dmp_port(model) is None:
         for path, wrapper in model.named_modules():
             if (
                 isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
@@ -397,7 +436,7 @@ def _check(model: nn.Module, site: Site, optimizers_known: bool, widths: Mapping
                 f"{name} has mode='max', in which removed rows count as zeros: it can't be"
                 " compacted."
             )
-    elif reason := torchrec.refusal(model, module):
+    elif torchrec is not None and (reason := torchrec.compact_refusal(model, module)):
         raise ValueError(f"{name} can't be compacted: {reason}.")
     others = set(model.modules()) - set(module.modules())
     for parameter in _parameters(module).values():
@@ -436,9 +475,7 @@ def _check_default(site: Site, default_row: bool) -> None:
                 " removed."
             )
     else:
-        indexes = (
-            [] if site.outer is None else list(torchrec_part().table_indexes(site.outer).values())
-        )
+        indexes = [] if site.outer is None else list(site.outer.table_indexes().values())
     if any(index.default_row for index in indexes):
         raise ValueError(
             f"{name} has default rows, and tables with a default row can't lose rows again."
@@ -458,8 +495,11 @@ def _compacted(
         if widths:
             return narrow_embedding(site.module, widths[""])
         return compact_embedding(site.module, kept[""], default_row)
-    device = getattr(model, "device", None)
-    return torchrec_part().compacted(site.module, site.outer, kept, device, widths, default_row)
+    # Not above: it needs torchrec.
+    from dist_sparse.compaction.collections import compact_collection
+
+    device: Any = getattr(model, "device", None)
+    return compact_collection(site.module, site.outer, kept, device, widths, default_row)
 
 
 def _narrowed(site: Site, by_fqn: Mapping[str | None, int]) -> dict[str, int]:
@@ -473,7 +513,7 @@ def _narrowed(site: Site, by_fqn: Mapping[str | None, int]) -> dict[str, int]:
     if (
         not found
         or isinstance(site.module, (nn.Embedding, nn.EmbeddingBag))
-        or torchrec_part().is_bags(site.module)
+        or collection_of(site.module).pooled
     ):
         return found
     if others := [fqn for fqn in site.tables.values() if fqn not in by_fqn]:
@@ -487,8 +527,7 @@ def _narrowed(site: Site, by_fqn: Mapping[str | None, int]) -> dict[str, int]:
 def _parameters(module: Any) -> dict[str, nn.Parameter]:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return {"": module.get_parameter("weight")}
-    found: dict[str, nn.Parameter] = torchrec_part().parameters_of(module)
-    return found
+    return collection_of(module).parameters()
 
 
 def _stepped(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Stepped]:
@@ -509,9 +548,7 @@ def _stepped(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Step
 
 def _moved(site: Site, made: Any, kept: Kept, steppers: Steppers) -> list[Stepped]:
     """Move the tables of a sharded collection. Collective."""
-    moving: Any = importlib.import_module("dist_sparse.compaction.moving")  # it needs torchrec
-    stepped: list[Stepped] = moving.move_collection(site.module, made.inner, kept, steppers)
-    return stepped
+    return move_collection(site.module, made.inner, kept, steppers)
 
 
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:

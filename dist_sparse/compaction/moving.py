@@ -13,20 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.compact_torchrec import (
-    Fused,
-    fused_tables,
-    located,
-    parameters_of,
-    set_hyperparameters,
-)
 from dist_sparse.compaction.kept_rows import move_rows
 from dist_sparse.compaction.sites import cut
 from dist_sparse.compaction.steppers import Stepped, Steppers
 from dist_sparse.groups import group_over
+from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.protocols import Collection
 from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["move_collection"]
+
+
+class _Fused(NamedTuple):
+    """One shard of a table with a fused optimizer: what the optimizer keeps of it, live, and its
+    hyperparameters."""
+
+    states: Sequence[Tensor]
+    hyperparameters: dict[str, float]
 
 
 class _Kind(NamedTuple):
@@ -54,22 +57,22 @@ def move_collection(
     Raises:
         ValueError: row-wise optimizer state of a table whose columns are cut otherwise in ``new``.
     """
-    group = group_over(located(old, next(iter(kept))).ranks)
+    source_of, target_of = collection_of(old), collection_of(new)
+    group = group_over(_located(source_of, next(iter(kept))).ranks)
     with group.agreeing("moving tables"):
-        tables = {name: (located(old, name), located(new, name)) for name in kept}
-        fused, into = fused_tables(old), fused_tables(new)
-        plain, plain_into = parameters_of(old), parameters_of(new)
+        tables = {name: (_located(source_of, name), _located(target_of, name)) for name in kept}
+        fused, into = _fused_shards(source_of), _fused_shards(target_of)
+        plain, plain_into = source_of.parameters(), target_of.parameters()
         mine = {**_fused_kinds(fused), **_plain_kinds(plain, steppers)}
     known: dict[str, Any] = {}
     for told in group.all_gather_json(mine):
         known = {**told, **known}
-    set_hyperparameters(
-        new,
+    target_of.set_hyperparameters(
         {
             name: entry["hyperparameters"]
             for name, entry in known.items()
             if "hyperparameters" in entry
-        },
+        }
     )
     stepped = []
     for name, (source, target) in tables.items():
@@ -101,7 +104,23 @@ def move_collection(
     return stepped
 
 
-def _fused_kinds(fused: Mapping[str, Sequence[Fused]]) -> dict[str, Any]:
+def _located(collection: Collection, table: str) -> ShardedData:
+    return collection.locate(table, collection.fqn("", table), table)
+
+
+def _fused_shards(collection: Collection) -> dict[str, list[_Fused]]:
+    """This rank's shards of tables with a fused optimizer, in the order of ``ShardedData.shards``:
+    without empty ones."""
+    found: dict[str, list[_Fused]] = {}
+    for batch in collection.batches():
+        values = batch.hyperparameters()
+        for table, view, states in zip(batch.tables, batch.weights(), batch.states(), strict=True):
+            if view.numel():
+                found.setdefault(table, []).append(_Fused(states, values))
+    return found
+
+
+def _fused_kinds(fused: Mapping[str, Sequence[_Fused]]) -> dict[str, Any]:
     """The optimizer state of fused tables, and the optimizers' hyperparameters."""
     kinds: dict[str, Any] = {}
     for name, shards in fused.items():

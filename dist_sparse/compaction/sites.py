@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,26 +11,31 @@ from torch import Tensor, nn
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.tables.modules import modules_by_path
+from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.protocols import TableConfig
 
 __all__ = [
+    "CompactCollection",
     "Site",
     "compact_embedding",
     "cut",
     "narrow_embedding",
     "replace_modules",
     "sites_of",
-    "torchrec_part",
 ]
 
 
-def torchrec_part() -> Any:
-    """Return :mod:`dist_sparse.compaction.compact_torchrec` once torchrec is in use, as it must be
-    for a model that holds its modules; otherwise None."""
-    return (
-        importlib.import_module("dist_sparse.compaction.compact_torchrec")
-        if "torchrec" in sys.modules
-        else None
-    )
+class CompactCollection(nn.Module):
+    """A collection of TorchRec's that stores kept rows only: ``inner`` behind the ids of the whole
+    tables."""
+
+    inner: nn.Module
+    tables: list[TableConfig]
+    weighted: bool
+
+    def table_indexes(self) -> dict[str, RowIndex]:
+        """Return the index of each table that has removed rows."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +52,7 @@ class Site:
 
     path: str
     module: nn.Module
-    outer: nn.Module | None
+    outer: CompactCollection | None
     tables: dict[str, str]
 
     @property
@@ -65,16 +68,19 @@ class Site:
 
 def sites_of(model: nn.Module) -> Iterator[Site]:
     """Yield every module that holds tables, with its path in the user's module."""
-    torchrec, inside = torchrec_part(), set[nn.Module]()
+    torchrec, inside = torchrec_port(), set[nn.Module]()
     modules = modules_by_path(model)
     for path, module in modules.items():
         if module in inside:
             continue
-        tables = torchrec.table_names(module, path) if torchrec is not None else None
-        if tables is not None:
+        collection = torchrec.collection(module) if torchrec is not None else None
+        if collection is not None:
             inside.update(module.modules())
             outer = modules.get(path.rpartition(".")[0])
-            yield Site(path, module, outer if torchrec.is_compact(outer) else None, tables)
+            tables = {table.name: collection.fqn(path, table.name) for table in collection.tables}
+            yield Site(
+                path, module, outer if isinstance(outer, CompactCollection) else None, tables
+            )
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield Site(path, module, None, {"": f"{path}.weight".lstrip(".")})
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.tables.port import torchrec_port
 
 __all__ = ["Stepped", "Steppers"]
 
@@ -86,10 +87,11 @@ class Steppers:
 
 def _rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
     """TorchRec's keyed optimizers hold their parameters a second time, by name."""
-    for _, part in getattr(optimizer, "_optims", ()):
+    torchrec = torchrec_port()
+    for part in (torchrec.combined(optimizer) if torchrec else None) or ():
         _rename(part, old, new)
     if hasattr(optimizer, "_optimizer"):
         _rename(optimizer._optimizer, old, new)
-    named = optimizer.__dict__.get("params")
-    if isinstance(named, dict):
+    named = torchrec.named_parameters(optimizer) if torchrec else None
+    if named is not None:
         named.update({name: new for name, parameter in named.items() if parameter is old})

@@ -8,7 +8,6 @@ the host would have to wait, in every forward, for the number of ids that are le
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.stats import dead_flags
+from dist_sparse.tables.port import torchrec_port
 
 __all__ = ["KeptIds", "kept_rows"]
 
@@ -43,7 +43,6 @@ class KeptIds:
 
     def __init__(self, kept: Sequence[Tensor | None]) -> None:
         self._kept = list(kept)
-        self._with_ids = importlib.import_module("dist_sparse.tables.torchrec").with_ids
 
     def __call__(self, ids: Tensor, counts: list[int]) -> Tensor | None:
         """Return which ids to hand on: bool ``(n,)``; None if one is outside its table: all of them
@@ -73,9 +72,6 @@ class KeptIds:
         chosen = self(features.values(), features.length_per_key())
         if chosen is None:
             return features
-        values, lengths = torch.ops.fbgemm.masked_select_jagged_1d(
-            features.values(), features.lengths(), chosen
-        )
-        weights = features.weights_or_none()
-        weights = None if weights is None else weights.masked_select(chosen)
-        return self._with_ids(features, values, lengths, weights)
+        torchrec = torchrec_port()
+        assert torchrec is not None  # it has made the features
+        return torchrec.among(features, chosen)

@@ -25,7 +25,6 @@ from dist_sparse.enforcer.fused import (
     Place,
     averages,
     collections_of,
-    fused_kernels,
     lookups_of,
     places_in,
     places_of,
@@ -35,6 +34,7 @@ from dist_sparse.enforcer.optimizers import State, same_storage
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.port import collection_of
 from dist_sparse.text import number_of
 
 __all__ = ["MaskEnforcer", "settle_all"]
@@ -387,10 +387,10 @@ class MaskEnforcer:
         places = places_of(located)
         collections = list(collections_of(models))
         present = [
-            (m, k, found)
+            (m, batch, found)
             for m in collections
-            for k in fused_kernels(m)
-            if any(found := places_in(k, places))
+            for batch in collection_of(m).batches()
+            if any(found := places_in(batch, places))
         ]
         fused = {place for _, _, found in present for place in found if place}
         targets = [
@@ -408,12 +408,12 @@ class MaskEnforcer:
         # A kernel that stays keeps its hooks: a backward may be on its way to them.
         staying = {id(kernel.module): kernel for kernel in self._kernels}
         kernels = []
-        for module, kernel, found in present:
-            known = staying.get(id(kernel))
+        for module, batch, found in present:
+            known = staying.get(id(batch.module))
             if known is None:
                 version = partial(getattr, tables, "version")
                 known = Kernel(
-                    kernel,
+                    batch,
                     module,
                     found,
                     self._mask,

@@ -6,14 +6,11 @@ dropped there (:mod:`~dist_sparse.enforcer.drop`). Of the rows that are read, th
 cleaned just before. A backward flags the rows that it writes, if the masks remove anything of them;
 they stay dirty until the weights are next scored, saved or read.
 
-With :mod:`dist_sparse.tables.torchrec`, this module knows the internals of TorchRec and FBGEMM; it
-imports neither unless torchrec is in use: a model that holds its modules implies that.
+TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +36,8 @@ from dist_sparse.enforcer.written import WrittenRows
 from dist_sparse.masking.kept_scores import KeptScores, Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
+from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.protocols import TableBatch, WholeRowWriter
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
@@ -46,19 +45,11 @@ __all__ = [
     "Place",
     "averages",
     "collections_of",
-    "fused_kernels",
     "fused_sums",
     "lookups_of",
     "places_in",
     "places_of",
 ]
-
-_WHOLE_WRITERS = {
-    "ema_inplace": "EMAINPLACE_ROWWISE_ADAGRAD",
-    "ensemble_and_swap": "ENSEMBLE_ROWWISE_ADAGRAD",
-}
-"""Methods of FBGEMM's table batches that write rows outside of the batch, and the optimizers that
-call them."""
 
 
 class Place(NamedTuple):
@@ -76,8 +67,8 @@ class Kernel:
     """The hooks on one kernel: FBGEMM's batch of tables inside TorchRec's module.
 
     Args:
-        module: TorchRec's; it is called with a KeyedJaggedTensor of ids that are local to the
-            shards.
+        batch: FBGEMM's batch; its module is called with a KeyedJaggedTensor of ids that are local
+            to the shards.
         collection: the sharded collection that it belongs to.
         places: the mask of each of its tables; None for a table that is not registered.
         mask: returns the mask at a place.
@@ -92,8 +83,8 @@ class Kernel:
 
     def __init__(
         self,
-        module: Any,
-        collection: Any,
+        batch: TableBatch,
+        collection: nn.Module,
         places: Sequence[Place | None],
         mask: Callable[[Place], BlockMask],
         counts: Callable[[Place], Tensor | None],
@@ -102,19 +93,17 @@ class Kernel:
         drops: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        self.module, self.collection = module, collection
+        self.module, self.collection = batch.module, collection
         self.places = list(places)
         self.clock = clock
-        self._batch: Any = module.emb_module
+        self._batch = batch
         self._mask, self._counts, self._samples = mask, counts, samples
         self._mask_version, self._drops = version, drops
         self._counted: list[Tensor | None] = []
         self._counts_any = False
         self._room = 0  # lookups until counts must be clamped, so that none exceeds its integers
-        self._features: list[int] = list(self._batch.feature_table_map)
+        self._features = list(batch.features)
         self._sampled = SampledLookups(self._features)
-        stored = ("weights_dev", "weights_host", "weights_uvm")
-        self._stored = [name for name in stored if getattr(self._batch, name).numel()]
         self._known: tuple[int, ...] = ()
         self._ids: KeptIds | None = None
         self._only_kept = False
@@ -122,7 +111,7 @@ class Kernel:
         self._in_sync = self._storage()
         self._slots: list[Slot | None] = []
         self._lookup: Lookup = TorchLookup([])
-        views = self._batch.split_embedding_weights()
+        views = batch.weights()
         self._on_cpu = views[0].is_cpu
         self._dirty = DirtyRows([len(view) for view in views], self._features, views[0].device)
         # With an empty table beside others of another width, FBGEMM's CPU backward writes other
@@ -132,7 +121,7 @@ class Kernel:
             and min(map(len, views)) == 0
             and len({view.shape[1] for view in views}) > 1
         )
-        self._adds = self._on_cpu and not self._strays and self._batch.pooling_mode.name == "SUM"
+        self._adds = self._on_cpu and not self._strays and batch.adds_rows
         self._written: WrittenRows | None = None
         self._handles: list[RemovableHandle | Wrapped] = []
 
@@ -145,9 +134,9 @@ class Kernel:
             self.module.register_forward_pre_hook(Hook(self._before_lookup)),
             self.module.register_forward_hook(Hook(self._after_lookup)),
         ]
-        for method, optimizer in _WHOLE_WRITERS.items():
-            if self._batch.optimizer.name == optimizer:
-                self._handles.append(Wrapped(self._batch, method, self._write_whole))
+        for writer in self._batch.whole_row_writers():
+            write = partial(self._write_whole, writer)
+            self._handles.append(Wrapped(writer.owner, writer.method, write))
 
     def unhook(self) -> None:
         """Remove the hooks."""
@@ -229,22 +218,20 @@ class Kernel:
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the live shards of registered tables, each with what its Adagrad has summed:
         ``(rows,)``, or as the shard; nothing for other optimizers."""
-        if "ADAGRAD" in self._batch.optimizer.name:
-            states = self._batch.split_optimizer_states()
-            for slot, of_table in zip(self._current(), states, strict=True):
+        if self._batch.is_adagrad:
+            for slot, of_table in zip(self._current(), self._batch.states(), strict=True):
                 if slot is not None:
                     yield slot.weight, of_table[0]
 
     def reset(self, masks: Sequence[BlockMask | None]) -> None:
         """Set the optimizer state of what ``masks`` remove to its initial value, zero."""
-        states = self._batch.split_optimizer_states()
-        for mask, of_table in zip(masks, states or [()] * len(self.places), strict=True):
+        for mask, of_table in zip(masks, self._batch.states(), strict=True):
             if mask is not None:
                 reset_state(mask, [(state, 0.0) for state in of_table])
 
     def element_states(self) -> Iterator[tuple[str, list[State]]]:
         """Yield the names of tables that have optimizer state for each element, and that state."""
-        states = self._batch.split_optimizer_states() or [()] * len(self.places)
+        states = self._batch.states()
         for place, slot, of_table in zip(self.places, self._current(), states, strict=True):
             if place is not None and slot is not None:
                 found = [(state, 0.0) for state in of_table if state.shape == slot.weight.shape]
@@ -254,10 +241,7 @@ class Kernel:
     def _storage(self) -> list[tuple[int, int]]:
         """The addresses of the weights, and the writes that torch has counted: all but those
         through ``.data`` and by FBGEMM's backward, which a hook announces."""
-        return [
-            (each.data_ptr(), each._version)
-            for each in (getattr(self._batch, name) for name in self._stored)
-        ]
+        return [(each.data_ptr(), each._version) for each in self._batch.storage()]
 
     def _masks_known(self) -> tuple[int, bool]:
         """What changes whenever masks do, or what is made of them."""
@@ -277,7 +261,7 @@ class Kernel:
         return self._slots
 
     def _look_up(self) -> None:
-        views = self._batch.split_embedding_weights()
+        views = self._batch.weights()
         before, self._slots = (
             self._slots,
             [
@@ -395,11 +379,13 @@ class Kernel:
             self._room = MOST_COUNTED - 1 - ids.numel()
         count_lookups(self._counted, self._features, ids, ends)
 
-    def _write_whole(self, write: Callable[[Any], None], mode: Any) -> None:
+    def _write_whole(
+        self, writer: WholeRowWriter, write: Callable[[Any], None], mode: Mapping[str, float]
+    ) -> None:
         """Call a method of FBGEMM's that may write all rows, in the middle of a forward, and clean
         them all."""
         write(mode)
-        if _writes_now(self._batch, mode):
+        if writer.wrote(mode):
             self.clean_all()
 
 
@@ -412,10 +398,9 @@ def places_of(located: Mapping[str, ShardedData]) -> Places:
     }
 
 
-def places_in(kernel: Any, places: Places) -> list[Place | None]:
-    """Return the place of the mask of each table of a kernel."""
-    views = kernel.emb_module.split_embedding_weights()
-    return [places.get((view.data_ptr(), tuple(view.shape))) for view in views]
+def places_in(batch: TableBatch, places: Places) -> list[Place | None]:
+    """Return the place of the mask of each table of a batch."""
+    return [places.get((view.data_ptr(), tuple(view.shape))) for view in batch.weights()]
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
@@ -423,54 +408,32 @@ def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
     began with, by the address of the shard; nothing for other optimizers."""
     found: dict[int, tuple[Tensor, float]] = {}
     for collection in collections_of(models):
-        for kernel in fused_kernels(collection):
-            batch = kernel.emb_module
-            if "ADAGRAD" in batch.optimizer.name:
-                states = batch.split_optimizer_states()
-                for weight, of_table in zip(batch.split_embedding_weights(), states, strict=True):
+        for batch in collection_of(collection).batches():
+            if batch.is_adagrad:
+                for weight, of_table in zip(batch.weights(), batch.states(), strict=True):
                     found[weight.data_ptr()] = of_table[0], 0.0
     return found
 
 
 def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield the sharded collections in some models, each once."""
-    torchrec = _torchrec()
+    torchrec = torchrec_port()
     if torchrec is not None:
         modules = {id(module): module for model in models for module in model.modules()}.values()
-        yield from (module for module in modules if torchrec.shards_tables(module))
+        yield from (module for module in modules if torchrec.is_sharded(module))
 
 
-def fused_kernels(collection: nn.Module) -> Iterator[Any]:
-    """Yield the kernels of a sharded collection on this rank that hold batches of tables with a
-    fused optimizer."""
-    yield from _torchrec().fused_kernels(collection)
-
-
-def lookups_of(collection: Any) -> list[Any]:
+def lookups_of(collection: nn.Module) -> list[nn.Module]:
     """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with or
     without shards."""
-    return list(collection._lookups)
+    torchrec = torchrec_port()
+    return [] if torchrec is None else torchrec.lookups(collection)
 
 
 def averages(module: nn.Module) -> bool:
     """Whether a module averages copies of its tables now and then, by its method ``sync``."""
-    torchrec = _torchrec()
-    return bool(torchrec and torchrec.averages(module))
-
-
-def _torchrec() -> Any:
-    return (
-        importlib.import_module("dist_sparse.tables.torchrec")
-        if "torchrec" in sys.modules
-        else None
-    )
-
-
-def _writes_now(batch: Any, mode: Any) -> bool:
-    """Whether such a method has just written, by FBGEMM's rule: every ``step_ema`` or ``step_swap``
-    iterations."""
-    now = int(batch.iter_cpu.item())
-    return any(now % int(mode[key]) == 0 for key in ("step_ema", "step_swap") if key in mode)
+    torchrec = torchrec_port()
+    return torchrec is not None and torchrec.averages(module)
 
 
 def _ids_of(features: Any) -> tuple[Tensor, Sequence[int] | Tensor]:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.stats import dead_flags
+from dist_sparse.tables.port import torchrec_port
 
 __all__ = [
     "State",
+    "combines",
     "keeps_elements",
     "leaves",
     "local",
@@ -42,14 +44,15 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     Raises:
         ValueError: something in there is no optimizer.
     """
-    if hasattr(optimizer, "_optims"):  # torchrec.optim.keyed.CombinedOptimizer
-        for _, part in optimizer._optims:
+    torchrec = torchrec_port()
+    parts = torchrec.combined(optimizer) if torchrec else None
+    if parts is not None:
+        for part in parts:
             yield from leaves(part)
-    elif hasattr(
-        optimizer, "_optimizer"
-    ):  # KeyedOptimizerWrapper, OptimizerWrapper, LightningOptimizer
+    # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
+    elif hasattr(optimizer, "_optimizer"):
         yield from leaves(optimizer._optimizer)
-    elif not steps_itself(optimizer):
+    elif torchrec is not None and torchrec.is_fused(optimizer):
         return
     elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(
         optimizer, "_optimizer_step_post_hooks"
@@ -66,8 +69,15 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def steps_itself(optimizer: Any) -> bool:
     """Whether an optimizer writes parameters in its own ``step``: it is no wrapper, and not fused
     into the backward."""
-    wraps = hasattr(optimizer, "_optims") or hasattr(optimizer, "_optimizer")
-    return not wraps and all(kind.__name__ != "FusedOptimizer" for kind in type(optimizer).__mro__)
+    return not hasattr(optimizer, "_optimizer") and not combines(optimizer)
+
+
+def combines(optimizer: object) -> bool:
+    """Whether an optimizer is TorchRec's, of several ones or of what runs inside the backward."""
+    torchrec = torchrec_port()
+    if torchrec is None:
+        return False
+    return torchrec.is_fused(optimizer) or torchrec.combined(optimizer) is not None
 
 
 def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

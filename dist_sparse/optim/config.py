@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import integer, number
 from dist_sparse.tables.modules import modules_by_path
-from dist_sparse.tables.tensors import is_sharded
+from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.tensors import is_sharded, steps_in_backward
 
 __all__ = ["Gradients", "OptimConfig", "Owned", "Wiring", "owned_by", "wiring_of"]
 
@@ -228,8 +229,7 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
     if not parameters:
         raise ValueError(f"The modules {where} have no parameters.")
     fused = _fused_collections(root)
-    # Torch marks the parameters whose optimizer runs inside the backward.
-    moving = {p for p in parameters if hasattr(p, "_in_backward_optimizers")}
+    moving = {p for p in parameters if steps_in_backward(p)}
     if alone := moving.difference(*(collection.parameters() for collection in fused)):
         raise ValueError(
             f"{len(alone)} parameters of {where} are updated inside the backward by "
@@ -271,9 +271,10 @@ def _needs_whole_graph(module: nn.Module) -> bool:
 
 def _ddp_modules(model: nn.Module) -> list[Any]:
     parts: list[object] = []
+    torchrec = torchrec_port()
     for module in model.modules():
         # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree.
-        parts += [module, *getattr(module, "_lookups", ())]
+        parts += [module, *(torchrec.lookups(module) if torchrec else ())]
     return [part for part in dict.fromkeys(parts) if isinstance(part, DistributedDataParallel)]
 
 

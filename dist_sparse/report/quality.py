@@ -13,8 +13,6 @@ from dist_sparse.groups import group_over, world_ranks
 
 __all__ = ["Quality"]
 
-_ETA = 1e-12
-
 
 class Quality:
     """AUC and NE of the predictions since the last result. Collective every ``every`` steps: every
@@ -45,13 +43,12 @@ class Quality:
     def __init__(self, every: int = 100) -> None:
         self.every = integer("every", every, least=1)
         try:
-            from torchrec.metrics.auc import compute_auc
-            from torchrec.metrics.ne import compute_ne, get_ne_states
+            from dist_sparse.torchrec.metrics import auc_and_ne
         except ImportError as error:
             raise ImportError(
                 "AUC and NE need torchrec: dist-sparse doctor prints how to install it."
             ) from error
-        self._auc, self._ne, self._ne_states = compute_auc, compute_ne, get_ne_states
+        self._auc_and_ne = auc_and_ne
         self._steps = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
 
@@ -97,11 +94,5 @@ class Quality:
         logits, labels = torch.cat(
             [gathered[rank, :, :size] for rank, size in enumerate(sizes)], dim=1
         )
-        predictions, weights = torch.sigmoid(logits), torch.ones_like(labels)
-        auc = self._auc(1, [predictions[None]], [labels[None]], [weights[None]])
-        state = self._ne_states(labels, predictions, weights, _ETA)
-        sums = (
-            state[name]
-            for name in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
-        )
-        return {"auc": float(auc), "ne": float(self._ne(*sums, _ETA))}
+        auc, ne = self._auc_and_ne(torch.sigmoid(logits), labels)
+        return {"auc": auc, "ne": ne}

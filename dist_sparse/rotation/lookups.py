@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +9,7 @@ from torch import nn
 
 from dist_sparse.rotation.outputs import has_basis
 from dist_sparse.tables.modules import modules_by_path
+from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Lookup", "find_lookup"]
@@ -65,11 +64,11 @@ def _module_of(
     collection."""
     path = _path_of(data)
     # Of TorchRec's: <path of the collection>.embedding_bags.<table>
-    if len(path) > 1 and "torchrec" in sys.modules:
-        collection = modules.get(".".join(path[:-2]))
-        outputs = importlib.import_module("dist_sparse.tables.torchrec").outputs_of(collection)
-        if outputs is not None:
-            return collection, outputs
+    torchrec, module = torchrec_port(), modules.get(".".join(path[:-2]))
+    if torchrec is not None and module is not None and len(path) > 1:
+        collection = torchrec.collection(module)
+        if collection is not None:
+            return module, collection.outputs()
     return modules.get(".".join(path)), None
 
 

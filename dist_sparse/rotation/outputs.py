@@ -8,7 +8,6 @@ look tables up apply it; a copy of the model has its own bases and hooks.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
@@ -132,9 +132,9 @@ class _Hook:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if None in self.names:
             return self._turned(None, output)
-        return importlib.import_module("dist_sparse.tables.torchrec").with_outputs(
-            output, self._turned
-        )
+        torchrec = torchrec_port()
+        assert torchrec is not None  # it has returned the output
+        return torchrec.with_outputs(output, self._turned)
 
     def _turned(self, key: str | None, values: Tensor) -> Tensor:
         """``values`` ``(..., columns left)`` of an output in the original basis,

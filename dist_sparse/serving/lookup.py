@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.serving.manifest import Table
+from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
-__all__ = ["FbgemmLookup", "StoredTable", "fbgemm", "mean_columns"]
+__all__ = ["FbgemmLookup", "StoredTable", "mean_columns"]
 
 _ALIGNMENT = 128
 """Bytes at whose multiples tables begin, as in FBGEMM's own modules."""
@@ -29,15 +29,6 @@ class StoredTable:
 
     entry: Table
     tensors: Mapping[str, Tensor]
-
-
-def fbgemm() -> Any:
-    """Return ``torch.ops.fbgemm`` with its kernels loaded, None where FBGEMM is not installed."""
-    try:
-        import fbgemm_gpu  # noqa: F401  (it registers the kernels)
-    except ImportError:
-        return None
-    return torch.ops.fbgemm
 
 
 class FbgemmLookup(nn.Module):
@@ -70,16 +61,16 @@ class FbgemmLookup(nn.Module):
         dims = [entry.dim for entry in entries]
         self.register_buffer("weights", weights)
         self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
-        self.register_buffer("placements", torch.full((len(dims),), _HOST, dtype=torch.int32))
+        self.register_buffer("placements", torch.full((len(dims),), HOST, dtype=torch.int32))
         self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
         self.register_buffer(
-            "types", torch.full((len(dims),), _TYPES[entries[0].dtype], dtype=torch.uint8)
+            "types", torch.full((len(dims),), SPARSE_TYPES[entries[0].dtype], dtype=torch.uint8)
         )
         self.register_buffer("columns", F.pad(torch.tensor(dims).cumsum(0), (1, 0)).int())
         self.register_buffer("mean_columns", mean_columns(entries))
         self.total = sum(dims)
-        self.widest = {name: max(dims) if entries[0].dtype == name else 0 for name in _TYPES}
-        self.pooling = _POOLING[entries[0].pooling]
+        self.widest = {name: max(dims) if entries[0].dtype == name else 0 for name in SPARSE_TYPES}
+        self.pooling = POOLING[entries[0].pooling]
         self.mixed = len({entry.pooling for entry in entries}) > 1
 
     def forward(
@@ -102,7 +93,7 @@ class FbgemmLookup(nn.Module):
     def _pooled(
         self, rows: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int
     ) -> Tensor:
-        found: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
+        return look_up_stored(
             self.weights,
             self.no_weights,
             self.placements,
@@ -110,31 +101,12 @@ class FbgemmLookup(nn.Module):
             self.types,
             self.columns,
             self.total,
-            0,
-            self.widest["int4"],
-            self.widest["int8"],
-            self.widest["fp16"],
-            self.widest["fp32"],
+            self.widest,
             rows,
             offsets,
             pooling,
             weights,
-            0,  # SparseType.FP32: the dtype of the results
-            None,
-            None,
-            1,  # alignment of rows in bytes
         )
-        return found
-
-
-_HOST = 3
-"""``EmbeddingLocation.HOST``."""
-
-_TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3}
-"""``SparseType``s as numbers."""
-
-_POOLING = {"sum": 0, "mean": 1, "none": 2}
-"""``PoolingMode``s."""
 
 
 def _row_bytes(entry: Table) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.compaction.sites import Site, sites_of, torchrec_part
+from dist_sparse.compaction.sites import Site, sites_of
 from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
 from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.manifest import Collection, Feature, Pooling
+from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Lookups", "lookups_of"]
@@ -96,29 +96,31 @@ def _pooling_of(module: nn.Embedding | nn.EmbeddingBag) -> Pooling:
 
 
 def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> None:
-    torchrec: Any = torchrec_part()
-    weighted, tables = torchrec.lookups(site.replaced)
-    if getattr(site.module, "_need_indices", False):
+    inner = collection_of(site.module)
+    # The compact one still has the means of whole tables; inside they are sums.
+    whole = inner if site.outer is None else site.outer
+    if inner.needs_indices:
         raise ValueError(
             f"Collection {site.place!r} has need_indices=True, which serving does not support."
         )
     features = []
-    for table, its_features, pooled in tables:
-        if weighted and pooled == "mean":
+    for table in whole.tables:
+        name = names[table.name]
+        if whole.weighted and table.pooling == "mean":
             raise ValueError(
-                f"Table {names[table]!r} has weighted means, which TorchRec divides differently in"
+                f"Table {name!r} has weighted means, which TorchRec divides differently in"
                 " different shardings: they can't be served; weighted sums can."
             )
-        found.pooling[names[table]] = pooled
-        features += [Feature(name=feature, table=names[table]) for feature in its_features]
+        found.pooling[name] = table.pooling
+        features += [Feature(name=feature, table=name) for feature in table.features]
     if site.outer is not None:
-        for table, index in torchrec.table_indexes(site.outer).items():
-            found.indexes[names[table]] = index
+        for table_name, index in site.outer.table_indexes().items():
+            found.indexes[names[table_name]] = index
     collection = Collection(
         path=site.place,
-        kind="sequence" if all(pooled == "none" for *_, pooled in tables) else "bag",
-        weighted=weighted,
-        tables=tuple(names[table] for table, *_ in tables),
+        kind="bag" if inner.pooled else "sequence",
+        weighted=whole.weighted,
+        tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
     found.collections.append(collection)

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from dist_sparse.checks import choice
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
 from dist_sparse.compaction.unknown import UnknownLookups
-from dist_sparse.serving import lookup
 from dist_sparse.serving.artifact import Artifact, open_artifact
 from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
 from dist_sparse.serving.torch_lookup import TorchLookup
 from dist_sparse.serving.turned_lookup import TurnedLookup
+from dist_sparse.torchrec import kernels
 
 __all__ = ["Served", "ServedModel", "load_served"]
 
@@ -250,7 +250,7 @@ class Served(nn.Module):
                     f"Table {self.path!r} takes tensors, as its torch.nn module did, not"
                     f" {type(ids)}."
                 )
-            from dist_sparse.compaction import jagged
+            from dist_sparse.torchrec import jagged
 
             values, lengths, weights = jagged.take(ids, self.features, self.weighted)
             found = self.lookup(values, lengths, weights)
@@ -407,7 +407,7 @@ def load_served(
                 [6., 8.]])
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
-    native = fbgemm is not False and lookup.fbgemm() is not None
+    native = fbgemm is not False and kernels.available()
     if fbgemm and not native:
         raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
     artifact = open_artifact(path)

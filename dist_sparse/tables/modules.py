@@ -1,21 +1,18 @@
 """The tables of a model, on request its dense parameters too, and the paths of its modules.
 
 :func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports
-torch only: TorchRec's modules are handled by :mod:`dist_sparse.tables.torchrec`, which is imported
-only once torchrec is, as it must be for a model that holds its modules. Each ``locate()`` repeats
-the walk, so that its result is never stale. Nothing here communicates.
+torch only: TorchRec's modules are handled behind :func:`~dist_sparse.tables.port.torchrec_port`.
+Each ``locate()`` repeats the walk, so that its result is never stale. Nothing here communicates.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dist_sparse.checks import name_list
+from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.protocols import Collection as TableCollection
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, Source, check_data
 
 __all__ = ["ModelTables", "model_source", "modules_by_path"]
@@ -162,7 +161,7 @@ class ModelTables:
         return found.find(name)
 
     def _select(self) -> list[tuple[str, _Found]]:
-        everything = _named(list(_Walk(self.model).find(self.model)))
+        everything = _named(list(_Walk(self.model, dense=True).find(self.model)))
         tables = [(name, found) for name, found in everything if not found.dense]
         parameters = [(name, found) for name, found in everything if found.dense]
         chosen = tables
@@ -241,20 +240,14 @@ class _Replicas(NamedTuple):
 class _Walk:
     """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
-    def __init__(self, model: nn.Module, *, dense: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, dense: bool) -> None:
         self._seen: set[int] = set()
         self._dense = dense
         # A weight that an embedding shares with another module is a table, whichever comes first.
         modules = model.modules() if dense else ()
         embeddings = (m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
         self._table_weights = {id(m._parameters.get("weight")) for m in embeddings}
-        # TorchRec's part is looked up by name: a static import would make torchrec a need of every
-        # user.
-        self._torchrec: Any = (
-            importlib.import_module("dist_sparse.tables.torchrec")
-            if "torchrec" in sys.modules
-            else None
-        )
+        self._torchrec = torchrec_port()
 
     def find(
         self,
@@ -274,21 +267,12 @@ class _Walk:
                 path.replace(".", "/") or kind, "", path or kind, refuse, refuse, module, trail
             )
             return
-        sharded = self._torchrec.sharded_tables(module, path) if self._torchrec else None
-        if sharded is not None:
-            for table in sharded:
-                find = partial(self._torchrec.find_table, module, path, table.name)
-                yield _Found(table.name, path, table.fqn, table.locate, find, module, trail)
+        collection = self._torchrec.collection(module) if self._torchrec else None
+        if collection is not None and collection.is_sharded:
+            yield from self._sharded(module, collection, path, trail)
             return
-        collection = self._torchrec.collection_tables(module) if self._torchrec else None
         if collection is not None:
-            attribute, tables, features = collection
-            for name, table in tables.items():
-                below = f"{attribute}.{name}"
-                inside = (*trail, attribute, name)
-                yield from self._table(
-                    table, name, path, _join(path, below), ddp.child(below), inside, features[name]
-                )
+            yield from self._unsharded(collection, path, ddp, trail)
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp, trail)
@@ -315,8 +299,34 @@ class _Walk:
                 "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"
                 " add_data on its weights"
             )
-        reason: str | None = self._torchrec.refusal(module) if self._torchrec else None
-        return reason
+        return self._torchrec.refusal(module) if self._torchrec else None
+
+    def _sharded(
+        self, module: nn.Module, collection: TableCollection, path: str, trail: tuple[str, ...]
+    ) -> Iterator[_Found]:
+        for table in collection.tables:
+            fqn = collection.fqn(path, table.name)
+            # What one collection has read serves all its tables during the walk. Later it is read
+            # again: a reshard replaces it.
+            locate = partial(collection.locate, table.name, fqn)
+            find = partial(_find_sharded, module, table.name, fqn)
+            yield _Found(table.name, path, fqn, locate, find, module, trail)
+
+    def _unsharded(
+        self, collection: TableCollection, path: str, ddp: _Replicas, trail: tuple[str, ...]
+    ) -> Iterator[_Found]:
+        embeddings = collection.embeddings()
+        for table in collection.tables:
+            below = f"{collection.attribute}.{table.name}"
+            yield from self._table(
+                embeddings[table.name],
+                table.name,
+                path,
+                _join(path, below),
+                ddp.child(below),
+                (*trail, collection.attribute, table.name),
+                table.features,
+            )
 
     def _table(
         self,
@@ -353,6 +363,10 @@ class _Walk:
                 yield _Found(
                     fqn.replace(".", "/"), "", fqn, locate, locate, module, trail, dense=True
                 )
+
+
+def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> ShardedData:
+    return collection_of(module).locate(table, fqn, name)
 
 
 def _replica(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
 
-__all__ = ["TensorSource", "is_sharded"]
+__all__ = ["TensorSource", "is_sharded", "steps_in_backward"]
 
 
 def is_sharded(data: object) -> bool:
@@ -30,6 +30,12 @@ def is_sharded(data: object) -> bool:
             "torch.distributed.tensor.DTensor",
         }
     )
+
+
+def steps_in_backward(parameter: object) -> bool:
+    """Whether an optimizer inside the backward updates a parameter: torch's, or a fused one."""
+    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update.
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 class TensorSource:

@@ -7,8 +7,6 @@ than were sparsified.
 
 from __future__ import annotations
 
-import importlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,10 +16,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.enforcer.optimizers import combines, leaves
 from dist_sparse.groups import rank_in, world_ranks
+from dist_sparse.tables.port import torchrec_port
 
-__all__ = ["Following", "combines", "steppers"]
+__all__ = ["Following", "steppers"]
 
 _FORGOTTEN = 100  # optimizer steps without a step() before it is called forgotten
 
@@ -113,21 +112,16 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield optimizer
 
 
-def combines(optimizer: Any) -> bool:
-    """Return whether it is TorchRec's CombinedOptimizer or FusedOptimizer."""
-    return any(
-        kind.__name__ in ("CombinedOptimizer", "FusedOptimizer") for kind in type(optimizer).__mro__
-    )
-
-
 def _unsharded_collections(
     model: nn.Module, names: Iterable[str]
 ) -> Iterator[tuple[str, nn.Module]]:
     """TorchRec's unsharded collections of registered tables, by path, which
     DistributedModelParallel would replace."""
-    if "torchrec" in sys.modules:
-        torchrec = importlib.import_module("dist_sparse.tables.torchrec")
-        for path, module in model.named_modules():
-            found = torchrec.collection_tables(module)
-            if found is not None and any(name.rpartition("/")[2] in found[2] for name in names):
-                yield path or type(module).__name__, module
+    torchrec = torchrec_port()
+    wanted = {name.rpartition("/")[2] for name in names}
+    for path, module in model.named_modules() if torchrec is not None else ():
+        collection = torchrec.collection(module) if torchrec is not None else None
+        if collection is None or collection.is_sharded:
+            continue
+        if any(table.name in wanted for table in collection.tables):
+            yield path or type(module).__name__, module

@@ -236,7 +236,7 @@ def test_a_driver_whose_gpu_torch_does_not_see(
 
 def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.fails("pass", os.environ) is None
-    assert probes.fails("import dist_sparse.tables.versions", {}) is None, (
+    assert probes.fails("import dist_sparse.torchrec.versions", {}) is None, (
         "finds the package without a PYTHONPATH"
     )
     assert (

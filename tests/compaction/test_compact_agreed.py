@@ -19,8 +19,9 @@ from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 import dist_sparse.compaction.compact as compacting
 import dist_sparse.compaction.moving as moving
 from dist_sparse import compact, sparsify
-from dist_sparse.compaction import compact_torchrec, kept_rows
+from dist_sparse.compaction import kept_rows
 from dist_sparse.sparsifiers import stats
+from dist_sparse.torchrec import models
 from tests.compaction.test_compact_sharded import Run, cell_of
 from tests.dist.cells import batch, build
 from tests.dist.enforcing import optimizer_of
@@ -81,11 +82,11 @@ PLACES = {
     "counting rows": (kept_rows, "dead_flags", 1),
     "building": (compacting, "_compacted", 1),
     "in place": (compacting, "replace_modules", 1),
-    "sharding": (compact_torchrec, "ShardingPlan", 1),
+    "sharding": (models, "ShardingPlan", 1),
     "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
     "moving": (compacting, "_moved", 1),
-    "what a table holds": (moving, "fused_tables", 1),
+    "what a table holds": (moving, "_fused_shards", 1),
     "packing the first chunk": (kept_rows, "_send", 1),
     "packing a later chunk": (kept_rows, "_send", 3),
     "a chunk has arrived": (kept_rows, "_put_together", 2),

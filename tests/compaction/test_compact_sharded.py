@@ -34,7 +34,7 @@ from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
 from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
 from dist_sparse.compaction.kept_rows import kept_rows
 from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.torchrec import fused_kernels
+from dist_sparse.tables.port import collection_of
 from tests.dist.cells import Cell, batch, build, cells, gathered
 from tests.dist.plugin import on_ranks
 
@@ -293,8 +293,8 @@ def test_removed_ids_are_not_sent() -> None:
         nonlocal looked_up
         looked_up += args[0].values().numel()
 
-    for kernel in fused_kernels(run.model.module.sparse.tables.inner):
-        kernel.register_forward_pre_hook(count)
+    for each in collection_of(run.model.module.sparse.tables.inner).batches():
+        each.module.register_forward_pre_hook(count)
     run.model(features)
     totals = torch.tensor([here, looked_up, features.values().numel()])
     dist.all_reduce(totals)
@@ -334,7 +334,7 @@ def test_old_model_is_consumed() -> None:
     """What holds on to the old tables can't go on unnoticed, and does not keep their memory."""
     run = Run(cell_of(2, "row_wise"))
     old, fused = run.model.module.sparse.tables, run.model.fused_optimizer
-    views = [weakref.ref(kernel.emb_module) for kernel in fused_kernels(old)]
+    views = [weakref.ref(each.module.emb_module) for each in collection_of(old).batches()]
     run.compact()
     for use in (
         fused.step,

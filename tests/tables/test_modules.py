@@ -40,7 +40,7 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection  
 from torchrec.modules.itep_modules import GenericITEPModule  # noqa: E402
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection  # noqa: E402
 
-from dist_sparse.tables.torchrec import check_versions  # noqa: E402
+from dist_sparse.torchrec.versions import check_versions  # noqa: E402
 
 
 def bags(*names: str, **options: Any) -> EmbeddingBagCollection:
@@ -85,7 +85,7 @@ def test_plain_modules_need_no_torchrec() -> None:
         "model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 2)); "
         "located = model_source(model, dense=True).locate(); "
         "assert [data.name for data in located] == ['0', '1/weight', '1/bias'], located; "
-        "assert not {'torchrec', 'fbgemm_gpu', 'dist_sparse.tables.torchrec'} & set(sys.modules)"
+        "assert not {'torchrec', 'fbgemm_gpu', 'dist_sparse.torchrec'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -1,0 +1,282 @@
+"""TorchRec and FBGEMM as the rest of the package sees them.
+
+Implemented in :mod:`dist_sparse.torchrec`, which :func:`~dist_sparse.tables.port.torchrec_port`
+returns. These types need torch alone. A TorchRec model replaces what is below a collection when it
+is resharded, so a :class:`Collection` or :class:`TableBatch` is read again where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from dist_sparse.tables.shards import ShardedData
+
+__all__ = [
+    "Collection",
+    "Replacement",
+    "TableBatch",
+    "TableConfig",
+    "TorchRecPort",
+    "WholeRowWriter",
+]
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """A table of a collection: which features look it up, and how their rows are pooled."""
+
+    name: str
+    features: tuple[str, ...]
+    rows: int
+    pooling: Literal["sum", "mean", "none"]
+
+
+class WholeRowWriter(NamedTuple):
+    """A method of a table batch that writes rows no lookup has named.
+
+    Args:
+        owner: the object that calls its own ``method(mode)`` in the middle of a forward.
+        wrote: returns whether the call with this mode has just written.
+    """
+
+    owner: Any
+    method: str
+    wrote: Callable[[Mapping[str, float]], bool]
+
+
+class TableBatch(Protocol):
+    """The tables of one FBGEMM kernel on this rank, which its fused optimizer writes inside the
+    backward."""
+
+    @property
+    def module(self) -> nn.Module:
+        """TorchRec's kernel, called with a KeyedJaggedTensor of ids local to the shards. The same
+        object as long as the batch is in place."""
+        ...
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """The table of each shard."""
+        ...
+
+    @property
+    def features(self) -> Sequence[int]:
+        """For each feature of the ids the number of its shard."""
+        ...
+
+    @property
+    def adds_rows(self) -> bool:
+        """Whether the rows of a bag are added up."""
+        ...
+
+    @property
+    def is_adagrad(self) -> bool:
+        """Whether the first optimizer state is the sum of squared gradients."""
+        ...
+
+    def weights(self) -> list[Tensor]:
+        """Return live views of the shards."""
+        ...
+
+    def states(self) -> list[Sequence[Tensor]]:
+        """Return live views of each shard's optimizer state: of its shape, or one value per row."""
+        ...
+
+    def storage(self) -> list[Tensor]:
+        """Return the tensors that hold the weights of all shards."""
+        ...
+
+    def whole_row_writers(self) -> list[WholeRowWriter]:
+        """Return what writes rows other than those of a lookup, besides the caller."""
+        ...
+
+    def hyperparameters(self) -> dict[str, float]:
+        """Return the optimizer's hyperparameters that FBGEMM can change, and its step count."""
+        ...
+
+
+class Collection(Protocol):
+    """A collection of tables, sharded or not."""
+
+    @property
+    def is_sharded(self) -> bool: ...
+
+    @property
+    def pooled(self) -> bool:
+        """Whether it returns bags: the rows of a sample's ids, pooled."""
+        ...
+
+    @property
+    def weighted(self) -> bool:
+        """Whether its ids have weights."""
+        ...
+
+    @property
+    def needs_indices(self) -> bool:
+        """Whether it returns the ids beside their rows."""
+        ...
+
+    @property
+    def tables(self) -> list[TableConfig]: ...
+
+    @property
+    def attribute(self) -> str:
+        """The attribute that holds the embedding modules, a part of fully qualified names."""
+        ...
+
+    def fqn(self, path: str, table: str) -> str:
+        """Return the fully qualified name of a table's weight in a collection at ``path``."""
+        ...
+
+    def outputs(self) -> dict[str, str]:
+        """Return the table of each output, in no order."""
+        ...
+
+    def embeddings(self) -> dict[str, nn.Module]:
+        """Return the embedding modules by table; none if the collection is sharded."""
+        ...
+
+    def locate(self, table: str, fqn: str, name: str) -> ShardedData:
+        """Return a table of a sharded collection as it is stored now, under a registered name."""
+        ...
+
+    def batches(self) -> Iterator[TableBatch]:
+        """Yield this rank's table batches with a fused optimizer."""
+        ...
+
+    def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None:
+        """Set the hyperparameters of fused optimizers by table.
+
+        Raises:
+            ValueError: two tables of one batch differ in them.
+        """
+        ...
+
+    def bounds_checks(self) -> dict[str, str]:
+        """Return FBGEMM's ``bounds_check_mode`` by table: ``"FATAL"``, ``"WARNING"``, ``"IGNORE"``
+        or ``"NONE"``. Left out are tables without a fused kernel: their lookups raise."""
+        ...
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return what plain optimizers step on this rank, by table: parameters that are empty where
+        a rank holds nothing of a table."""
+        ...
+
+    def optimizers(self) -> list[Any]:
+        """Return the fused optimizers of a sharded collection."""
+        ...
+
+
+class Replacement(NamedTuple):
+    """A sharded collection and the unsharded one that takes its place, with their paths in the
+    user's module."""
+
+    old: nn.Module
+    old_path: str
+    new: nn.Module
+    new_path: str
+
+
+class TorchRecPort(Protocol):
+    """What the package needs of TorchRec. Modules of other libraries are not refused: each function
+    says what it returns for them."""
+
+    def collection(self, module: nn.Module) -> Collection | None:
+        """Return a collection as it is now, None for another module."""
+        ...
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Return why the tables below a module of TorchRec's can't be sparsified, and what would
+        work; None if they can."""
+        ...
+
+    def is_sharded(self, module: nn.Module) -> bool:
+        """Return whether a module is a sharded collection."""
+        ...
+
+    def lookups(self, module: nn.Module) -> list[nn.Module]:
+        """Return the lookups of a sharded collection, [] of another module. A reshard makes new
+        ones on every rank, with or without shards. Not in the module tree."""
+        ...
+
+    def averages(self, module: nn.Module) -> bool:
+        """Return whether a module averages copies of its tables now and then, by its method
+        ``sync``."""
+        ...
+
+    def among(self, features: Any, chosen: Tensor) -> Any:
+        """Return a KeyedJaggedTensor of the ids that are ``chosen``, bool ``(n,)``, and their
+        weights, through which gradients flow back."""
+        ...
+
+    def with_outputs(self, output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+        """Return the output of a collection with each of its parts changed once it has arrived.
+
+        Args:
+            change: takes an output's name and its values, ``(..., columns)``, and returns values of
+                as many rows.
+        """
+        ...
+
+    def combined(self, optimizer: object) -> list[Any] | None:
+        """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
+        ...
+
+    def is_fused(self, optimizer: object) -> bool:
+        """Return whether an optimizer only represents one that runs inside the backward."""
+        ...
+
+    def named_parameters(self, optimizer: object) -> dict[str, Any] | None:
+        """Return the dict in which a keyed optimizer holds its parameters a second time, live; None
+        for another optimizer."""
+        ...
+
+    def is_sharded_model(self, model: nn.Module) -> bool:
+        """Return whether a model is a DistributedModelParallel."""
+        ...
+
+    def unwrapped(self, model: nn.Module) -> nn.Module:
+        """Return the user's module inside a DistributedModelParallel."""
+        ...
+
+    def dense_layers(self, model: nn.Module) -> nn.Module:
+        """Return the DDP module of a DistributedModelParallel's dense layers, the user's module if
+        there is none."""
+        ...
+
+    def compact_refusal(self, model: nn.Module, module: nn.Module) -> str | None:
+        """Return why a collection of ``model`` can't be compacted, or None."""
+        ...
+
+    def compact_plan(
+        self,
+        model: nn.Module,
+        root: nn.Module,
+        replacements: Iterable[Replacement],
+        planner: Callable[[nn.Module], Any] | None,
+    ) -> dict[str, Any]:
+        """Return the plan by path of a model in which collections have taken the places of others.
+
+        Args:
+            root: the user's module.
+            planner: returns a plan for ``root``; None derives it from the old one.
+        """
+        ...
+
+    def reshard(self, model: nn.Module, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
+        """Return a DistributedModelParallel like ``model`` around ``root``. Rows on the meta device
+        are sharded, not filled; dense layers are not under DDP yet.
+
+        Collective where a collection has data-parallel tables, which TorchRec puts under DDP at
+        once.
+        """
+        ...
+
+    def wrap_layers(self, made: nn.Module, model: nn.Module) -> None:
+        """Put the dense layers of a new DistributedModelParallel under DDP if ``model`` has them
+        there. Collective."""
+        ...
