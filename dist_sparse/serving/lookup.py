@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dist_sparse.serving.manifest import Table
 
-__all__ = ["FbgemmLookup", "StoredTable", "fbgemm", "mean_columns"]
+__all__ = ["FbgemmLookup", "StoredTable", "fbgemm_ops", "mean_columns"]
 
 _ALIGNMENT = 128
 """Bytes at whose multiples tables begin, as in FBGEMM's own modules."""
@@ -31,7 +31,7 @@ class StoredTable:
     tensors: Mapping[str, Tensor]
 
 
-def fbgemm() -> Any:
+def fbgemm_ops() -> Any:
     """Return ``torch.ops.fbgemm`` with its kernels loaded, None where FBGEMM is not installed."""
     try:
         import fbgemm_gpu  # noqa: F401  (it registers the kernels)
