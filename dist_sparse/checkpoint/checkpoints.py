@@ -1,7 +1,7 @@
 """Checkpoints of a training in one call: saved whole or not at all, verified before they are read,
 on any ranks.
 
-Order of a save: collect on all ranks, write tensors through DCP, gather CRC32s, write the marker,
+Order of a save: collect on all ranks, write tensors through DCP, hash the files, write the marker,
 sweep old folders. Order of a resume: verify every byte, check that each entry has one owner, read
 masks, then weights and optimizer state. Whatever one rank can't do is raised on all of them before
 the marker is written, or before anything is read.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
-from dist_sparse.checkpoint.folders import VALUES, Folders, Marker
+from dist_sparse.checkpoint.folders import VALUES, Entry, Folders, Marker
 from dist_sparse.checkpoint.inspection import Inspection, inspect_checkpoint
 from dist_sparse.checkpoint.optimizers import OptimizerState, RowWiseState, gathered
 from dist_sparse.checkpoint.trees import as_json, filled, quiet, split
@@ -251,17 +251,17 @@ class Checkpoints:
         group = self._group()
         with group.agreeing("save()") as facts:
             facts.update(step=step, root=self.root, extra=as_json("extra", extra))
-            tensors, values = split(_inner(model).state_dict(), "model")
+            tensors, values = split({"model": _inner(model).state_dict()})
             optimizers = OptimizerState(optimizer, _inner(model))
             described = optimizers.described()
-            tensors = {**tensors, **optimizers.tensors, **_rng()}
             parts = _parts(sparse)
-        states = {key: part.state_dict() for key, part in parts}  # of some shardings collective
+        # Collective in some shardings, so not within an agreement.
+        states = {key: part.state_dict() for key, part in parts.items()}
         with group.agreeing("save()") as facts:
-            for key, state in states.items():
-                more, others = split(state, key)
-                tensors, values = {**tensors, **more}, {**values, **others}
+            masks, others = split(states)
+            values |= others
             facts["values"] = values
+            tensors = {**tensors, **optimizers.tensors, **_rng(), **masks}
             if staged:
                 tensors = copied(tensors)
         return tensors, {"state": values, "extra": extra}, described
@@ -276,15 +276,14 @@ class Checkpoints:
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
             written = save_tensors(folders.files, folders.path(step), tensors, group.process_group)
-            files = {
-                name: (size, crc)
-                for each in group.all_gather_json(written)
-                for name, (size, crc) in each.items()
-            }
+            files: dict[str, Entry] = {}
+            for each in group.all_gather_json(written):
+                files |= each
             with group.agreeing("save()"):
                 if group.rank == 0:
                     folders.commit(Marker(step=step, world=group.size, files=files), values)
-        except (OSError, ValueError):  # of all ranks: none writes any longer
+        except (OSError, ValueError):
+            # Raised on all ranks: none writes any longer.
             if group.rank == 0:
                 with contextlib.suppress(OSError):
                     folders.delete(step)
@@ -292,7 +291,8 @@ class Checkpoints:
         if group.rank == 0:
             try:
                 folders.sweep(self.keep)
-            except OSError as error:  # the new one is whole; the next save sweeps again
+            except OSError as error:
+                # The new one is whole, and the next save sweeps again.
                 warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
 
     @quiet()
@@ -304,37 +304,30 @@ class Checkpoints:
         group, folders = self._group(), self._folders
         with group.agreeing("resume_latest()"):
             marker = folders.read(step)
-            shared = sorted(marker.files, key=lambda name: (-marker.sizes[name], name))
-            folders.verify(marker, {storage.METADATA, VALUES, *shared[group.rank :: group.size]})
-            metadata = storage.read_metadata(
-                folders.files,
-                folders.path(step),
-                {n: size for n, (size, _) in marker.files.items()},
-            )
+            # Large files in turns over the ranks, and on all the ones that all read.
+            largest = sorted(marker.files, key=lambda name: (-marker.sizes[name], name))
+            mine = set(largest[group.rank :: group.size])
+            folders.verify(marker, {storage.METADATA, VALUES} | mine)
+            metadata = storage.read_metadata(folders.files, folders.path(step), marker.sizes)
             values = folders.values(step)
             tree = _inner(model).state_dict()
             parts = _parts(sparse)
-        trees = {key: part.state_dict() for key, part in parts}  # of some shardings collective
+        # Collective in some shardings, so not within an agreement.
+        trees = {key: part.state_dict() for key, part in parts.items()}
         with group.agreeing("resume_latest()"):
-            weights, held = split(tree, "model")
-            masks: Tensors = {}
-            for key, state in trees.items():
-                more, others = split(state, key)
-                masks, held = {**masks, **more}, {**held, **others}
-            _check_owners(values["state"], held)
+            weights, held = split({"model": tree})
+            masks, others = split(trees)
+            _check_owners(values["state"], held | others)
             optimizers = OptimizerState(optimizer, _inner(model))
             states, commit = optimizers.prepare_load(metadata, values["optimizer"], row_wise_state)
-            random = {
-                key: state for key, state in _rng().items() if key in metadata.state_dict_metadata
-            }
-            random = random if marker.world == group.size else {}
+            random = _saved_rng(marker, metadata, group)
             rest = {**weights, **states, **random}
             storage.check_saved(metadata, {**masks, **rest})
         _check_claimed(group, metadata, {**masks, **rest})
         path = folders.path(step)
         # Masks first: what does not fit them is refused before a weight is read.
         storage.load_tensors(folders.files, path, metadata, masks, group.process_group)
-        for key, part in parts:
+        for key, part in parts.items():
             part.load_state_dict(filled(trees[key], key, values["state"]))
         storage.load_tensors(folders.files, path, metadata, rest, group.process_group)
         tree.update(filled(tree, "model", values["state"]))
@@ -351,18 +344,21 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _parts(sparse: Any) -> list[tuple[str, Stateful]]:
-    """What was passed as ``sparse``, by key."""
-    named = (
-        sparse.items() if isinstance(sparse, Mapping) else () if sparse is None else [("", sparse)]
-    )
-    for _, part in named:
+def _parts(sparse: Any) -> dict[str, Stateful]:
+    """The objects passed as ``sparse``, by the key of their state."""
+    if sparse is None:
+        return {}
+    if isinstance(sparse, Mapping):
+        parts = {f"sparse.{name}" if name else "sparse": part for name, part in sparse.items()}
+    else:
+        parts = {"sparse": sparse}
+    for part in parts.values():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ValueError(
                 f"Invalid sparse of type {type(part).__name__}: must be what sparsify() returns, a"
                 " sparsifier, or several objects with state_dict() by name."
             )
-    return [(f"sparse.{name}" if name else "sparse", part) for name, part in named]
+    return parts
 
 
 def _rng() -> Tensors:
@@ -374,9 +370,20 @@ def _rng() -> Tensors:
     return states
 
 
+def _saved_rng(marker: Marker, metadata: Metadata, group: Group) -> Tensors:
+    """The states of generators to load: on another number of ranks none would fit."""
+    if marker.world != group.size:
+        return {}
+    saved = metadata.state_dict_metadata
+    return {key: state for key, state in _rng().items() if key in saved}
+
+
 def _set_rng(states: Tensors) -> None:
     for key, state in states.items():
-        (torch.cuda.set_rng_state if key.startswith("rng.cuda") else torch.set_rng_state)(state)
+        if key.startswith("rng.cuda"):
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)
 
 
 def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
@@ -389,14 +396,11 @@ def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     """Refuse saved tensors that no rank asks for. Collective."""
     keys = sorted(metadata.state_dict_metadata)
-    claims = group.all_reduce(
-        torch.tensor([key in tensors for key in keys], dtype=torch.int64)
-    ).tolist()
-    if strange := [
-        key
-        for key, claim in zip(keys, claims, strict=True)
-        if not claim and not key.startswith("rng.")
-    ]:
+    mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
+    claims = group.all_reduce(mine).tolist()
+    unclaimed = [key for key, claim in zip(keys, claims, strict=True) if not claim]
+    # Generators of other ranks have no owner where there are fewer ranks.
+    if strange := [key for key in unclaimed if not key.startswith("rng.")]:
         raise ValueError(_unclaimed(strange))
 
 

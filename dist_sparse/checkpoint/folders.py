@@ -5,7 +5,8 @@
 save has left that was killed or failed. No folder is renamed and none is written twice: object
 stores know no rename of folders, and a mix of two saves would load.
 
-Nothing here communicates: one rank prepares, commits and sweeps.
+Nothing here communicates: one rank prepares, commits and sweeps. Files are on any of DCP's file
+systems.
 """
 
 from __future__ import annotations
@@ -13,19 +14,35 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
+import stat
 import warnings
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dist_sparse.checkpoint.streams import Counted, Entry, check_kind, filesystem_of, read_crc
 from dist_sparse.checks import integer
 from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
 
-__all__ = ["MARKER", "VALUES", "Folders", "Marker", "holds_steps", "step_of"]
+__all__ = [
+    "MARKER",
+    "VALUES",
+    "Entry",
+    "Folders",
+    "Marker",
+    "holds_steps",
+    "naming_errors",
+    "read_crc",
+    "step_of",
+]
+
+Entry = tuple[int, int]
+"""Bytes of a file, and their CRC32."""
 
 FORMAT: Final = "dist_sparse.checkpoint"
 VERSION: Final = 1
@@ -36,6 +53,7 @@ _STEP: Final = re.compile(r"step-(\d{8,})")
 _BROKEN_ADDRESS: Final = re.compile(r"[a-z][a-z0-9+]+:/(?!/)")
 _FILE: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _LONGEST: Final = 1 << 26  # bytes of JSON that are read: 64 MiB
+_READ_AT_ONCE: Final = 1 << 19  # bytes, that stay in a core's cache for the checksum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +98,7 @@ class Folders:
             raise ValueError(f"Invalid root={given!r}: pass an address as a string, not as a Path.")
         self.local = "://" not in given
         self.root = os.path.abspath(given) if self.local else given.rstrip("/")
-        self.files = filesystem_of(self.root)
+        self.files = _filesystem_of(self.root)
 
     def path(self, step: int) -> str:
         """Return the folder of a step."""
@@ -161,7 +179,7 @@ class Folders:
             path, (size, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
             try:
                 if self.local:
-                    check_kind(path)
+                    _refuse_irregular(path)
                 found = read_crc(self.files, path, most=size)
             except FileNotFoundError:
                 raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
@@ -223,7 +241,7 @@ class Folders:
 
     def _read(self, path: str) -> bytes:
         if self.local:
-            check_kind(path)
+            _refuse_irregular(path)
         with self.files.create_stream(path, "rb") as stream:
             found: bytes = stream.read(_LONGEST + 1)
         if len(found) > _LONGEST:
@@ -231,20 +249,48 @@ class Folders:
         return found
 
     def _write(self, path: str, text: str) -> Entry:
-        written: dict[str, Entry] = {}
-        files = Counted(self.files, written)
-        with files.create_stream(f"{path}.tmp", "wb") as stream:
-            stream.write(text.encode())
-            stream.flush()
-            # No file of this machine.
-            with contextlib.suppress(AttributeError, io.UnsupportedOperation):
-                os.fsync(stream.fileno())
-        files.rename(f"{path}.tmp", path)
-        return written[_name(path)]
+        data = text.encode()
+        with naming_errors(path):
+            with self.files.create_stream(f"{path}.tmp", "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                # A stream of another machine has no descriptor to sync.
+                with contextlib.suppress(AttributeError, io.UnsupportedOperation):
+                    os.fsync(stream.fileno())
+            self.files.rename(f"{path}.tmp", path)
+        return len(data), zlib.crc32(data)
 
     def _sync(self, folder: str) -> None:
         if self.local:
             sync_folder(folder)
+
+
+def read_crc(files: Any, path: Any, most: float = math.inf) -> Entry:
+    """Return the bytes of a file and their CRC32. It is read no further than where it has more than
+    ``most``."""
+    size, crc = 0, 0
+    part = memoryview(bytearray(_READ_AT_ONCE))
+    with files.create_stream(path, "rb") as stream:
+        while size <= most and (count := stream.readinto(part)):
+            size, crc = size + count, zlib.crc32(part[:count], crc)
+    return size, crc
+
+
+@contextmanager
+def naming_errors(path: Any) -> Iterator[None]:
+    """Raise errors of a disk with the name of the file that was written.
+
+    The OSError of a full disk has none, and torch.save() raises an error of its own after it.
+    """
+    try:
+        yield
+    except Exception as fault:
+        error: BaseException | None = fault
+        while error is not None and not isinstance(error, OSError):
+            error = error.__context__
+        if error is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from fault
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
@@ -257,6 +303,32 @@ def holds_steps(path: str | os.PathLike[str]) -> bool:
     """Return whether a local path is the folder of a step, or holds such folders."""
     names = os.listdir(path) if os.path.isdir(path) else []
     return step_of(path) is not None or any(map(_STEP.fullmatch, names))
+
+
+def _filesystem_of(path: str) -> Any:
+    """DCP's file system for a path: a local one, or fsspec's for ``"scheme://..."``."""
+    if "://" not in path:
+        from torch.distributed.checkpoint.filesystem import FileSystem
+
+        return FileSystem()
+    try:
+        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as Remote
+
+        found: Any = Remote()
+        found.init_path(path)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"Invalid root={path!r}: {error}.") from None
+    return found
+
+
+def _refuse_irregular(path: str) -> None:
+    """Refuse a local path of no regular file, before it is opened: a pipe would block, a device
+    never end."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError(
+            f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
+            " device."
+        )
 
 
 def _name(path: str) -> str:

@@ -52,9 +52,7 @@ def inspect_checkpoint(folders: Folders, step: int | None = None) -> Inspection:
         ValueError: there is none, or a file is missing or damaged; names it.
     """
     # Loads DCP, which torch itself does not.
-    from dist_sparse.checkpoint.storage import (
-        read_metadata,
-    )
+    from dist_sparse.checkpoint.storage import read_metadata
 
     steps = folders.steps()
     if not steps or (step is not None and step not in steps):
@@ -72,9 +70,7 @@ def inspect_checkpoint(folders: Folders, step: int | None = None) -> Inspection:
         path=folders.path(step),
         world=marker.world,
         bytes=marker.bytes,
-        tensors={
-            key: (tuple(each.size), str(each.properties.dtype)) for key, each in found.items()
-        },
+        tensors={key: (tuple(t.size), str(t.properties.dtype)) for key, t in found.items()},
         extra=folders.values(step)["extra"],
     )
 

@@ -12,9 +12,10 @@ and combined ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,18 @@ from dist_sparse.checkpoint.row_wise import RowWise, row_wise
 from dist_sparse.checkpoint.trees import as_json
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 __all__ = ["OptimizerState", "RowWiseState", "gathered"]
 
 Json = Any
 RowWiseState = Literal["refuse", "merge"]
 
-_PREFIX: Final = "optimizer"
+_PREFIX: Final = "optimizer."
 _NO_OPTIONS: Final = ("params", "param_names")
 _OF_FUSED: Final = {"params", "lr"}
+"""Options of the groups of fused optimizers."""
+
 _OF_SCHEDULERS: Final = {
     "initial_lr",
     "max_lr",
@@ -41,11 +44,10 @@ _OF_SCHEDULERS: Final = {
     "max_momentum",
     "swa_lr",
 }
-"""Options of the groups of fused optimizers; those that torch's learning rate schedulers add to
-groups."""
+"""Options that torch's learning rate schedulers add to groups."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Part:
     """An optimizer that keeps state itself, and its parameters by key."""
 
@@ -53,7 +55,7 @@ class _Part:
     params: Mapping[str, Any]
 
     def state(self, key: str) -> dict[str, Any]:
-        """What it keeps for a parameter; none before it has stepped."""
+        """Its state of a parameter; empty before it has stepped."""
         found: dict[str, Any] = self.optimizer.state.get(self.params[key], {})
         return found
 
@@ -64,6 +66,18 @@ class _Part:
             if keys := sorted(key_of[id(param)] for param in group["params"]):
                 yield group, keys
 
+    def empty(self, key: str, saved: TensorStorageMetadata) -> Tensor:
+        """A tensor for state of a parameter that was saved and is not here yet."""
+        param, dtype = self.params[key], saved.properties.dtype
+        if saved.size == param.shape:
+            # Has the strides of the parameter, as in torch.
+            return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        group = next(group for group, keys in self.groups() if key in keys)
+        # Counts of steps stay on the CPU, unless a kernel reads them.
+        read_there = bool(saved.size) or group.get("capturable") or group.get("fused")
+        device = param.device if read_there else "cpu"
+        return torch.zeros(saved.size, dtype=dtype, device=device)
+
     @property
     def fused_steps(self) -> int | None:
         """Steps of a fused optimizer, which FBGEMM counts for Adam's bias correction; None of
@@ -72,12 +86,21 @@ class _Part:
         return None if count is None else int(count)
 
 
+class _Fresh(NamedTuple):
+    """State that a parameter gets from the checkpoint and has not yet, a tensor to be loaded or a
+    value."""
+
+    key: str
+    name: str
+    value: Any
+
+
 class OptimizerState:
-    """What optimizers keep on this rank, as live tensors and JSON. Local.
+    """State of optimizers on this rank, as live tensors and JSON. Local.
 
     Args:
         optimizer: one of torch or TorchRec, or a list of them; None is none.
-        model: whose names are the keys of what torch's optimizers step.
+        model: whose names are the keys of the parameters that torch's optimizers step.
 
     Attributes:
         tensors: by key.
@@ -87,64 +110,50 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        several = (
-            optimizer
-            if isinstance(optimizer, (list, tuple))
-            else []
-            if optimizer is None
-            else [optimizer]
-        )
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        if optimizer is None:
+            optimizers = []
         names = {id(param): name for name, param in model.named_parameters()}
         self.tensors: dict[str, Tensor] = {}
         self._scalars: dict[str, dict[str, Json]] = {}
         self._row_wise: dict[str, RowWise] = {}
         self._part_of: dict[str, _Part] = {}
-        for part in (part for each in several for part in _parts(each, "", names)):
+        parts = [part for each in optimizers for part in _parts(each, "", names)]
+        # A rank without a table has fused optimizers of no parameters.
+        self._parts = [part for part in parts if part.params]
+        for part in self._parts:
             for key in part.params:
                 if key in self._part_of:
                     raise ValueError(f"Invalid optimizer: two of them step {key!r}.")
                 self._part_of[key] = part
                 self._note(key, part)
 
-    @property
-    def _parts(self) -> list[_Part]:
-        return list({id(part): part for part in self._part_of.values()}.values())
-
     def _note(self, key: str, part: _Part) -> None:
-        for name, value in part.state(key).items():
-            path = (  # fused state is named <table>.<name>
-                f"{_PREFIX}.{key}.{name.rpartition('.')[2]}"
-            )
+        state = part.state(key)
+        for name, value in state.items():
+            # Fused state is named <table>.<name>.
+            path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
             if (found := row_wise(name, value, part.params[key])) is not None:
-                path = f"{_PREFIX}.{key}.{found.name}"
+                path = f"{_PREFIX}{key}.{found.name}"
                 self.tensors[path], self._row_wise[path] = found.tensor, found
-            elif isinstance(value, Tensor) and not (name == "step" and "sum" in part.state(key)):
+                continue
+            # The fused Adagrad has no count of steps: as a value it may be missing on either side.
+            is_adagrad_step = name == "step" and "sum" in state
+            if isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
-            else:  # steps of Adagrad, which the fused one does not have, among them
+            else:
                 plain = float(value) if isinstance(value, Tensor) else value
                 self._scalars.setdefault(key, {})[name] = as_json(path, plain)
 
     def described(self) -> Json:
-        """Return what is no tensor, of this rank; :func:`gathered` puts it together."""
-        groups = [
-            [
-                {
-                    name: _plain(keys[0], name, value)
-                    for name, value in group.items()
-                    if name not in _NO_OPTIONS
-                },
-                keys,
-            ]
-            for part in self._parts
-            for group, keys in part.groups()
-        ]
-        cuts = {path: found.cuts for path, found in self._row_wise.items() if found.cuts != [0]}
-        steps = [part.fused_steps for part in self._parts if part.fused_steps is not None]
+        """Return options and values of this rank; :func:`gathered` puts them together."""
         return {
-            "groups": groups,
+            "groups": [each for part in self._parts for each in _options(part)],
             "values": self._scalars,
-            "cuts": cuts,
-            "fused_steps": max(steps, default=None),
+            "cuts": {
+                path: found.cuts for path, found in self._row_wise.items() if found.cuts != [0]
+            },
+            "fused_steps": _most(part.fused_steps for part in self._parts),
         }
 
     def prepare_load(
@@ -167,32 +176,28 @@ class OptimizerState:
         changes = [change for part in self._parts for change in _option_changes(part, options)]
         fresh = self._fresh(metadata, saved["values"])
         targets = dict(self.tensors)
-        targets |= {
-            f"{_PREFIX}.{key}.{name}": made for key, name, made in fresh if isinstance(made, Tensor)
-        }
+        for each in fresh:
+            if isinstance(each.value, Tensor):
+                targets[f"{_PREFIX}{each.key}.{each.name}"] = each.value
         merges: dict[str, Callable[[], None]] = {}
         for path, found in self._row_wise.items():
             cuts = saved["cuts"].get(path, [0])
-            if path not in metadata.state_dict_metadata or cuts == found.cuts:
-                continue
-            if choice == "refuse":
-                raise ValueError(
-                    f"{path!r} has a number for each row of a column shard: it was saved with cuts"
-                    f" at columns {cuts}, and they are at {found.cuts} now. Cut the table as"
-                    " before, or pass row_wise_state='merge'."
-                )
-            targets[path], merges[path] = found.merging(cuts)
+            if path in metadata.state_dict_metadata and cuts != found.cuts:
+                if choice == "refuse":
+                    raise ValueError(
+                        f"{path!r} has a number for each row of a column shard: it was saved with"
+                        f" cuts at columns {cuts}, and they are at {found.cuts} now. Cut the table"
+                        " as before, or pass row_wise_state='merge'."
+                    )
+                targets[path], merges[path] = found.merging(cuts)
 
         def commit() -> list[str]:
             for merge in merges.values():
                 merge()
-            for key, name, made in fresh:
+            for key, name, value in fresh:
                 part = self._part_of[key]
-                part.optimizer.state[part.params[key]][name] = made
-            for key, held in self._scalars.items():
-                state = self._part_of[key].state(key)
-                for name in held.keys() & saved["values"].get(key, {}).keys():
-                    _set(state, name, saved["values"][key][name])
+                part.optimizer.state[part.params[key]][name] = value
+            self._set_scalars(saved["values"])
             for change in changes:
                 change()
             for part in self._parts:
@@ -202,64 +207,62 @@ class OptimizerState:
 
         return targets, commit
 
-    def _fresh(self, metadata: Metadata, values: Json) -> list[tuple[str, str, Any]]:
-        """The state, by key and name, of parameters that have none yet and had some when it was
-        saved."""
+    def _fresh(self, metadata: Metadata, values: Json) -> list[_Fresh]:
+        """State of parameters that have none yet and had some when it was saved."""
         bare = {key for key, part in self._part_of.items() if not part.state(key)}
-        fresh: list[tuple[str, str, Any]] = []
+        fresh: list[_Fresh] = []
         found: dict[str, Any] = metadata.state_dict_metadata
         for path, saved in found.items():
-            key, _, name = path.removeprefix(f"{_PREFIX}.").rpartition(".")
-            if key in bare and path.startswith(f"{_PREFIX}."):
-                part = self._part_of[key]
-                param, dtype = part.params[key], saved.properties.dtype
-                group = next(group for group, keys in part.groups() if key in keys)
-                if saved.size == param.shape:
-                    made = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                else:  # counts of steps stay on the CPU, as in torch
-                    there = bool(saved.size) or group.get("capturable") or group.get("fused")
-                    made = torch.zeros(
-                        saved.size, dtype=dtype, device=param.device if there else "cpu"
-                    )
-                fresh.append((key, name, made))
-        return fresh + [
-            (key, name, value) for key in bare for name, value in values.get(key, {}).items()
-        ]
+            key, _, name = path.removeprefix(_PREFIX).rpartition(".")
+            if key in bare and path.startswith(_PREFIX):
+                fresh.append(_Fresh(key, name, self._part_of[key].empty(key, saved)))
+        for key in bare:
+            fresh += [_Fresh(key, name, value) for name, value in values.get(key, {}).items()]
+        return fresh
+
+    def _set_scalars(self, saved: Mapping[str, Mapping[str, Json]]) -> None:
+        for key, held in self._scalars.items():
+            state, values = self._part_of[key].state(key), saved.get(key, {})
+            for name in held.keys() & values.keys():
+                _set(state, name, values[name])
 
 
 def gathered(described: Sequence[Json]) -> Json:
-    """Return what all ranks' :meth:`OptimizerState.described` say together."""
+    """Return the :meth:`OptimizerState.described` of all ranks as one."""
     options: dict[str, Json] = {}
+    values: dict[str, Json] = {}
+    cuts: dict[str, list[int]] = {}
     for each in described:
-        options.update({key: found for found, keys in each["groups"] for key in keys})
+        values |= each["values"]
+        cuts |= each["cuts"]
+        for found, keys in each["groups"]:
+            options |= dict.fromkeys(keys, found)
+    # Parameters of equal options share a group, so that the file depends on no sharding.
     groups: dict[str, tuple[Json, list[str]]] = {}
-    for key in sorted(options):
-        groups.setdefault(repr(sorted(options[key].items())), (options[key], []))[1].append(key)
-    steps = [each["fused_steps"] for each in described if each["fused_steps"] is not None]
+    for key, found in sorted(options.items()):
+        groups.setdefault(repr(sorted(found.items())), (found, []))[1].append(key)
     return {
         "groups": [list(group) for group in groups.values()],
-        "values": {key: value for each in described for key, value in each["values"].items()},
-        "cuts": {path: cuts for each in described for path, cuts in each["cuts"].items()},
-        "fused_steps": max(steps, default=None),
+        "values": values,
+        "cuts": cuts,
+        "fused_steps": _most(each["fused_steps"] for each in described),
     }
 
 
+def _most(counts: Iterable[int | None]) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
+
+
 def _parts(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[_Part]:
+    """The optimizers in an optimizer that keep state themselves."""
     if hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
         for key, part in optimizer.optimizers:
             yield from _parts(part, _joined(prefix, key), names)
     elif isinstance(getattr(optimizer, "params", None), Mapping):  # any other KeyedOptimizer
-        yield _Part(
-            optimizer, {_joined(prefix, key): param for key, param in optimizer.params.items()}
-        )
+        params = {_joined(prefix, key): param for key, param in optimizer.params.items()}
+        yield _Part(optimizer, params)
     elif isinstance(optimizer, torch.optim.Optimizer):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if foreign := [param for param in params if id(param) not in names]:
-            raise ValueError(
-                f"Invalid optimizer: {type(optimizer).__name__} steps a parameter of shape"
-                f" {tuple(foreign[0].shape)}, which is none of the model's."
-            )
-        yield _Part(optimizer, {names[id(param)]: param for param in params})
+        yield _Part(optimizer, _named_params(optimizer, names))
     else:
         raise ValueError(
             f"Invalid optimizer of type {type(optimizer).__name__}: must be one of torch or"
@@ -267,35 +270,70 @@ def _parts(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[_P
         )
 
 
+def _named_params(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """The parameters of a torch optimizer by their names in the model."""
+    found = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"Invalid optimizer: {type(optimizer).__name__} steps a parameter of shape"
+                    f" {tuple(param.shape)}, which is none of the model's."
+                )
+            found[names[id(param)]] = param
+    return found
+
+
 def _joined(prefix: str, key: str) -> str:
-    return ".".join(part for part in (prefix, key) if part)
+    return f"{prefix}.{key}" if prefix and key else prefix or key
+
+
+def _options(part: _Part) -> Iterator[tuple[dict[str, Json], list[str]]]:
+    """The options of each param group, and the keys of its parameters."""
+    for group, keys in part.groups():
+        names = [name for name in group if name not in _NO_OPTIONS]
+        yield {name: _plain(keys[0], name, group[name]) for name in names}, keys
 
 
 def _option_changes(part: _Part, saved: Mapping[str, Json]) -> Iterator[Callable[[], None]]:
+    """Functions that give the param groups their saved options."""
     for group, keys in part.groups():
-        if unknown := [key for key in keys if key not in saved]:
-            raise ValueError(
-                f"{unknown[0]!r} was stepped by no optimizer when the checkpoint was saved."
-            )
+        for key in keys:
+            if key not in saved:
+                raise ValueError(
+                    f"{key!r} was stepped by no optimizer when the checkpoint was saved."
+                )
         # Fused optimizers have a learning rate alone.
         for name in sorted(group.keys() & saved[keys[0]].keys()):
-            value = saved[keys[0]][name]
-            if differing := [key for key in keys if not _alike(saved[key].get(name, value), value)]:
-                raise ValueError(
-                    f"{keys[0]!r} and {differing[0]!r} had another {name!r} each, and are in one"
-                    " group now."
-                )
-            yield _change(group, name, value)
-        lost = {
-            name: key for key in keys for name in saved[key].keys() - group.keys() - _OF_SCHEDULERS
-        }
-        if lost and not group.keys() <= _OF_FUSED:
-            name = min(lost)
+            value = _agreed(name, keys, saved)
+            yield partial(_set, group, name, value)
+        if not group.keys() <= _OF_FUSED:
+            _refuse_lost_options(part, group, keys, saved)
+
+
+def _agreed(name: str, keys: Sequence[str], saved: Mapping[str, Json]) -> Json:
+    """The saved option of parameters that are in one group now."""
+    value = saved[keys[0]][name]
+    for key in keys:
+        if not _alike(saved[key].get(name, value), value):
             raise ValueError(
-                f"{lost[name]!r} was saved with the option {name!r}, which"
-                f" {type(part.optimizer).__name__} does not have: it was stepped by another class"
-                " of optimizer."
+                f"{keys[0]!r} and {key!r} had another {name!r} each, and are in one group now."
             )
+    return value
+
+
+def _refuse_lost_options(
+    part: _Part, group: Mapping[str, Any], keys: Sequence[str], saved: Mapping[str, Json]
+) -> None:
+    """Refuse options that the class of the optimizer does not have."""
+    lost = {name: key for key in keys for name in saved[key].keys() - group.keys() - _OF_SCHEDULERS}
+    if lost:
+        name = min(lost)
+        raise ValueError(
+            f"{lost[name]!r} was saved with the option {name!r}, which"
+            f" {type(part.optimizer).__name__} does not have: it was stepped by another class"
+            " of optimizer."
+        )
 
 
 def _alike(ours: Json, theirs: Json) -> bool:
@@ -303,10 +341,6 @@ def _alike(ours: Json, theirs: Json) -> bool:
     if isinstance(ours, float) and isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=1e-6)
     return bool(ours == theirs)
-
-
-def _change(group: dict[str, Any], name: str, value: Json) -> Callable[[], None]:
-    return lambda: _set(group, name, value)
 
 
 def _set(held: dict[str, Any], name: str, value: Json) -> None:
@@ -321,6 +355,6 @@ def _set(held: dict[str, Any], name: str, value: Json) -> None:
 def _plain(key: str, name: str, value: Any) -> Json:
     if isinstance(value, Tensor):
         value = value.item()
-    return as_json(
-        f"option {name!r} of {key!r}", list(value) if isinstance(value, tuple) else value
-    )
+    elif isinstance(value, tuple):
+        value = list(value)
+    return as_json(f"option {name!r} of {key!r}", value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,32 +47,43 @@ class RowWise:
         rows, width = self.shape
         saved, now = (list(pairwise([*cuts, width])) for cuts in (before, self.cuts))
         wants: list[tuple[tuple[int], tuple[int]]] = []
-        # Numbers, and (place in wants, columns shared).
-        merges: list[tuple[Tensor, list[tuple[int, int]]]] = []
+        merges: list[tuple[Tensor, list[_Share]]] = []
         for offset, numbers in self.pieces:
             if not numbers.numel():
                 continue
-            start, stop = now[offset // rows]
-            shared = [
-                (i, min(stop, last) - max(start, first)) for i, (first, last) in enumerate(saved)
-            ]
-            parts = []
-            for i, columns in shared:
+            # Offsets count numbers of rows, cut after cut.
+            cut, row = divmod(offset, rows)
+            shares = []
+            for number, columns in enumerate(_overlaps(now[cut], saved)):
                 if columns > 0:
-                    parts.append((len(wants), columns))
-                    wants.append(((i * rows + offset % rows,), (numbers.numel(),)))
-            merges.append((numbers, parts))
+                    shares.append(_Share(len(wants), columns))
+                    wants.append(((number * rows + row,), (numbers.numel(),)))
+            merges.append((numbers, shares))
         target = ChunkedTensor([len(saved) * rows], self.tensor.dtype, (), wants)
 
         def merge() -> None:
-            for numbers, parts in merges:
+            assert target.loaded is not None
+            for numbers, shares in merges:
                 total = torch.zeros(numbers.shape, dtype=torch.float64)
-                for place, columns in parts:
-                    assert target.loaded is not None
-                    total += columns * target.loaded[place].double()
-                numbers.copy_(total / sum(columns for _, columns in parts))
+                for share in shares:
+                    total += share.columns * target.loaded[share.want].double()
+                numbers.copy_(total / sum(share.columns for share in shares))
 
         return target, merge
+
+
+class _Share(NamedTuple):
+    """The columns that a cut shares with a saved one, and the place of its numbers in what is
+    loaded."""
+
+    want: int
+    columns: int
+
+
+def _overlaps(cut: tuple[int, int], saved: Sequence[tuple[int, int]]) -> list[int]:
+    """How many columns a cut shares with each saved one; none where it is not positive."""
+    start, stop = cut
+    return [min(stop, last) - max(start, first) for first, last in saved]
 
 
 def row_wise(name: str, value: Any, param: Any) -> RowWise | None:
@@ -84,17 +95,24 @@ def row_wise(name: str, value: Any, param: Any) -> RowWise | None:
     """
     if param.dim() != 2 or not isinstance(value, Tensor):
         return None
-    rows, columns = param.shape
-    sharded: Any = value
     if hasattr(value, "local_shards") and hasattr(param, "local_shards"):
-        shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
-        cuts = sorted({shard.shard_offsets[1] for shard in shards})
-        if value.dim() == 1 and value.size(0) == rows * len(cuts):
-            pieces = [
-                (shard.metadata.shard_offsets[0], shard.tensor) for shard in sharded.local_shards()
-            ]
-            return RowWise(name.rpartition(".")[2], value, cuts, (rows, columns), pieces)
-    elif name == "sum" and value.shape == (rows, 1) != param.shape and value.is_contiguous():
-        flat = value.view(-1)
-        return RowWise("momentum1", flat, [0], (rows, columns), [(0, flat)])
-    return None
+        return _sharded(name, value, param)
+    rows, columns = param.shape
+    # A table of one column has sums of its own shape in any Adagrad.
+    is_row_wise = value.shape == (rows, 1) != param.shape
+    if name != "sum" or not is_row_wise or not value.is_contiguous():
+        return None
+    flat = value.view(-1)
+    return RowWise("momentum1", flat, [0], (rows, columns), [(0, flat)])
+
+
+def _sharded(name: str, value: Any, param: Any) -> RowWise | None:
+    """State of a sharded table, if it has a number for each row of each column cut."""
+    rows, columns = param.shape
+    # A rank without a part of the table has an empty shard.
+    shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
+    cuts = sorted({shard.shard_offsets[1] for shard in shards})
+    if value.dim() != 1 or value.size(0) != rows * len(cuts):
+        return None
+    pieces = [(shard.metadata.shard_offsets[0], shard.tensor) for shard in value.local_shards()]
+    return RowWise(name.rpartition(".")[2], value, cuts, (rows, columns), pieces)

@@ -3,8 +3,9 @@ name rank and file.
 
 - Tensors alone are written through DCP: Python values are JSON in a file beside them, so that no
   object is unpickled.
-- ``.metadata`` is a pickle: it is read by an unpickler that knows DCP's eight classes of it, and
-  dtypes, sizes and layouts of torch. What it says of files is checked against the marker.
+- ``.metadata`` is a pickle, of a protocol that torch's weights_only unpickler can't read. So one
+  of our own reads it, which knows DCP's eight classes, and dtypes, sizes and layouts of torch. The
+  places in files that it lists are checked against the marker.
 - DCP compares neither dtypes nor whether what was saved covers a tensor: :func:`check_saved` does,
   before DCP reads.
 """
@@ -23,19 +24,26 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from dist_sparse.checkpoint.streams import Counted, Entry
+from dist_sparse.checkpoint.folders import Entry, naming_errors, read_crc
 from dist_sparse.facts import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
@@ -50,19 +58,17 @@ __all__ = [
 
 METADATA: Final = ".metadata"
 
+_OF_METADATA: Final = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
 _CLASSES: Final = {
-    **dict.fromkeys(
-        (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        "torch.distributed.checkpoint.metadata",
-    ),
+    **dict.fromkeys(_OF_METADATA, "torch.distributed.checkpoint.metadata"),
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
     "Size": "torch",
     "_get_layout": "torch.serialization",
@@ -70,8 +76,10 @@ _CLASSES: Final = {
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU. DCP's stagers copy the whole storage of each view: of each table,
-    that of all tables that FBGEMM keeps together."""
+    """Return copies on the CPU.
+
+    DCP's stagers copy the whole storage of a view: here all tables of a TorchRec table batch.
+    """
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if isinstance(tensor, ShardedTensor):
@@ -82,7 +90,8 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[key] = ChunkedTensor(tensor.size(), tensor.dtype, shards, ())
         elif isinstance(tensor, DTensor):
             found |= BlockingAsyncStager().stage({key: tensor})
-        elif isinstance(tensor, ChunkedTensor):  # of masks: a copy already
+        elif isinstance(tensor, ChunkedTensor):
+            # Masks are saved from copies already.
             found[key] = tensor
         else:
             found[key] = tensor.detach().to("cpu", copy=True)
@@ -131,15 +140,13 @@ def load_tensors(
         ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been
             read.
     """
-    reader, planner = _Reader(folder, files, metadata), DefaultLoadPlanner(flatten_state_dict=False)
     with _errors_of_ranks(f"Loading {folder}"):
-        alone = group is None
         load(
             dict(tensors),
-            storage_reader=reader,
-            planner=planner,
+            storage_reader=_Reader(folder, files, metadata),
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
             process_group=group,
-            no_dist=alone,
+            no_dist=group is None,
         )
 
 
@@ -155,20 +162,29 @@ def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> Metadata
     path = files.concat_path(folder, METADATA)
     try:
         with files.create_stream(path, "rb") as stream:
-            found = _Unpickler(stream).load()
-        if type(found) is not Metadata or not isinstance(found.storage_data, dict):
-            raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
-        for key, saved in found.state_dict_metadata.items():
-            if not isinstance(key, str) or type(saved) is not TensorStorageMetadata:
-                raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
-            for chunk in saved.chunks:
-                _check_place(key, found, MetadataIndex(key, chunk.offsets), sizes)
+            return _checked_metadata(_Unpickler(stream).load(), sizes)
     except OSError:
         raise
     except Exception as error:  # a pickle of another shape fails in any way
         raise ValueError(
             f"{path} is refused: {cut(str(error) or type(error).__name__, 300)}."
         ) from None
+
+
+def _checked_metadata(found: object, sizes: Mapping[str, int]) -> Metadata:
+    """``found``, unless it lists anything but tensors in the files of the checkpoint."""
+    if type(found) is not Metadata or not isinstance(found.storage_data, dict):
+        raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
+    for key, saved in found.state_dict_metadata.items():
+        if not isinstance(key, str) or type(saved) is not TensorStorageMetadata:
+            raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
+        for chunk in saved.chunks:
+            place = found.storage_data[MetadataIndex(key, chunk.offsets)]
+            # A path that leads out of the folder is none of its files.
+            size = sizes.get(place.relative_path, -1)
+            inside = 0 <= place.offset <= place.offset + place.length <= size
+            if not inside or place.transform_descriptors:
+                raise ValueError(f"{key!r} is not at a place in a file of the checkpoint")
     return found
 
 
@@ -188,22 +204,25 @@ def check_saved(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
                 f"{key!r} was saved with shape {tuple(saved.size)} and {saved.properties.dtype},"
                 f" and is of shape {tuple(tensor.size())} and {tensor.dtype} now."
             )
-        inside = all(
-            start >= 0 and size >= 0 and start + size <= whole
-            for chunk in saved.chunks
-            for start, size, whole in zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
-        )
-        if not inside or sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(
-            saved.size
-        ):
+        # Chunks of one save never overlap, so that their number of elements shows a hole.
+        elements = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
+        inside = all(_is_within(chunk, saved.size) for chunk in saved.chunks)
+        if not inside or elements != math.prod(saved.size):
             raise ValueError(
                 f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
                 " once."
             )
 
 
+def _is_within(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+    return all(
+        0 <= start <= start + length <= whole
+        for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    )
+
+
 class _Unpickler(pickle.Unpickler):
-    """Of ``.metadata``: knows the classes of DCP's metadata and torch's dtypes, sizes and
+    """Unpickle ``.metadata`` without any class but DCP's of it, and torch's dtypes, sizes and
     layouts."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -215,21 +234,8 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check_place(
-    key: str, metadata: Metadata, index: MetadataIndex, sizes: Mapping[str, int]
-) -> None:
-    place = metadata.storage_data[index]
-    size = sizes.get(place.relative_path)
-    if (
-        size is None
-        or not 0 <= place.offset <= place.offset + place.length <= size
-        or place.transform_descriptors
-    ):
-        raise ValueError(f"{key!r} is not at a place in a file of the checkpoint")
-
-
 class _Reader(FileSystemReader):
-    """Of a checkpoint whose metadata has been read and checked."""
+    """Reader of a checkpoint whose metadata has been read and checked."""
 
     def __init__(self, folder: str, files: Any, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -240,23 +246,39 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Keeps bytes and CRC32 of each file. A path in the metadata would be that of another machine,
-    so none is."""
+    """Writer that hashes each file once it is written. An error of a rank is raised by DCP on
+    all."""
 
     def __init__(self, folder: str, files: Any) -> None:
         super().__init__(folder)
+        self.fs, self.path = files, files.init_path(folder)
         self.written: dict[str, Entry] = {}
-        counted: Any = Counted(files, self.written)
-        self.fs, self.path = counted, files.init_path(folder)
 
     def storage_meta(self) -> StorageMeta:
+        # DCP's own holds a path of this machine.
         return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        # DCP writes one file on each rank, even of no tensors.
+        with self._hashing(f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._hashing(METADATA):
+            super().finish(metadata, results)
+
+    @contextmanager
+    def _hashing(self, name: str) -> Iterator[None]:
+        path = self.fs.concat_path(self.path, name)
+        with naming_errors(path):
+            yield
+            self.written[name] = read_crc(self.fs, path)
 
 
 @contextmanager
 def _errors_of_ranks(action: str) -> Iterator[None]:
-    """Raise what DCP reports of ranks as an OSError or a ValueError: its own exception passes
-    ``except Exception``."""
+    """Raise errors of ranks as an OSError or a ValueError: DCP's own exception passes ``except
+    Exception``."""
     try:
         yield
     except CheckpointException as fault:

@@ -7,9 +7,10 @@ dicts where others have tensors.
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,38 +23,33 @@ Json = Any
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what torch says at each attribute of the ShardedTensors that TorchRec's states are
-    of, and what DCP says in a process without ranks. Filters are those of the process: only for the
-    thread that trains."""
+    """Silence torch's warning at each attribute of a ShardedTensor, and DCP's in a process without
+    ranks. Filters belong to the process: only for the thread that trains."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled", category=UserWarning
-        )
-        warnings.filterwarnings(
-            "ignore", message="Please use DTensor instead", category=FutureWarning
-        )
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         yield
 
 
-def split(tree: object, key: str) -> tuple[dict[str, Tensor], dict[str, Json]]:
-    """Return the tensors and the values of a tree, by dotted key.
+def split(trees: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, Json]]:
+    """Return the tensors and the values of trees, by dotted key.
 
     Args:
-        tree: nested dicts, lists and tuples.
-        key: of the tree itself.
+        trees: nested dicts, lists and tuples, by the key that they start with.
 
     Raises:
         ValueError: a value is none of JSON's, or two have the same key; names the key.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
-    for path, leaf in _leaves(tree, key):
-        if path in tensors or path in values:
-            raise ValueError(f"The state has two entries of the key {path!r}.")
-        if isinstance(leaf, Tensor):
-            tensors[path] = leaf
-        elif not _empty(leaf):
-            values[path] = as_json(path, leaf)
+    for key, tree in trees.items():
+        for path, leaf in _leaves(tree, key):
+            if path in tensors or path in values:
+                raise ValueError(f"The state has two entries of the key {path!r}.")
+            if isinstance(leaf, Tensor):
+                tensors[path] = leaf
+            elif not _is_empty(leaf):
+                values[path] = as_json(path, leaf)
     return tensors, values
 
 
@@ -63,6 +59,7 @@ def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
     if isinstance(tree, Tensor):
         return tree
     if not _holds_tensor(tree):
+        # An empty tree was not saved, and stays.
         return values.get(key, tree)
     if isinstance(tree, Mapping):
         return {name: filled(item, f"{key}.{name}", values) for name, item in tree.items()}
@@ -87,23 +84,25 @@ def as_json(name: str, value: object) -> Json:
     return value
 
 
-def _leaves(tree: object, key: str) -> list[tuple[str, object]]:
+def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
     if isinstance(tree, Tensor) or not _holds_tensor(tree):
-        return [(key, tree)]
-    assert isinstance(tree, (Mapping, list, tuple))
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    return [leaf for name, item in items for leaf in _leaves(item, f"{key}.{name}")]
+        yield key, tree
+        return
+    names = tree if isinstance(tree, Mapping) else itertools.count()
+    for name, item in zip(names, _children(tree), strict=False):
+        yield from _leaves(item, f"{key}.{name}")
 
 
 def _holds_tensor(tree: object) -> bool:
+    return isinstance(tree, Tensor) or any(map(_holds_tensor, _children(tree)))
+
+
+def _is_empty(tree: object) -> bool:
+    """Whether it is a dict, list or tuple of nothing, or of empty ones alone."""
+    return isinstance(tree, (Mapping, list, tuple)) and all(map(_is_empty, _children(tree)))
+
+
+def _children(tree: object) -> Iterable[object]:
     if isinstance(tree, Mapping):
-        return any(map(_holds_tensor, tree.values()))
-    return isinstance(tree, Tensor) or (
-        isinstance(tree, (list, tuple)) and any(map(_holds_tensor, tree))
-    )
-
-
-def _empty(leaf: object) -> bool:
-    return isinstance(leaf, (Mapping, list, tuple)) and all(
-        map(_empty, leaf.values() if isinstance(leaf, Mapping) else leaf)
-    )
+        return tree.values()
+    return tree if isinstance(tree, (list, tuple)) else ()

@@ -27,10 +27,15 @@ _SPAN = 4096
 """Rows that are counted together to cut a table into chunks."""
 
 
-def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
+def kept_rows(
+    sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedData] | None = None
+) -> dict[str, Tensor]:
     """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on
     the CPU, the same on every rank. Collective over the tables' groups: one all-gather each, of one
     bit a row.
+
+    Args:
+        located: the registered tables as they are stored now; None locates them.
 
     Example::
 
@@ -45,7 +50,8 @@ def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
         {'weight': tensor([False, False,  True,  True])}
     """
     packed, dense = sparsifier.packed_store, sparsifier.dense_store
-    located = packed.current("kept_rows()")
+    if located is None:
+        located = packed.current("kept_rows()")
     kept: dict[str, Tensor] = {}
     for ranks, names in packed.groups.items():
         tables, rank = [located[name] for name in names], group_over(ranks).rank

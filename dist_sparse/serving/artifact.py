@@ -32,7 +32,7 @@ from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout_of, size_of
 
-__all__ = ["Artifact", "ArtifactWriter", "check_new", "file_bytes", "open_artifact"]
+__all__ = ["ArtifactWriter", "VerifiedArtifact", "check_new", "file_bytes", "open_artifact"]
 
 MANIFEST: Final = "manifest.json"
 PARTIAL: Final = ".partial"
@@ -42,8 +42,8 @@ _DTYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32"
 _LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100,000 tables
 
 
-class Artifact:
-    """An artifact that has been verified: its manifest and its tensors.
+class VerifiedArtifact:
+    """The manifest and the tensors of an artifact that has been verified.
 
     Args:
         path: the folder.
@@ -64,12 +64,11 @@ class Artifact:
     def tensors(self, table: str) -> dict[str, Tensor]:
         """Return the tensors of a table, named as in :meth:`Table.layout`: views of the mapped
         file, to be copied by whatever outlives this object or writes."""
-        return {
-            name: self._tensors[f"{table}.{name}"] for name in self.manifest.tables[table].layout()
-        }
+        names = self.manifest.tables[table].layout()
+        return {name: self._tensors[f"{table}.{name}"] for name in names}
 
 
-def open_artifact(path: str | os.PathLike[str]) -> Artifact:
+def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
     """Open the folder that :func:`dist_sparse.export` wrote, and verify all of it.
 
     Raises:
@@ -84,19 +83,21 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
             f"{folder} is what an unfinished export left: delete it, and export again."
         )
     if not file.is_file():
-        why = f"there is no {MANIFEST}" if folder.is_dir() else "there is no such folder"
-        inside = ", ".join(sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}")))
-        raise ValueError(
-            f"{folder} holds no artifact: {why}."
-            + (f" There are artifacts inside: {inside}." if inside else "")
-        )
+        raise ValueError(f"{folder} holds no artifact: {_why_there_is_none(folder)}")
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
     try:
         manifest = Manifest.from_text(file.read_bytes().decode())
     except ValueError as error:
         raise ValueError(f"{file} is refused: {error}.") from None
-    return Artifact(folder, manifest)
+    return VerifiedArtifact(folder, manifest)
+
+
+def _why_there_is_none(folder: Path) -> str:
+    why = f"there is no {MANIFEST}." if folder.is_dir() else "there is no such folder."
+    if inside := sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}")):
+        why += f" There are artifacts inside: {', '.join(inside)}."
+    return why
 
 
 class ArtifactWriter:
@@ -116,16 +117,17 @@ class ArtifactWriter:
     def __init__(self, path: str | os.PathLike[str], tables: Mapping[str, Table]) -> None:
         self._path = check_new(path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
-        self._layout = layout_of(tables)
-        header = _header(self._layout)
-        self._crcs = dict.fromkeys(self._layout, 0)
+        layout = layout_of(tables)
+        header = _header(layout)
+        self._crcs = dict.fromkeys(layout, 0)
+        # Tensors are written side by side: where the next rows of each belong, and where it ends.
         self._at: dict[str, int] = {}
         self._ends: dict[str, int] = {}
-        end = len(header)
-        for name, (dtype, shape) in self._layout.items():
-            self._at[name] = end
-            self._ends[name] = end = end + size_of(dtype, shape)
-        self._bytes = end
+        self._bytes = len(header)
+        for name, (dtype, shape) in layout.items():
+            self._at[name] = self._bytes
+            self._bytes += size_of(dtype, shape)
+            self._ends[name] = self._bytes
         # The innermost first, so that each is empty when its turn to be deleted comes.
         self._made = [folder for folder in self.folder.parents if not folder.exists()]
         try:
@@ -137,36 +139,24 @@ class ArtifactWriter:
             raise
 
     def append(self, name: str, part: Tensor) -> None:
-        """Write the next rows of the tensor ``name``."""
-        dtype, shape = self._layout[name]
-        assert part.dtype == dtype and part.shape[1:] == shape[1:], (
-            name,
-            part.dtype,
-            part.shape,
-            dtype,
-            shape,
-        )
+        """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`."""
         held = part.detach().cpu().contiguous()
         raw = _memory(held)
-        assert self._at[name] + len(raw) <= self._ends[name], f"{name}: more than {shape}"
-        self._crcs[name] = zlib.crc32(raw, self._crcs[name])
         self._file.seek(self._at[name])
         self._file.write(raw)
+        self._crcs[name] = zlib.crc32(raw, self._crcs[name])
         self._at[name] += len(raw)
 
     def seal(self, manifest: Manifest) -> Manifest:
-        """Bring the tables to disk, and return ``manifest`` with what their file is."""
-        short = [name for name, end in self._ends.items() if self._at[name] != end]
-        assert not short, f"not written whole: {short}"
+        """Bring the tables to disk, and return ``manifest`` with their sizes and CRC32s."""
+        assert self._at == self._ends, f"not written whole: {self._at}, {self._ends}"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        tables = {
-            name: replace(
-                table, crc32={key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()}
-            )
-            for name, table in manifest.tables.items()
-        }
+        tables = {}
+        for name, table in manifest.tables.items():
+            crc32 = {key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()}
+            tables[name] = replace(table, crc32=crc32)
         return replace(manifest, tables=tables, bytes=self._bytes)
 
     def publish(self, manifest: Manifest) -> None:
@@ -229,7 +219,27 @@ def check_new(path: str | os.PathLike[str]) -> Path:
 
 
 def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """The tensors of a file, by their names in it, once all of them are what the manifest says."""
+    """The tensors of a file, by their names in it, once all of them are as in the manifest."""
+    held = _mapped(file, manifest)
+    for name, table in manifest.tables.items():
+        for key in table.layout():
+            crc = zlib.crc32(_memory(held[f"{name}.{key}"]))
+            if hex_of(crc) != table.crc32.get(key):
+                raise ValueError(
+                    f"{file} is damaged: the CRC32 of {name + '.' + key!r} does not fit."
+                )
+        if table.kept == table.rows:
+            continue
+        # A crafted artifact has CRC32s that fit, and its lookups must stay in the table too.
+        if _ones(held[f"{name}.kept"], table.rows) != table.kept:
+            raise ValueError(
+                f"{file} is refused: {name + '.kept'!r} does not keep {table.kept} rows."
+            )
+    return held
+
+
+def _mapped(file: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of a file that has the size and the header that follow from the manifest."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as fault:
@@ -243,26 +253,16 @@ def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
     layout = layout_of(manifest.tables)
     header = _header(layout)
     with open(file, "rb") as opened:
-        same = opened.read(len(header)) == header
-    if not same or size != file_bytes(manifest.tables):
-        raise ValueError(f"{file} is damaged: its header does not list the tensors of {MANIFEST}.")
+        if opened.read(len(header)) != header:
+            raise ValueError(
+                f"{file} is damaged: its header does not list the tensors of {MANIFEST}."
+            )
     try:
+        # This compares the end of the last tensor in the header with the size of the file.
         with safe_open(file, framework="pt") as tensors:
-            held: dict[str, Tensor] = {name: tensors.get_tensor(name) for name in layout}
+            return {name: tensors.get_tensor(name) for name in layout}
     except SafetensorError as error:
         raise ValueError(f"{file} is refused: {error}.") from None
-    for table, entry in manifest.tables.items():
-        for name in entry.layout():
-            tensor = held[f"{table}.{name}"]
-            if hex_of(zlib.crc32(_memory(tensor))) != entry.crc32.get(name):
-                raise ValueError(
-                    f"{file} is damaged: the CRC32 of {table + '.' + name!r} does not fit."
-                )
-            if name == "kept" and _ones(tensor, entry.rows) != entry.kept:
-                raise ValueError(
-                    f"{file} is refused: {table + '.kept'!r} does not keep {entry.kept} rows."
-                )
-    return held
 
 
 def file_bytes(tables: Mapping[str, Table]) -> int:
@@ -276,11 +276,8 @@ def _header(layout: Layout) -> bytes:
     entries, end = {}, 0
     for name, (dtype, shape) in layout.items():
         start, end = end, end + size_of(dtype, shape)
-        entries[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        offsets = [start, end]
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -294,9 +291,9 @@ def _ones(words: Tensor, rows: int) -> int:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which must outlive them. (``Tensor.numpy()``
-    would need NumPy.)"""
+    """The bytes of a contiguous tensor on the CPU, which must outlive them."""
     size = tensor.numel() * tensor.element_size()
-    return memoryview(
-        (ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else b""
-    ).cast("B")
+    if not size:
+        return memoryview(b"")
+    # Tensor.numpy() would need NumPy.
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.serving.artifact import Artifact, open_artifact
-from dist_sparse.serving.codes import BITS, Rows, decode, encode
-from dist_sparse.serving.grid import chunks
+from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
+from dist_sparse.serving.codes import BITS, Rows, chunks, decode, encode
+from dist_sparse.serving.manifest import Table
 
 __all__ = ["MappedTable", "TableCheck", "check_artifact"]
 
@@ -35,18 +35,17 @@ class MappedTable:
         name: of the table.
     """
 
-    def __init__(self, artifact: Artifact, name: str) -> None:
+    def __init__(self, artifact: VerifiedArtifact, name: str) -> None:
         self.entry = artifact.manifest.tables[name]
-        self._tensors = artifact.tensors(name)
-        self.index = (
-            RowIndex(self._tensors["kept"], self.entry.rows) if "kept" in self._tensors else None
-        )
-        self.rotation = self._tensors.get("rotation")
+        tensors = artifact.tensors(name)
+        self.index = RowIndex(tensors["kept"], self.entry.rows) if "kept" in tensors else None
+        self.rotation = tensors.get("rotation")
+        self._stored, self._scale_bias = tensors["rows"], tensors.get("scale_bias")
 
     def rows(self, first: int, last: int) -> Rows:
         """Return the stored rows ``[first, last)`` as they are stored."""
-        tail = self._tensors["scale_bias"][first:last] if "scale_bias" in self._tensors else None
-        return Rows(self._tensors["rows"][first:last], tail)
+        tail = self._scale_bias
+        return Rows(self._stored[first:last], None if tail is None else tail[first:last])
 
 
 class TableCheck:
@@ -63,22 +62,26 @@ class TableCheck:
     """
 
     def __init__(
-        self, artifact: Artifact, name: str, kept: Tensor, rotation: Tensor | None = None
+        self, artifact: VerifiedArtifact, name: str, kept: Tensor, rotation: Tensor | None = None
     ) -> None:
         self._name = name
         self._table = MappedTable(artifact, name)
         self._at = 0
         self._error = self._step = 0.0
         self._kept = int(kept.count_nonzero())
-        self._stored = self._table.entry.stored
         self._removed = len(kept) - self._kept
         stored = self._table.rotation
-        if (stored is None) != (rotation is None) or not (
-            stored is None or rotation is None or torch.equal(stored, rotation)
-        ):
+        is_same = stored is rotation
+        if stored is not None and rotation is not None:
+            is_same = torch.equal(stored, rotation)
+        if not is_same:
             raise ValueError(
                 f"Table {name!r}: its outputs are turned back by another matrix than the model's."
             )
+        self._compare_ids(kept)
+
+    def _compare_ids(self, kept: Tensor) -> None:
+        """Compare the row that serves each id with the number of kept ids before it."""
         before = 0
         for start, part in zip(range(0, len(kept), _SPAN), torch.split(kept, _SPAN), strict=True):
             ids = torch.arange(start, start + len(part))
@@ -87,8 +90,8 @@ class TableCheck:
             if len(wrong := (found != expected).nonzero()):
                 at = int(wrong[0])
                 raise ValueError(
-                    f"Table {name!r}: id {start + at} is served by row {int(found[at])}, and should"
-                    f" be by {int(expected[at])} (-1: none)."
+                    f"Table {self._name!r}: id {start + at} is served by row {int(found[at])}, and"
+                    f" should be by {int(expected[at])} (-1: none)."
                 )
             before += int(part.count_nonzero())
 
@@ -127,10 +130,10 @@ class TableCheck:
         Raises:
             ValueError: not all kept rows came.
         """
-        if self._at != self._stored:
+        stored = self._table.entry.stored
+        if self._at != stored:
             raise ValueError(
-                f"Table {self._name!r}: {self._at} rows were compared, and {self._stored} are"
-                " stored."
+                f"Table {self._name!r}: {self._at} rows were compared, and {stored} are stored."
             )
         return {
             "kept": self._kept,
@@ -140,7 +143,7 @@ class TableCheck:
         }
 
 
-def check_artifact(path: str | os.PathLike[str]) -> Artifact:
+def check_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
     """Check an artifact with nothing but its own files, and return it: CRC32s, sizes and bitmaps,
     that every weight is finite, and that the grid of every row of 8 or 4 bits holds zero exactly.
 
@@ -151,24 +154,29 @@ def check_artifact(path: str | os.PathLike[str]) -> Artifact:
     """
     artifact = open_artifact(path)
     for name, entry in artifact.manifest.tables.items():
-        if (
-            entry.check.get("kept") != entry.kept
-            or entry.check.get("removed") != entry.rows - entry.kept
-        ):
+        compared = entry.check.get("kept"), entry.check.get("removed")
+        if compared != (entry.kept, entry.rows - entry.kept):
             raise ValueError(f"{artifact.path}: table {name!r} was not compared with its model.")
         table = MappedTable(artifact, name)
         if table.rotation is not None and not bool(table.rotation.isfinite().all()):
             raise ValueError(f"{artifact.path}: the rotation of table {name!r} is not finite.")
         for some in chunks(entry.stored, entry.dim):
-            stored = table.rows(some.start, some.stop)
-            wrong = ~decode(stored, entry.dim).isfinite().all(1)
-            if stored.scale_bias is not None:
-                scale, bias = stored.scale_bias.double().unbind(1)
-                zero = -bias / scale
-                wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** BITS[entry.dtype] - 1)
+            wrong = _invalid(table.rows(some.start, some.stop), entry)
             if len(places := wrong.nonzero()):
                 row = some.start + int(places[0])
                 raise ValueError(
                     f"{artifact.path}: the kept row {row} of table {name!r} has no valid weights."
                 )
     return artifact
+
+
+def _invalid(stored: Rows, entry: Table) -> Tensor:
+    """Which rows have a weight that is not finite, or a grid that does not hold 0: bool
+    ``(rows,)``."""
+    wrong = ~decode(stored, entry.dim).isfinite().all(1)
+    if stored.scale_bias is not None:
+        scale, bias = stored.scale_bias.double().unbind(1)
+        # The code of 0 must be one of the codes.
+        zero = -bias / scale
+        wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** BITS[entry.dtype] - 1)
+    return wrong

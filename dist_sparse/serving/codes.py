@@ -2,36 +2,40 @@
 what decodes to 0.
 
 8 and 4 bits are on grids that hold zero exactly, in the format of FBGEMM's inference kernels:
-``code * scale + bias``, both in float16 (:func:`dist_sparse.serving.grid.half_grid`). Two 4-bit
+``code * scale + bias`` with ``bias = -zero_point * scale``. The code ``zero_point`` decodes to
+exactly 0, because scale and bias are float16 and their products are exact in float32. Two 4-bit
 codes share a byte, the first in its lower half.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.grid import half_grid
 from dist_sparse.serving.manifest import Dtype
 
-__all__ = ["BITS", "LARGEST", "Rows", "decode", "encode", "out_of_range"]
+__all__ = ["BITS", "LARGEST", "Rows", "chunks", "decode", "encode", "half_grid", "out_of_range"]
 
 LARGEST: Final[dict[Dtype, float]] = {
     "fp32": torch.finfo(torch.float32).max,
     "fp16": torch.finfo(torch.float16).max,
-    "int8": 2.0
-    ** 15,  # beyond half of what float16 holds the bias may overflow when it is rounded away from 0
+    # Half of what float16 holds: beyond it the bias may overflow when it is rounded away from 0.
+    "int8": 2.0**15,
     "int4": 2.0**15,
 }
 """The largest magnitude of a weight that each dtype holds."""
 
 BITS: Final[dict[Dtype, int]] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
+_CHUNK: Final = 1 << 18  # elements of a table that are in float64 at once: 2 MiB, which caches hold
+_LEAST_HALF: Final = 2.0**-24
+
 
 class Rows(NamedTuple):
-    """Encoded rows: what is stored for them, and of 8 and 4 bits their scales and biases, float16
+    """Encoded rows: weights or codes, and of 8 and 4 bits their scales and biases, float16
     ``(rows, 2)``."""
 
     rows: Tensor
@@ -60,11 +64,8 @@ def encode(weight: Tensor, dtype: Dtype) -> Rows:
         return Rows(weight.to(torch.float32 if dtype == "fp32" else torch.float16), None)
     tail = half_grid(weight, BITS[dtype])
     scale, bias = tail.double().unsqueeze(-1).unbind(1)
-    codes = (
-        torch.round(weight.double() / scale - bias / scale)
-        .clamp_(0, 2 ** BITS[dtype] - 1)
-        .to(torch.uint8)
-    )
+    exact = torch.round(weight.double() / scale - bias / scale)
+    codes = exact.clamp_(0, 2 ** BITS[dtype] - 1).to(torch.uint8)
     return Rows(_halves(codes) if dtype == "int4" else codes, tail)
 
 
@@ -88,3 +89,33 @@ def _halves(codes: Tensor) -> Tensor:
 def _whole(halves: Tensor) -> Tensor:
     """The 4-bit codes of bytes, one in each byte."""
     return torch.stack([halves & 15, halves >> 4], 2).flatten(1)
+
+
+def chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of rows that cover a table, each small enough to be taken to float64."""
+    size = max(1, _CHUNK // max(1, columns))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def half_grid(weight: Tensor, bits: int) -> Tensor:
+    """Return a scale and a bias for each row of ``weight``, over all of its values and 0: float16
+    ``(rows, 2)``.
+
+    The step is ``(max(0, max) - min(0, min)) / (2**bits - 1)``, rounded up to ``11 - bits``
+    significant bits and to a multiple of 2**-24, the smallest float16, so that
+    ``bias = -zero_point * scale`` is exact in float16 too. A row of zeros has scale 1.
+
+    Args:
+        weight: any floating dtype, ``(rows, columns)``, of values of at most 2**15 in magnitude.
+        bits: 8 or 4.
+    """
+    exact = weight.double()
+    low = exact.amin(dim=1).clamp_(max=0.0)
+    span = exact.amax(dim=1).clamp_(min=0.0) - low
+    wanted = span / (2**bits - 1)
+    power = torch.floor(torch.log2(wanted.clamp(min=_LEAST_HALF)))
+    # A zero point of ``bits`` bits times a scale of ``11 - bits`` ones has 11, as float16 has.
+    unit = torch.exp2(power - (10 - bits)).clamp_(min=_LEAST_HALF)
+    scale = torch.where(span == 0, torch.ones_like(span), torch.ceil(wanted / unit) * unit)
+    return torch.stack([scale, 0.0 - torch.round(-low / scale) * scale], 1).half()

@@ -2,7 +2,7 @@
 
 Everything is checked on all ranks before anything is written. Then tables are streamed to rank 0,
 chunk by chunk and one after the other, which encodes and writes them; they are streamed once more
-to be compared with what was written; and last the artifact gets its name. An error of rank 0 waits
+to be compared with the written files; and last the artifact gets its name. An error of rank 0 waits
 until the table's messages are through, and is raised on all ranks. Files depend on the weights and
 masks alone: not on the sharding, nor on the number of ranks.
 """
@@ -27,21 +27,22 @@ import dist_sparse
 from dist_sparse.checks import choice
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import Group, group_over, world_ranks
-from dist_sparse.serving.artifact import Artifact, ArtifactWriter, check_new
+from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, check_new
 from dist_sparse.serving.check import TableCheck
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of
 from dist_sparse.serving.sources import (
-    Source,
+    ServedTable,
     check_range,
-    check_registered,
     check_zero,
-    sources_of,
+    registered_tables,
+    served_tables,
 )
 from dist_sparse.serving.summary import dense_is_smaller, summary
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
+from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.text import size
 from dist_sparse.training.sparsify import SparseTraining
 
@@ -50,11 +51,12 @@ __all__ = ["Exported", "export"]
 _log = logging.getLogger(__name__)
 
 Consume = Callable[[Iterator[Tensor]], object]
+Bar = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What :func:`export` wrote. ``print()`` shows the bytes of each table, before and after.
+    """The folder that :func:`export` wrote. ``print()`` shows each table's bytes before and after.
 
     Attributes:
         path: the folder.
@@ -134,39 +136,44 @@ def export(
     with world.agreeing("export()") as facts:
         chosen: Any = choice("dtype", dtype, LARGEST)
         sparsifier = _sparsifier_of(sparse)
+        located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
-        located = sorted(model_source(model).locate(), key=lambda data: data.name)
-        lookups = lookups_of(model, located)
-        if sparsifier is not None:
-            check_registered(model, sparsifier, located)
-        if world.rank == 0:
-            check_new(path)
-            if importlib.util.find_spec("safetensors") is None:
-                raise ImportError("export() needs safetensors: pip install safetensors.")
         facts["path, dtype"] = [os.fspath(path), chosen]
         for data in located:
+            check_data(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             if 0 not in (data.ranks or (0,)):
                 raise ValueError(
                     f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among"
                     " them."
                 )
-    sources = sources_of(located, lookups, sparsifier)
+        lookups = lookups_of(model, located)
+        registered: dict[str, ShardedData] = {}
+        if sparsifier is not None:
+            registered = registered_tables(model, sparsifier, located)
+        if world.rank == 0:
+            check_new(path)
+            if importlib.util.find_spec("safetensors") is None:
+                raise ImportError("export() needs safetensors: pip install safetensors.")
+    if sparsifier is not None:
+        sparsifier.packed_store.reshard(registered)
+    tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
         if sparsifier is not None and sparsifier.enforcer is not None:
+            # It may owe zeros to rows that no forward has read since a step.
             sparsifier.enforcer.settle()
         check_range(located, chosen)
     if sparsifier is not None:
-        check_zero(sparsifier, sources)
+        check_zero(sparsifier, tables, registered)
     manifest = Manifest(
         dist_sparse=dist_sparse.__version__,
         dtype=chosen,
         collections=tuple(lookups.collections),
-        tables={name: _planned(source, chosen) for name, source in sources.items()},
+        tables={name: _planned(table, chosen) for name, table in tables.items()},
         bytes=0,
     )
     target = Path(os.path.abspath(path))
-    manifest = _write(manifest, sources, target, world)
+    manifest = _write(manifest, tables, target, world)
     if world.rank == 0 and (names := dense_is_smaller(manifest)):
         _log.warning(
             "dense tables of 4 bits would be smaller than what was pruned: %s", ", ".join(names)
@@ -184,38 +191,7 @@ def _sparsifier_of(sparse: Any) -> BaseDataSparsifier | None:
     return sparsifier
 
 
-def _stream(
-    world: Group,
-    source: Source,
-    consume: Consume | None,
-    bar: Callable[[int], object] = lambda rows: None,
-) -> None:
-    """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
-    raised on all ranks.
-
-    The other ranks wait for messages until the table is through, so an error is kept until then.
-    """
-    chunks = _counted(source.chunks(), bar)
-    error: Exception | None = None
-    try:
-        if consume is not None:
-            consume(chunks)
-    except Exception as fault:
-        error = fault
-    for _ in chunks:
-        pass
-    with world.agreeing("export()"):
-        if error is not None:
-            raise error
-
-
-def _counted(chunks: Iterator[Tensor], bar: Callable[[int], object]) -> Iterator[Tensor]:
-    for rows in chunks:
-        yield rows
-        bar(len(rows))
-
-
-def _planned(source: Source, dtype: Dtype) -> Table:
+def _planned(source: ServedTable, dtype: Dtype) -> Table:
     """Describe the table as it will be stored."""
     rows, dim = len(source.kept), source.data.shape[1]
     table = Table(
@@ -230,56 +206,81 @@ def _planned(source: Source, dtype: Dtype) -> Table:
         bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
     )
     taken = {name: size_of(*each) for name, each in table.layout().items()}
-    return replace(
-        table,
-        bytes=TableBytes(
-            before=rows * dim * source.data.dtype.itemsize,
-            after=sum(taken.values()),
-            index=taken.get("kept", 0),
-            scales=taken.get("scale_bias", 0),
-            dense_int4=rows * (-(-dim // 2) + 4),
-            rotation=taken.get("rotation", 0),
-        ),
+    counted = TableBytes(
+        before=rows * dim * source.data.dtype.itemsize,
+        after=sum(taken.values()),
+        index=taken.get("kept", 0),
+        scales=taken.get("scale_bias", 0),
+        # Two codes a byte, and a scale and a bias in float16.
+        dense_int4=rows * (-(-dim // 2) + 4),
+        rotation=taken.get("rotation", 0),
     )
+    return replace(table, bytes=counted)
 
 
-def _write(manifest: Manifest, sources: Mapping[str, Source], path: Path, world: Group) -> Manifest:
-    """Write, check and publish; return the manifest that was written. Collective."""
-    first = world.rank == 0
+def _write(
+    manifest: Manifest, sources: Mapping[str, ServedTable], path: Path, world: Group
+) -> Manifest:
+    """Write, check and publish; return the manifest that was written. Collective.
+
+    Rank 0 alone has a writer. The others go through the same steps: to send their rows, and to
+    raise its errors.
+    """
+    writer: Any = None
+    artifact: Any = None
     checks: dict[str, Mapping[str, int | float]] = {}
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress(manifest, shown=first))
+        bar = stack.enter_context(_progress(manifest, shown=world.rank == 0))
         with world.agreeing("export()"):
-            writer = stack.enter_context(ArtifactWriter(path, manifest.tables)) if first else None
+            if world.rank == 0:
+                writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
         for name, source in sources.items():
-            write = (
-                partial(_write_table, writer, name, manifest.tables[name], source)
-                if writer is not None
-                else None
-            )
+            write = partial(_write_table, writer, name, manifest.tables[name], source)
             _stream(world, source, write, bar)
         with world.agreeing("export()"):
             if writer is not None:
                 manifest = writer.seal(manifest)
-            artifact = Artifact(writer.folder, manifest) if writer is not None else None
+                artifact = VerifiedArtifact(writer.folder, manifest)
         for name, source in sources.items():
-            compare = (
-                partial(_compare, artifact, name, source, checks) if artifact is not None else None
-            )
-            _stream(world, source, compare, bar)
+            _stream(world, source, partial(_compare, artifact, name, source, checks), bar)
         with world.agreeing("export()"):
             if writer is not None:
-                tables = {
+                checked = {
                     name: replace(table, check=checks[name])
                     for name, table in manifest.tables.items()
                 }
-                manifest = replace(manifest, tables=tables)
+                manifest = replace(manifest, tables=checked)
                 writer.publish(manifest)
-    return Manifest.from_text(world.all_gather_json(manifest.to_text() if first else None)[0])
+    texts = world.all_gather_json(manifest.to_text() if world.rank == 0 else None)
+    return Manifest.from_text(texts[0])
+
+
+def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> None:
+    """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
+    raised on all ranks."""
+    chunks = _counted(source.chunks(), bar)
+    error: Exception | None = None
+    try:
+        if world.rank == 0:
+            consume(chunks)
+    except Exception as fault:
+        error = fault
+    # The other ranks wait for messages until the table is through, so the error waits too.
+    for _ in chunks:
+        pass
+    with world.agreeing("export()"):
+        if error is not None:
+            raise error
+
+
+def _counted(chunks: Iterator[Tensor], bar: Bar) -> Iterator[Tensor]:
+    for rows in chunks:
+        yield rows
+        bar(len(rows))
 
 
 def _write_table(
-    writer: ArtifactWriter, name: str, table: Table, source: Source, chunks: Iterator[Tensor]
+    writer: ArtifactWriter, name: str, table: Table, source: ServedTable, chunks: Iterator[Tensor]
 ) -> None:
     if table.kept < table.rows:
         writer.append(f"{name}.kept", RowIndex.of(source.kept).words)
@@ -287,15 +288,15 @@ def _write_table(
         writer.append(f"{name}.rotation", source.rotation)
     for rows in chunks:
         stored = encode(rows, table.dtype)
+        writer.append(f"{name}.rows", stored.rows)
         if stored.scale_bias is not None:
             writer.append(f"{name}.scale_bias", stored.scale_bias)
-        writer.append(f"{name}.rows", stored.rows)
 
 
 def _compare(
-    artifact: Artifact,
+    artifact: VerifiedArtifact,
     name: str,
-    source: Source,
+    source: ServedTable,
     checks: dict[str, Mapping[str, int | float]],
     chunks: Iterator[Tensor],
 ) -> None:
@@ -306,11 +307,9 @@ def _compare(
 
 
 @contextmanager
-def _progress(manifest: Manifest, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Yield a function that counts rows as they are streamed, on a bar of tqdm's.
-
-    Only on a terminal, and if tqdm is installed.
-    """
+def _progress(manifest: Manifest, *, shown: bool) -> Iterator[Bar]:
+    """Yield a function that counts streamed rows, on a bar of tqdm's: only on a terminal, and if
+    tqdm is installed."""
     if not shown or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda rows: None
         return

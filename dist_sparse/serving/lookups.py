@@ -1,4 +1,4 @@
-"""How a model looks its tables up: what a served one has to do in its place."""
+"""How a model looks its tables up, as a served one has to."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
     named = {data.fqn: data.name for data in located}
     found = Lookups()
     for site in sites_of(model):
-        for fqn in site.tables.values():
+        names = {}
+        for table, fqn in site.tables.items():
             if fqn not in named:
                 raise ValueError(
                     f"{fqn} is a table of another module too; only one of them can be served."
                 )
-        names = {table: named[fqn] for table, fqn in site.tables.items()}
+            names[table] = named[fqn]
         if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
-            _add_embedding(found, site.module, names, site.place)
+            _add_embedding(found, site.module, names[""], site.place)
         else:
             _add_collection(found, site, names)
     for data in located:
@@ -69,24 +70,23 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
     return found
 
 
-def _bases_of(module: nn.Module) -> dict[str | None, Tensor]:
-    """What outputs are multiplied by, by their key; None is the key of an embedding's only
-    output."""
+def _rotations_of(module: nn.Module) -> dict[str | None, Tensor]:
+    """The matrix that each output is multiplied by, by the output's key; None is the key of an
+    embedding's only output."""
     bases = bases_of_outputs(module)
     return {key: basis.T.float().cpu().contiguous() for key, basis in bases.items()}
 
 
 def _add_embedding(
-    found: Lookups, module: nn.Embedding | nn.EmbeddingBag, names: Mapping[str, str], path: str
+    found: Lookups, module: nn.Embedding | nn.EmbeddingBag, name: str, path: str
 ) -> None:
-    [name] = names.values()
     found.collections.append(_collection_of(module, name, path))
     found.pooling[name] = _pooling_of(module)
     if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
         found.indexes[name] = module.index
-    bases = _bases_of(module)
-    if None in bases:
-        found.rotations[name] = bases[None]
+    rotations = _rotations_of(module)
+    if None in rotations:
+        found.rotations[name] = rotations[None]
 
 
 def _pooling_of(module: nn.Embedding | nn.EmbeddingBag) -> Pooling:
@@ -124,14 +124,18 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
         features=tuple(features),
     )
     found.collections.append(collection)
-    bases = _bases_of(site.module)
+    rotations = _rotations_of(site.module)
     for key, feature in zip(collection.outputs, features, strict=True):
-        if key in bases:
-            found.rotations[feature.table] = bases[key]
+        if key in rotations:
+            found.rotations[feature.table] = rotations[key]
 
 
 def _collection_of(module: nn.Embedding | nn.EmbeddingBag, name: str, path: str) -> Collection:
-    """An embedding module of torch's, if it is one that can be served."""
+    """The collection of an embedding module of torch's.
+
+    Raises:
+        ValueError: it does with its rows what a served table can't.
+    """
     if module.max_norm is not None:
         raise ValueError(
             f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."

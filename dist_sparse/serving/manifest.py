@@ -1,4 +1,4 @@
-"""What an artifact's ``manifest.json`` says: its tables, and the collections that look them up.
+"""The manifest of an artifact: its tables, and the collections that look them up.
 
 Everything in the file of tables follows from the manifest: names, dtypes, shapes and order of the
 tensors. The text is canonical and holds its own CRC32, so that it is read as it was written or
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -48,12 +48,9 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
     "int8": torch.uint8,
     "int4": torch.uint8,
 }
-_KINDS: Final = ("bag", "sequence", "embedding_bag", "embedding")
-_POOLINGS: Final = ("sum", "mean", "none")
 _MOST_COLUMNS: Final = 1 << 16
-_MOST_COPIES: Final = (
-    64  # each collection holds its tables: some bytes of a manifest would ask for copies of all
-)
+_MOST_COPIES: Final = 64
+"""Each collection holds its tables: some bytes of a manifest would ask for copies of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +87,13 @@ class Collection:
         """The key of each feature's output, as TorchRec names it: ``feature``, or ``feature@table``
         of one that looks up several tables."""
         times = Counter(feature.name for feature in self.features)
-        return tuple(f.name if times[f.name] == 1 else f"{f.name}@{f.table}" for f in self.features)
+        return tuple(f"{f.name}@{f.table}" if times[f.name] > 1 else f.name for f in self.features)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableBytes:
-    """Bytes of a table: dense in the model, in the file altogether, and what of the latter is no
-    weight.
+    """Bytes of a table: dense in the model, in the file altogether, and in the file beside its
+    weights.
 
     Args:
         before: of the dense table, in the dtype that it was trained in.
@@ -173,7 +170,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` says.
+    """The entries of ``manifest.json``.
 
     Args:
         dist_sparse: version of the package that wrote it.
@@ -232,16 +229,14 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
     if set(entries["files"]) != {TABLES}:
         raise ValueError(f"its files are {sorted(entries['files'])}, and must be {TABLES!r} alone")
     tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
-    collections = tuple(_collection(entry, tables) for entry in entries["collections"])
-    if len({each.path for each in collections}) < len(collections):
-        raise ValueError("two collections have the same path")
-    copies = Counter(name for each in collections for name in each.tables)
-    if over := sorted(name for name, count in copies.items() if count > _MOST_COPIES):
-        raise ValueError(
-            f"table {over[0]!r} is in {copies[over[0]]} collections, and may be in {_MOST_COPIES}"
-        )
     if {table.dtype for table in tables.values()} - {entries["dtype"]}:
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
+    collections = tuple(map(_collection, entries["collections"]))
+    if len({each.path for each in collections}) < len(collections):
+        raise ValueError("two collections have the same path")
+    for collection in collections:
+        _refuse_other_tables(collection, tables)
+    _refuse_many_copies(collections)
     return Manifest(
         dist_sparse=str(entries["dist_sparse"]),
         dtype=entries["dtype"],
@@ -251,81 +246,87 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
     )
 
 
+def _refuse_many_copies(collections: Sequence[Collection]) -> None:
+    copies: Counter[str] = Counter()
+    for collection in collections:
+        copies.update(collection.tables)
+    for name, count in sorted(copies.items()):
+        if count > _MOST_COPIES:
+            raise ValueError(
+                f"table {name!r} is in {count} collections, and may be in {_MOST_COPIES}"
+            )
+
+
 def _table(name: str, entry: Mapping[str, Any]) -> Table:
-    if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in _POOLINGS:
-        raise ValueError(
-            f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}"
-        )
-    rows = integer("rows", entry["rows"], least=1, of=name)
-    block, turned = entry["block"], entry["turned"]
-    # Until 2026-11-23, tables with masks finer than rows were packed, and said how many bytes their
-    # values took.
+    # Until 2026-11-23, tables with masks finer than rows were packed, and listed how many bytes
+    # their values took.
     if entry.get("values") is not None:
         raise ValueError(
             f"table {name!r} is in the old packed format (bitmask and values), which is no longer"
             " read: export it again"
         )
+    if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in get_args(Pooling):
+        raise ValueError(
+            f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}"
+        )
     if not isinstance(entry["default_row"], bool):
         raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
+    rows = integer("rows", entry["rows"], least=1, of=name)
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
+    block, turned = entry["block"], entry["turned"]
+    if block is not None:
+        block = integer("block", block[0], least=1), integer("block", block[1], least=1)
+    if turned is not None:
+        turned = integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
+    # Artifacts of the old format count a mask, which is 0 in tables that are not packed.
+    taken = {part: size for part, size in entry["bytes"].items() if part != "mask"}
     return Table(
         rows=rows,
         kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
         dim=dim,
         pooling=entry["pooling"],
         dtype=entry["dtype"],
-        block=(
-            None
-            if block is None
-            else (integer("block", block[0], least=1), integer("block", block[1], least=1))
-        ),
+        block=block,
         default_row=entry["default_row"],
-        turned=(
-            None
-            if turned is None
-            else integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
-        ),
-        # Artifacts of the old format count a mask, which is 0 in tables that are not packed.
-        bytes=TableBytes(**{part: size for part, size in entry["bytes"].items() if part != "mask"}),
+        turned=turned,
+        bytes=TableBytes(**taken),
         crc32=dict(entry["crc32"]),
         check=dict(entry["check"]),
     )
 
 
-def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collection:
-    made = Collection(
-        **{
-            **entry,
-            "tables": tuple(entry["tables"]),
-            "features": tuple(Feature(**feature) for feature in entry["features"]),
-        }
-    )
-    if made.kind not in _KINDS:
-        raise ValueError(f"collection {made.path!r} is of the kind {made.kind!r}")
-    texts = [
-        made.path,
-        *made.tables,
-        *(text for each in made.features for text in (each.name, each.table)),
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"collection {made.path!r} has names that are no text")
-    if not all(isinstance(flag, bool) for flag in (made.weighted, made.include_last_offset)):
-        raise ValueError(f"collection {made.path!r} has flags that are neither true nor false")
-    of_torch = made.kind in ("embedding", "embedding_bag")
-    if (
-        not made.tables
-        or (of_torch and (len(made.tables) > 1 or made.features))
-        or not (of_torch or made.features)
-    ):
+def _collection(entry: Mapping[str, Any]) -> Collection:
+    features = tuple(Feature(**feature) for feature in entry["features"])
+    found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
+    if found.kind not in get_args(Kind):
+        raise ValueError(f"collection {found.path!r} is of the kind {found.kind!r}")
+    names = [found.path, *found.tables]
+    for feature in features:
+        names += [feature.name, feature.table]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"collection {found.path!r} has names that are no text")
+    if not all(isinstance(flag, bool) for flag in (found.weighted, found.include_last_offset)):
+        raise ValueError(f"collection {found.path!r} has flags that are neither true nor false")
+    return found
+
+
+def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) -> None:
+    """Refuse tables that the artifact does not have, and more or fewer than the kind has."""
+    kind, path = collection.kind, collection.path
+    fits = bool(collection.tables and collection.features)
+    if kind in ("embedding", "embedding_bag"):
+        # A module of torch's is one table, and names no features.
+        fits = len(collection.tables) == 1 and not collection.features
+    if not fits:
         raise ValueError(
-            f"collection {made.path!r} of the kind {made.kind!r} has {len(made.tables)} tables"
+            f"collection {path!r} of the kind {kind!r} has {len(collection.tables)} tables"
         )
-    if strange := sorted(set(made.tables) - set(tables)):
+    if strange := sorted(set(collection.tables) - set(tables)):
         raise ValueError(
-            f"collection {made.path!r} looks up {strange}, which are no tables of the artifact"
+            f"collection {path!r} looks up {strange}, which are no tables of the artifact"
         )
-    if strange := sorted({feature.table for feature in made.features} - set(made.tables)):
+    looked_up = {feature.table for feature in collection.features}
+    if strange := sorted(looked_up - set(collection.tables)):
         raise ValueError(
-            f"collection {made.path!r} has features of {strange}, which are none of its tables"
+            f"collection {path!r} has features of {strange}, which are none of its tables"
         )
-    return made

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from dist_sparse.checks import choice
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
 from dist_sparse.compaction.unknown import UnknownLookups
-from dist_sparse.serving.artifact import Artifact, open_artifact
+from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
+from dist_sparse.serving.libtorch_lookup import LibtorchLookup
 from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
 from dist_sparse.serving.manifest import Collection
-from dist_sparse.serving.torch_lookup import TorchLookup
 from dist_sparse.serving.turned_lookup import TurnedLookup
 from dist_sparse.torchrec import kernels
 
@@ -47,27 +47,29 @@ class _Lookup(nn.Module):
         self, tables: dict[str, StoredTable], features: list[str], native: bool, unknown: str
     ) -> None:
         super().__init__()
-        at = {name: position for position, name in enumerate(tables)}
+        entries = {name: table.entry for name, table in tables.items()}
+        rows_of = {name: entry.rows for name, entry in entries.items()}
+        position = {name: at for at, name in enumerate(tables)}
         self.index = RowIndexes(
             [_index(table) for table in tables.values()],
-            [table.entry.rows for table in tables.values()],
-            [at[name] for name in features],
+            list(rows_of.values()),
+            [position[name] for name in features],
         )
-        self.rows: nn.Module = (
-            FbgemmLookup(tables, features) if native else TorchLookup(tables, features)
-        )
-        if any(table.entry.turned is not None for table in tables.values()):
+        kind = FbgemmLookup if native else LibtorchLookup
+        self.rows: nn.Module = kind(tables, features)
+        if any(entry.turned is not None for entry in entries.values()):
             self.rows = TurnedLookup(self.rows, tables, features)
         self.features = len(features)
         self.include_last_offset = False
         self.unknown = unknown
-        each = torch.ones(len(features) if unknown == "id0" else 0, dtype=torch.int64)
-        first = self.index(torch.zeros_like(each), each) if unknown == "id0" else each
-        # Of each feature the row of id 0.
+        first = torch.zeros(0, dtype=torch.int64)
+        if unknown == "id0":
+            # One id 0 for each feature.
+            each = torch.ones(len(features), dtype=torch.int64)
+            first = self.index(torch.zeros_like(each), each)
         self.register_buffer("first_rows", first, persistent=False)
-        self._counted = [
-            UnknownLookups({name: table.entry.rows for name, table in tables.items()}, features)
-        ]
+        # In a list, which torch.export does not look into.
+        self._counted = [UnknownLookups(rows_of, features)]
 
     def unknown_lookups(self) -> dict[str, int]:
         """Return how many ids out of range were looked up, by table."""
@@ -79,19 +81,16 @@ class _Lookup(nn.Module):
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
             self._note(ids, rows, counts)  # a graph neither counts nor raises
-        if self.unknown == "id0":
-            if self.features == 1:
-                return torch.where(rows < -1, self.first_rows, rows)
+        if self.unknown != "id0":
+            return rows.clamp(min=REMOVED)
+        first = self.first_rows
+        if self.features > 1:
             feature = torch.repeat_interleave(counts, output_size=ids.size(0))
-            return torch.where(rows < -1, self.first_rows.index_select(0, feature), rows)
-        return rows.clamp(min=-1)
+            first = first.index_select(0, feature)
+        return torch.where(rows < REMOVED, first, rows)
 
     def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
-        """Count the ids out of range.
-
-        Raises:
-            ValueError: they are to raise.
-        """
+        """Count the ids out of range, or raise them as a ValueError."""
         if len(rows) == 0 or int(rows.min()) >= REMOVED:
             return
         lengths = [len(ids)] if self.features == 1 else counts.tolist()
@@ -157,9 +156,8 @@ class EmbeddingBagLookup(_Lookup):
         """
         ends = offsets.int()
         if not self.include_last_offset:
-            ends = torch.cat(
-                [ends, torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)]
-            )
+            last = torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)
+            ends = torch.cat([ends, last])
         ends = _checked(ends, ids.size(0))
         # Of one feature no counts are read.
         found: Tensor = self.rows(self._found(ids, ends), ends, ends, weights)
@@ -191,11 +189,9 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
 
 def _index(table: StoredTable) -> RowIndex | None:
     words = table.tensors.get("kept")
-    return (
-        None
-        if words is None
-        else RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
-    )
+    if words is None:
+        return None
+    return RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
 
 
 class Served(nn.Module):
@@ -225,8 +221,7 @@ class Served(nn.Module):
     def forward(
         self, ids: Any, lengths: Tensor | None = None, weights: Tensor | None = None
     ) -> Any:
-        """Look ids up. Ids are not changed; those out of range are what
-        ``load_served(unknown=...)`` says.
+        """Look ids up. Ids are not changed; ids out of range follow ``load_served(unknown=...)``.
 
         Args:
             ids: a KeyedJaggedTensor (of a collection), or a tensor, int32 or int64: its values in
@@ -245,31 +240,36 @@ class Served(nn.Module):
                 ``unknown="raise"`` an id is out of range (names table, id and rows).
         """
         if not isinstance(ids, Tensor):
-            if self.kind in ("embedding", "embedding_bag"):
-                raise ValueError(
-                    f"Table {self.path!r} takes tensors, as its torch.nn module did, not"
-                    f" {type(ids)}."
-                )
-            from dist_sparse.torchrec import jagged
-
-            values, lengths, weights = jagged.take(ids, self.features, self.weighted)
-            found = self.lookup(values, lengths, weights)
-            return jagged.give(found, lengths, self.outputs, self.dims, pooled=self.kind == "bag")
+            return self._look_up_jagged(ids)
         if self.kind == "embedding":
             return self.lookup(ids)
         if self.kind == "embedding_bag" and ids.dim() == 2:
+            # A bag in each row.
             bags, each = ids.size()
             lengths = torch.arange(bags + self.lookup.include_last_offset) * each
-            ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+            ids = ids.reshape(-1)
+            if weights is not None:
+                weights = weights.reshape(-1)
         if lengths is None:
             raise ValueError(
                 f"{self.path!r} takes ids and their {'lengths' if self.features else 'offsets'}."
             )
-        if self.kind == "bag" and self.weighted and weights is None:
+        if self.weighted and weights is None:
             raise ValueError(
                 f"Collection {self.path!r} is weighted: it takes weights beside values and lengths."
             )
         return self.lookup(ids, lengths, weights)
+
+    def _look_up_jagged(self, ids: Any) -> Any:
+        if not self.features:
+            raise ValueError(
+                f"Table {self.path!r} takes tensors, as its torch.nn module did, not {type(ids)}."
+            )
+        from dist_sparse.torchrec import jagged
+
+        values, lengths, weights = jagged.take(ids, self.features, self.weighted)
+        found = self.lookup(values, lengths, weights)
+        return jagged.give(found, lengths, self.outputs, self.dims, pooled=self.kind == "bag")
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -293,22 +293,19 @@ class Served(nn.Module):
                 " names the id. Load the artifact with unknown='zero' or unknown='id0'."
             )
         many = {0: torch.export.Dim.DYNAMIC}
-        ids, weights = (
-            torch.zeros(2 * len(self.dims), dtype=torch.int64),
-            torch.ones(2 * len(self.dims)),
-        )
+        ids = torch.zeros(2 * len(self.dims), dtype=torch.int64)
         if self.kind == "embedding":
             args: tuple[Tensor, ...] = (ids,)
         elif self.kind == "embedding_bag":
             args = (ids, torch.arange(len(ids) + 1)[: len(ids) + self.lookup.include_last_offset])
         else:
-            args = (ids, torch.ones_like(ids), weights)[: 2 + self.weighted]
-        # Sizes of 0 and 1 are not special to a lookup; this is torch's switch for saying so.
+            args = (ids, torch.ones_like(ids))
+            if self.weighted:
+                args = (*args, torch.ones(len(ids)))
+        # Sizes of 0 and 1 are not special to a lookup: this is torch's switch for that.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            torch.export.save(
-                torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args)),
-                str(file),
-            )
+            program = torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args))
+            torch.export.save(program, str(file))
 
     def extra_repr(self) -> str:
         """Return the arguments shown by ``repr``."""
@@ -350,11 +347,7 @@ class ServedModel(nn.Module):
         return dict(found)
 
     def forward(self, *args: Any) -> Any:
-        """Raise: say which collection is meant.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise a TypeError: a collection must be chosen."""
         raise TypeError(
             f"Call one of the collections: {[f'served[{path!r}](...)' for path in self._paths]}."
         )
@@ -418,24 +411,35 @@ def load_served(
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
 
-def _served(artifact: Artifact, collection: Collection, native: bool, unknown: str) -> Served:
-    entries = {name: artifact.manifest.tables[name] for name in collection.tables}
-    if collection.kind in ("sequence", "embedding"):  # a table may be pooled in another collection
-        entries = {name: replace(entry, pooling="none") for name, entry in entries.items()}
-    tables = {name: StoredTable(entry, artifact.tensors(name)) for name, entry in entries.items()}
+def _served(
+    artifact: VerifiedArtifact, collection: Collection, native: bool, unknown: str
+) -> Served:
+    tables = {}
+    for name in collection.tables:
+        entry = artifact.manifest.tables[name]
+        if collection.kind in ("sequence", "embedding"):
+            # The table may be pooled in another collection.
+            entry = replace(entry, pooling="none")
+        if entry.dtype == "int4" and entry.dim % 2:
+            # FBGEMM has no rows of half a byte.
+            native = False
+        tables[name] = StoredTable(entry, artifact.tensors(name))
     features = [feature.table for feature in collection.features] or list(collection.tables)
-    if native and any(
-        table.entry.dtype == "int4" and table.entry.dim % 2 for table in tables.values()
-    ):
-        native = False  # FBGEMM has no such rows
+    lookup = _lookup_of(collection, tables, features, native, unknown)
+    dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
+    return Served(collection, lookup, dims)
+
+
+def _lookup_of(
+    collection: Collection,
+    tables: dict[str, StoredTable],
+    features: list[str],
+    native: bool,
+    unknown: str,
+) -> _Lookup:
     if collection.kind == "embedding":
-        found: _Lookup = EmbeddingLookup(tables, features, native, unknown)
-    elif collection.kind == "embedding_bag":
-        found = EmbeddingBagLookup(
-            tables, features, native, unknown, collection.include_last_offset
-        )
-    else:
-        found = CollectionLookup(tables, features, native, unknown)
-    return Served(
-        collection, found, [entries[name].turned or entries[name].dim for name in features]
-    )
+        return EmbeddingLookup(tables, features, native, unknown)
+    if collection.kind == "embedding_bag":
+        last = collection.include_last_offset
+        return EmbeddingBagLookup(tables, features, native, unknown, last)
+    return CollectionLookup(tables, features, native, unknown)

@@ -1,7 +1,7 @@
 """Lookups of rotated tables, whose results are turned back to the columns that the model had.
 
 A stage behind :class:`~dist_sparse.serving.lookup.FbgemmLookup` or
-:class:`~dist_sparse.serving.torch_lookup.TorchLookup`, with the same arguments.
+:class:`~dist_sparse.serving.libtorch_lookup.LibtorchLookup`, with the same arguments.
 """
 
 from __future__ import annotations

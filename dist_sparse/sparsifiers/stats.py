@@ -163,9 +163,10 @@ def count_removed(located: Located, masks: Masks) -> dict[str, int]:
     return {name: count for name, [count] in counts.items()}
 
 
-def count_revived(sparsifier: Registered) -> dict[str, int]:
-    """See :meth:`dist_sparse.BaseDataSparsifier.count_revived`."""
-    located = sparsifier.packed_store.current("count_revived()")
+def count_revived(sparsifier: Registered, located: Located | None = None) -> dict[str, int]:
+    """See :meth:`dist_sparse.BaseDataSparsifier.count_revived`; ``located`` spares a walk."""
+    if located is None:
+        located = sparsifier.packed_store.current("count_revived()")
     revived = _revived(sparsifier.packed_store, located) | _revived_plain(sparsifier.dense_store)
     return {name: revived[name] for name in sparsifier.data_groups if name in revived}
 

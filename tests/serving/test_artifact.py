@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.artifact import Artifact, ArtifactWriter, open_artifact
+from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, open_artifact
 from dist_sparse.serving.manifest import Collection, Feature, Manifest, Table, TableBytes
 
 BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
@@ -64,7 +64,9 @@ def write(
             for part in tensor.split(2):
                 writer.append(name, part)
         sealed = writer.seal(manifest)
-        assert Artifact(writer.folder, sealed).manifest == sealed  # readable before it has its name
+        assert (
+            VerifiedArtifact(writer.folder, sealed).manifest == sealed
+        )  # readable before it has its name
         with pytest.raises(ValueError, match="unfinished export"):
             open_artifact(writer.folder)
         writer.publish(sealed)

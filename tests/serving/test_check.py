@@ -13,7 +13,7 @@ from torch import nn
 
 from dist_sparse import DataNormSparsifier, export
 from dist_sparse.serving import export as export_module
-from dist_sparse.serving.artifact import Artifact, ArtifactWriter, open_artifact
+from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, open_artifact
 from dist_sparse.serving.check import MappedTable, TableCheck, check_artifact
 from dist_sparse.serving.codes import Rows, decode, encode
 from dist_sparse.serving.manifest import Manifest, Table
@@ -21,7 +21,7 @@ from dist_sparse.serving.manifest import Manifest, Table
 DTYPES = ("fp32", "fp16", "int8", "int4")
 
 
-def exported(path: Path, dtype: Any, block: Any = "row") -> tuple[Artifact, torch.Tensor]:
+def exported(path: Path, dtype: Any, block: Any = "row") -> tuple[VerifiedArtifact, torch.Tensor]:
     """An artifact of one table, and the weights of the model."""
     torch.manual_seed(0)
     model = nn.Embedding(60, 8)
@@ -101,7 +101,11 @@ def test_an_export_that_wrote_something_else_is_refused(
 
 
 def rewritten(
-    artifact: Artifact, path: Path, *, table: dict[str, Any] | None = None, **tensors: torch.Tensor
+    artifact: VerifiedArtifact,
+    path: Path,
+    *,
+    table: dict[str, Any] | None = None,
+    **tensors: torch.Tensor,
 ) -> None:
     """Write an artifact again with other tensors, and checksums that fit."""
     entry: Table = replace(artifact.manifest.tables["weight"], **(table or {}))

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dist_sparse.serving import grid
+from dist_sparse.serving.codes import chunks, half_grid
 
 
 def check(weight: Tensor, bits: int) -> None:
     """Everything that half_grid promises of a row."""
-    scale, bias = grid.half_grid(weight, bits).double().unbind(dim=1)
+    scale, bias = half_grid(weight, bits).double().unbind(dim=1)
     zero = -bias / scale
     last = 2**bits - 1
     assert torch.equal(zero, zero.round()) and bool(((zero >= 0) & (zero <= last)).all())
@@ -49,15 +49,15 @@ def test_any_row(values: list[float], bits: int) -> None:
 
 
 def test_rows_of_zeros_have_scale_one() -> None:
-    assert torch.equal(grid.half_grid(torch.zeros(3, 5), 8), torch.tensor([[1.0, 0.0]] * 3).half())
+    assert torch.equal(half_grid(torch.zeros(3, 5), 8), torch.tensor([[1.0, 0.0]] * 3).half())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 1000])
 @pytest.mark.parametrize("columns", [1, 7, 1 << 17, 1 << 19])
 def test_chunks_cover_a_table_once(rows: int, columns: int) -> None:
-    seen = [row for part in grid.chunks(rows, columns) for row in range(part.start, part.stop)]
+    seen = [row for part in chunks(rows, columns) for row in range(part.start, part.stop)]
     assert seen == list(range(rows))
     assert all(
         (part.stop - part.start) * columns <= max(columns, 1 << 18)
-        for part in grid.chunks(rows, columns)
+        for part in chunks(rows, columns)
     )

@@ -464,7 +464,7 @@ def test_a_process_without_torchrec(tmp_path: Path) -> None:
         " None  # as if it were not installed\nimport dist_sparse\nserved ="
         " dist_sparse.load_served(sys.argv[1] + '/served')\nids, lengths, want ="
         " torch.load(sys.argv[1] + '/batch')\nassert torch.equal(served(ids, lengths),"
-        " want)\nassert type(served.lookup.rows).__name__ == ('TorchLookup' if without else"
+        " want)\nassert type(served.lookup.rows).__name__ == ('LibtorchLookup' if without else"
         " 'FbgemmLookup')\nrooms = ('sparsifiers', 'enforcer', 'schedulers', 'training', 'groups',"
         " 'optim', 'report', 'serving.jagged')\nbad = ['torchrec', *('fbgemm_gpu.' * without,),"
         " *(f'dist_sparse.{room}' for room in rooms)]\nfound = [name for name in sys.modules if"

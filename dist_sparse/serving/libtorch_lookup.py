@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from dist_sparse.serving.lookup import StoredTable, mean_columns
 
-__all__ = ["TorchLookup"]
+__all__ = ["LibtorchLookup"]
 
 
-class TorchLookup(nn.Module):
+class LibtorchLookup(nn.Module):
     """Kept rows of several tables. Sums of float32 rows are those of ``torch.nn.EmbeddingBag``.
 
     Args:
