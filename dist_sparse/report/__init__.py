@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dist_sparse.report.artifacts import Artifact, add_artifact
+    from dist_sparse.report.artifacts import ArtifactBytes, add_artifact
     from dist_sparse.report.page import write_report
     from dist_sparse.report.quality import Quality
     from dist_sparse.report.run import Run, read_run, read_runs
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dist_sparse.report.summary import numbers
 
 __all__ = [
-    "Artifact",
+    "ArtifactBytes",
     "Quality",
     "Run",
     "RunLog",
@@ -33,6 +33,7 @@ __all__ = [
 
 _PLACES = {
     "Artifact": "artifacts",
+    "ArtifactBytes": "artifacts",
     "add_artifact": "artifacts",
     "Quality": "quality",
     "Run": "run",

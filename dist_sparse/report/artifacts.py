@@ -1,5 +1,4 @@
-"""Artifacts of a run: what was written of its model for serving, their bytes and quality, in
-``artifacts.json``.
+"""Artifacts of a run, their bytes and quality, in ``artifacts.json``.
 
 They are added after training, from any process: the log of the run need not be open.
 """
@@ -15,19 +14,23 @@ from dist_sparse import checks
 from dist_sparse.report.folder import RUN, write_whole
 from dist_sparse.text import shortened
 
-__all__ = ["Artifact", "add_artifact", "read_artifacts"]
+__all__ = ["ArtifactBytes", "add_artifact", "read_artifacts"]
 
 _FILE = "artifacts.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Artifact:
-    """What was written of a run's model: its name, the bytes of its files, and the AUC with which
-    it serves."""
+class ArtifactBytes:
+    """A served form of a run's model: its name, the bytes of its files, and the AUC with which it
+    serves."""
 
     name: str
     bytes: int
     auc: float
+
+
+Artifact = ArtifactBytes
+"""Its name until 0.1."""
 
 
 def add_artifact(
@@ -36,7 +39,7 @@ def add_artifact(
     *,
     auc: float,
     name: str | None = None,
-) -> Artifact:
+) -> ArtifactBytes:
     """Add an artifact to a run, for the chart of AUC over bytes in its report. Local: for one rank,
     or any process.
 
@@ -44,7 +47,7 @@ def add_artifact(
 
     Args:
         run: folder that a :class:`~dist_sparse.RunLog` wrote.
-        artifact: file, or folder, of what is served; its bytes are read here. It need not be kept.
+        artifact: the file or folder that is served; its bytes are read here. It need not be kept.
         auc: with which it serves.
         name: in the report; that of the file or folder by default.
 
@@ -63,33 +66,28 @@ def add_artifact(
         ...     log.step(0, test_auc=0.75)
         >>> _ = (folder / "int8").write_bytes(bytes(1000))
         >>> add_artifact(folder, folder / "int8", auc=0.749)
-        Artifact(name='int8', bytes=1000, auc=0.749)
+        ArtifactBytes(name='int8', bytes=1000, auc=0.749)
     """
     run, artifact = Path(run), Path(artifact)
     if not (run / RUN).is_file():
         raise ValueError(f"{run} holds no run: there is no {RUN}, which RunLog writes.")
-    files = (
-        [artifact]
-        if artifact.is_file()
-        else [file for file in artifact.rglob("*") if file.is_file()]
-    )
+    files = [file for file in (artifact, *artifact.rglob("*")) if file.is_file()]
     if not files:
         raise ValueError(
             f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files."
         )
-    new = Artifact(
+    new = ArtifactBytes(
         name=artifact.name if name is None else name,
         bytes=sum(file.stat().st_size for file in files),
         auc=checks.number("auc", auc, least=0, most=1),
     )
-    known = {old.name: old for old in read_artifacts(run)}
-    known.pop(new.name, None)  # the new one is the last
-    text = json.dumps([*map(asdict, known.values()), asdict(new)], indent=2, allow_nan=False)
+    others = [old for old in read_artifacts(run) if old.name != new.name]
+    text = json.dumps([asdict(each) for each in (*others, new)], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
 
-def read_artifacts(run: Path) -> tuple[Artifact, ...]:
+def read_artifacts(run: Path) -> tuple[ArtifactBytes, ...]:
     """Return the artifacts of a run, in the order in which they were added.
 
     Raises:
@@ -99,7 +97,8 @@ def read_artifacts(run: Path) -> tuple[Artifact, ...]:
     if not file.is_file():
         return ()
     try:
-        return tuple(Artifact(**held) for held in json.loads(file.read_text(encoding="utf-8")))
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        return tuple(ArtifactBytes(**entry) for entry in entries)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{file} is not one that add_artifact() writes: {shortened(error, most=200)}."

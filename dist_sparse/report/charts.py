@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from dist_sparse.records import MaskChange
-from dist_sparse.report.comparison import baseline, named, points
+from dist_sparse.report.comparison import artifacts_of_runs, baseline
 from dist_sparse.report.figures import Bar, BarChart, Chart, DotChart, Dots, Line, LineChart, Point
 from dist_sparse.report.run import DueStep, Run, Series, share_of, total
 from dist_sparse.report.summary import target_of
@@ -23,7 +23,7 @@ from dist_sparse.text import duration, number_of, percent
 __all__ = ["charts"]
 
 _MOST_OTHERS = 12
-"""Series of other names."""
+"""Charts of series without a title of their own: a script may log hundreds."""
 
 _PERCENTILES = {"10% of tables are below": 0.1, "median table": 0.5, "10% of tables are above": 0.9}
 
@@ -43,24 +43,29 @@ def charts(run: Run) -> list[Chart]:
     found: list[Chart] = [*_auc_over_bytes(run)]
     if run.due:
         found.append(_sparsity(run))
-    found += [*_values(run), *table_charts(run)]
+    found += [*_series_charts(run), *table_charts(run)]
     if run.due:
-        found += [*_churn(run), *_dead_rows(run), *_time(run)]
-    return _named_apart(
-        [chart for chart in found if not isinstance(chart, LineChart) or chart.lines]
-    )
+        found += [_churn(run), _dead_rows(run), *_time(run)]
+    return _named_apart(chart for chart in found if _shows_something(chart))
+
+
+def _shows_something(chart: Chart) -> bool:
+    # Masks that never change, and tables without a dead row, have nothing but zeros to draw.
+    if chart.key in ("churn", "dead_rows") and isinstance(chart, LineChart):
+        return any(any(line.heights) for line in chart.lines)
+    return not isinstance(chart, LineChart) or bool(chart.lines)
 
 
 def _auc_over_bytes(run: Run) -> list[DotChart]:
     """Return the artifacts of all runs, or their weights; nothing of fewer than two."""
-    found = points(run)
-    if len(found) < 2:
+    found = artifacts_of_runs(run)
+    if sum(map(len, found.values())) < 2:
         return []
     numbers = _numbers(run)
     runs = []
-    for name, of in named(found).items():
+    for name, artifacts in found.items():
         role = "main" if name == run.name else "other"
-        dots = tuple((point.name, point.bytes, point.auc) for point in of)
+        dots = tuple((each.name, each.bytes, each.auc) for each in artifacts)
         runs.append(Dots(name=name, role=role, number=numbers.get(name, 0), dots=dots))
     runs.sort(key=lambda dots: (dots.role != "main", dots.number))
     base = baseline(run)
@@ -74,8 +79,9 @@ def _auc_over_bytes(run: Run) -> list[DotChart]:
 
 
 def _sparsity(run: Run) -> LineChart:
+    name = run.name if run.compared else "all blocks"
     lines = [
-        _held(run, run.name if run.compared else "all blocks", "main", _points(run, _sparsity_of)),
+        _held(run, name, "main", _points(run, _sparsity_of)),
         _held(run, "target", "target", _points(run, _target_of)),
     ]
     for name, number in _numbers(run).items():
@@ -83,27 +89,21 @@ def _sparsity(run: Run) -> LineChart:
         line = _held(other, name, "other", _points(other, _sparsity_of))
         lines.append(dataclasses.replace(line, number=number))
     lines += _table_lines(run, lambda change: change.sparsity)
-    return LineChart(
-        key="sparsity",
-        title="Sparsity",
-        note=f"Share of blocks pruned after each mask update. {_thin_lines(run)}",
-        lines=_drawn(lines),
-        end=_end(run),
-        share=True,
-    )
+    note = f"Share of blocks pruned after each mask update. {_thin_lines(run)}"
+    return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True)
 
 
-def _values(run: Run) -> list[LineChart]:
-    """Return charts of loss, AUC, NE and other series with more than one point, with those of the
-    compared runs."""
+def _series_charts(run: Run) -> list[LineChart]:
+    """Return charts of loss, AUC, NE and other series with more than one point, with the same
+    series of the compared runs."""
     names = [name for name, series in run.values.items() if len(series) > 1]
     first = [name for name in _TITLES if name in names]
     others = sorted(set(names) - set(first))
-    # A script may log hundreds of series: the table of last values has them all.
-    return [_value_chart(run, name) for name in [*first, *others[:_MOST_OTHERS]]]
+    # The table of last values has them all.
+    return [_series_chart(run, name) for name in [*first, *others[:_MOST_OTHERS]]]
 
 
-def _value_chart(run: Run, name: str) -> LineChart:
+def _series_chart(run: Run, name: str) -> LineChart:
     lines = smoothed(run.name if run.compared else name, run.values[name], "main")
     for other, number in _numbers(run).items():
         series = run.compared[other].values.get(name, ())
@@ -113,47 +113,39 @@ def _value_chart(run: Run, name: str) -> LineChart:
     note = _NOTES.get(name, "As logged by the training script.")
     if any(line.role == "raw" for line in lines):
         note += " Thin: as logged. Thick: running mean."
-    return LineChart(
-        key=_key("value", name),
-        title=_TITLES.get(name, name),
-        note=note + _not_finite(run.values[name]),
-        lines=_drawn(lines),
-        end=_end(run),
-    )
+    # The key becomes a file name and an id.
+    key = f"value_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
+    note += _not_finite(run.values[name])
+    return _line_chart(run, key, _TITLES.get(name, name), note, lines)
 
 
-def _churn(run: Run) -> list[LineChart]:
+def _churn(run: Run) -> LineChart:
+    flipped, regrown = _points(run, _churn_of), _points(run, _regrown_of)
     lines = [
-        Line(name="flipped", points=thinned(_points(run, _churn_of))),
-        Line(name="regrown", role="other", points=thinned(_points(run, _regrown_of))),
+        Line(name="flipped", points=thinned(flipped)),
+        Line(name="regrown", role="other", points=thinned(regrown)),
     ]
-    for name, shares in _per_table(run, lambda t: t.churn).items():
+    for name, shares in _per_table(run, lambda change: change.churn).items():
         lines.append(Line(name=name, role="table", points=thinned(shares)))
     note = (
         "Share of blocks that a mask update flipped, and of those that it regrew."
         f" {_thin_lines(run)}"
     )
-    chart = LineChart(
-        key="churn", title="Churn", note=note, lines=_drawn(lines), end=_end(run), share=True
-    )
-    return [chart] if _seen(lines) else []
+    return _line_chart(run, "churn", "Churn", note, lines, share=True)
 
 
-def _dead_rows(run: Run) -> list[LineChart]:
+def _dead_rows(run: Run) -> LineChart:
     lines = [_held(run, "all tables", "main", _points(run, _dead_rows_of))]
     lines += _table_lines(run, lambda change: change.dead_rows)
+    note = f"Rows without a kept weight. {_thin_lines(run)}"
     # No rank sees a whole row of a table that is cut by columns, so a mask update can't count its
     # dead rows.
-    note = f"Rows without a kept weight. {_thin_lines(run)}"
-    cut = {
-        change.name for due in run.due for change in due.record.tables if change.dead_rows is None
-    }
+    cut: set[str] = set()
+    for due in run.due:
+        cut |= {change.name for change in due.record.tables if change.dead_rows is None}
     if cut:
         note += f" Known at the end only for {number_of(len(cut), 'table')} cut by columns."
-    chart = LineChart(
-        key="dead_rows", title="Dead rows", note=note, lines=_drawn(lines), end=_end(run)
-    )
-    return [chart] if _seen(lines) else []
+    return _line_chart(run, "dead_rows", "Dead rows", note, lines)
 
 
 def _time(run: Run) -> list[BarChart]:
@@ -169,37 +161,42 @@ def _time(run: Run) -> list[BarChart]:
     # Times are rounded, and each has its own clock.
     known["everything else"] = max(spent.total - sum(known.values()), 0.0)
     whole = sum(known.values())
-    bars = [
-        Bar(
-            name=name,
-            share=seconds / whole,
-            text=f"{duration(seconds)}, {percent(seconds / whole)}",
-        )
-        for name, seconds in known.items()
-    ]
+    bars = []
+    for name, seconds in known.items():
+        text = f"{duration(seconds)}, {percent(seconds / whole)}"
+        bars.append(Bar(name=name, share=seconds / whole, text=text))
     return [BarChart(key="time", title="Time", note=note, bars=tuple(bars), stacked=True)]
 
 
+def _line_chart(
+    run: Run, key: str, title: str, note: str, lines: list[Line], share: bool = False
+) -> LineChart:
+    drawn = tuple(line for line in lines if line.heights)
+    return LineChart(key=key, title=title, note=note, lines=drawn, end=_end(run), share=share)
+
+
 def _sparsity_of(due: DueStep) -> float | None:
-    return share_of(total(due.record.tables, "removed_blocks"), total(due.record.tables, "blocks"))
+    return _share(due.record.tables, "removed_blocks")
 
 
 def _target_of(due: DueStep) -> float | None:
-    return target_of([{"target": t.target, "blocks": t.blocks} for t in due.record.tables])
+    return target_of([(change.target, change.blocks) for change in due.record.tables])
 
 
 def _churn_of(due: DueStep) -> float | None:
-    tables = _compared_tables(due)
-    return share_of(total(tables, "flipped_blocks"), total(tables, "blocks"))
+    return _share(_comparable(due), "flipped_blocks")
 
 
 def _regrown_of(due: DueStep) -> float | None:
-    tables = _compared_tables(due)
-    return share_of(total(tables, "regrown_blocks"), total(tables, "blocks"))
+    return _share(_comparable(due), "regrown_blocks")
 
 
-def _compared_tables(due: DueStep) -> list[MaskChange]:
-    """Return the tables whose blocks are those of the update before."""
+def _share(changes: Sequence[MaskChange], part: str) -> float | None:
+    return share_of(total(changes, part), total(changes, "blocks"))
+
+
+def _comparable(due: DueStep) -> list[MaskChange]:
+    """Return the tables whose blocks have the shape of the update before."""
     return [change for change in due.record.tables if change.flipped_blocks is not None]
 
 
@@ -221,22 +218,22 @@ def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict
     for due in run.due:
         # Unknown where the block shape has changed, or where rows are cut by columns.
         values = {t.name: value for t in due.record.tables if (value := value_of(t)) is not None}
-        for name, value in (values if few else _percentiles(values.values())).items():
+        shown = values if few else _percentiles(values.values())
+        for name, value in shown.items():
             found.setdefault(name, []).append((float(due.step), value))
     return found
 
 
 def _table_lines(run: Run, value_of: Callable[[MaskChange], float | None]) -> list[Line]:
-    return [_held(run, name, "table", held) for name, held in _per_table(run, value_of).items()]
+    return [_held(run, name, "table", points) for name, points in _per_table(run, value_of).items()]
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
-    if not ordered:
+    last = len(ordered) - 1
+    if last < 0:
         return {}
-    return {
-        name: ordered[round(place * (len(ordered) - 1))] for name, place in _PERCENTILES.items()
-    }
+    return {name: ordered[round(place * last)] for name, place in _PERCENTILES.items()}
 
 
 def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
@@ -252,7 +249,7 @@ def _numbers(run: Run) -> dict[str, int]:
 
     A chart that leaves a run out, or sorts them, keeps the colors of the others.
     """
-    return dict(zip(run.compared, range(len(run.compared)), strict=True))
+    return {name: number for number, name in enumerate(run.compared)}
 
 
 def _end(run: Run) -> int:
@@ -260,7 +257,10 @@ def _end(run: Run) -> int:
 
 
 def _tables(run: Run) -> set[str]:
-    return {table.name for due in run.due for table in due.record.tables}
+    names: set[str] = set()
+    for due in run.due:
+        names |= {change.name for change in due.record.tables}
+    return names
 
 
 def _thin_lines(run: Run) -> str:
@@ -273,28 +273,14 @@ def _thin_lines(run: Run) -> str:
     )
 
 
-def _seen(lines: Sequence[Line]) -> bool:
-    """Return whether a line has a value other than 0: a chart without one shows nothing."""
-    return any(y for line in lines for _, y in line.points)
-
-
-def _drawn(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Return the lines with a point that can be drawn."""
-    return tuple(filter(_has_value, lines))
-
-
-def _has_value(line: Line) -> bool:
-    return any(y is not None for _, y in line.points)
-
-
 def _not_finite(series: Series) -> str:
     lost = [step for step, value in series if value is None]
-    return (
-        f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}." if lost else ""
-    )
+    if not lost:
+        return ""
+    return f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}."
 
 
-def _named_apart(found: list[Chart]) -> list[Chart]:
+def _named_apart(found: Iterable[Chart]) -> list[Chart]:
     """Number keys that differ only in case: they name files."""
     named: dict[str, Chart] = {}
     for chart in found:
@@ -304,8 +290,3 @@ def _named_apart(found: list[Chart]) -> list[Chart]:
             key = f"{chart.key}_{number}"
         named[key.lower()] = dataclasses.replace(chart, key=key)
     return list(named.values())
-
-
-def _key(kind: str, name: str) -> str:
-    """Return a key for file names and ids."""
-    return f"{kind}_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"

@@ -1,33 +1,31 @@
-"""Runs beside each other: which one is the baseline, what each kept, lost and took, and what was
-configured otherwise.
+"""Runs beside each other: which one is the baseline, what each kept, lost and took, and how their
+configs differ.
 
-One denominator for bytes everywhere: all tables of the baseline, or of the run itself where none is
-known.
+One denominator for bytes everywhere: all tables of the baseline, or of the run itself where the
+baseline's are unknown.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dist_sparse.records import MaskChange, TableStats
+from dist_sparse.report.artifacts import ArtifactBytes
 from dist_sparse.report.run import Run, share_of, total
 from dist_sparse.text import percent, printable, shortened, size
 
 __all__ = [
-    "Point",
-    "Row",
+    "RunRow",
+    "artifacts_of_runs",
     "baseline",
     "blocks_of",
-    "change_text",
     "compare",
     "delta_text",
     "headline",
     "known_text",
-    "named",
-    "points",
     "quality",
     "row_cells",
     "whole_bytes",
@@ -38,7 +36,7 @@ _MOST_CHANGES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RunRow:
     """One run of a comparison; None where something is unknown.
 
     ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables, ``share``:
@@ -56,43 +54,28 @@ class Row:
     ms_per_step: float | None
     changed: Mapping[str, Any]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-able values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """Bytes and AUC of an artifact, or of the weights of a run without artifacts."""
-
-    run: str
-    name: str
-    bytes: int
-    auc: float
-
 
 def baseline(run: Run) -> Run | None:
     """Return the run that the others are compared with: of those without mask updates the one with
     the largest tables, else ``run`` itself. None without others."""
     if not run.compared:
         return None
-    # A narrow or hashed model has no mask updates either: the baseline is the one with the largest
-    # tables.
-    dense = [one for one in _all(run) if not one.due]
+    # A narrow or hashed model has no mask updates either, but smaller tables.
+    dense = [one for one in run.all_runs if not one.due]
     return max(dense, key=lambda one: one.bytes_dense or 0, default=run)
 
 
 def whole_bytes(run: Run) -> int | None:
-    """Return the bytes of which those of ``run`` and its compared runs are a part."""
+    """Return the dense size that all runs are compared with."""
     base = baseline(run)
     known = None if base is None else base.bytes_dense
     return run.bytes_dense if known is None else known
 
 
-def compare(run: Run) -> list[Row]:
+def compare(run: Run) -> list[RunRow]:
     """Return ``run`` and its compared runs, in their order."""
     base, whole = baseline(run), whole_bytes(run)
-    return [_row(one, base, whole) for one in _all(run)]
+    return [_row(one, base, whole) for one in run.all_runs]
 
 
 def quality(run: Run) -> tuple[str, float] | None:
@@ -104,25 +87,22 @@ def quality(run: Run) -> tuple[str, float] | None:
     return None
 
 
-def points(run: Run) -> list[Point]:
-    """Return the artifacts of all runs; of a run without any its kept weights, where both numbers
-    are known."""
-    found = []
-    for one in _all(run):
-        found += [Point(run=one.name, **asdict(artifact)) for artifact in one.artifacts]
-        # Of a run that serves nothing yet, the weights that it keeps stand for an artifact.
-        kept, auc = one.bytes_kept, quality(one)
-        if not one.artifacts and kept and auc is not None:
-            found.append(Point(run=one.name, name="weights", bytes=kept, auc=auc[1]))
-    return [point for point in found if point.bytes]
-
-
-def named(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Return points by run, the largest first within each."""
-    found: dict[str, list[Point]] = {}
-    for point in sorted(points, key=lambda point: -point.bytes):
-        found.setdefault(point.run, []).append(point)
+def artifacts_of_runs(run: Run) -> dict[str, list[ArtifactBytes]]:
+    """Return the artifacts by run, the largest first. The kept weights stand for those of a run
+    that has none; runs with neither are left out."""
+    found = {}
+    for one in run.all_runs:
+        artifacts = [each for each in one.artifacts or _weights(one) if each.bytes]
+        if artifacts:
+            found[one.name] = sorted(artifacts, key=lambda each: -each.bytes)
     return found
+
+
+def _weights(run: Run) -> list[ArtifactBytes]:
+    kept, auc = run.bytes_kept, quality(run)
+    if kept is None or auc is None:
+        return []
+    return [ArtifactBytes(name="weights", bytes=kept, auc=auc[1])]
 
 
 def blocks_of(run: Run) -> tuple[int, int]:
@@ -134,18 +114,16 @@ def blocks_of(run: Run) -> tuple[int, int]:
 def headline(run: Run) -> str:
     """Return a sentence about what the run kept, what that cost, and how long it took; "" where
     nothing is known."""
-    said = _kept_text(run)
-    if not said:
+    text = _kept_text(run)
+    if not text:
         return ""
-    auc, delta = quality(run), _delta(run, baseline(run))
-    if auc is not None:
-        called = "test AUC" if auc[0] == "test_auc" else "AUC"
-        said += (
-            f" at {auc[1]:.4f} {called}" if delta is None else f" at {delta_text(delta)} {called}"
-        )
+    if (auc := quality(run)) is not None:
+        delta = _delta(run, baseline(run))
+        value = f"{auc[1]:.4f}" if delta is None else delta_text(delta)
+        text += f" at {value} {'test AUC' if auc[0] == 'test_auc' else 'AUC'}"
     if (share := run.sparsity_share) is not None:
-        said += f"; sparsity took {percent(share)} of the time"
-    return f"{said}."
+        text += f"; sparsity took {percent(share)} of the time"
+    return f"{text}."
 
 
 def _kept_text(run: Run) -> str:
@@ -170,7 +148,7 @@ def known_text(value: float | None, text: Callable[[Any], str], unknown: str = "
     return unknown if value is None else text(value)
 
 
-def row_cells(row: Row) -> list[str]:
+def row_cells(row: RunRow) -> list[str]:
     """Return the cells of a row as text, below :data:`HEAD`."""
     return [
         row.name,
@@ -180,32 +158,28 @@ def row_cells(row: Row) -> list[str]:
         known_text(row.auc, "{:.4f}".format),
         known_text(row.delta, delta_text, unknown=""),
         known_text(row.ms_per_step, "{:.1f}".format),
-        change_text(row.changed),
+        _change_text(row.changed),
     ]
 
 
-def change_text(changed: Mapping[str, Any]) -> str:
+def _change_text(changed: Mapping[str, Any]) -> str:
     """Return ``lr=0.1, level=0.8``; a dash for a key that is missing."""
-    shown = [f"{key}={_short(value)}" for key, value in list(changed.items())[:_MOST_CHANGES]]
+    shown = [f"{key}={_value_text(value)}" for key, value in [*changed.items()][:_MOST_CHANGES]]
     if len(changed) > _MOST_CHANGES:
         shown.append(f"and {len(changed) - _MOST_CHANGES} more")
     return printable(", ".join(shown))
 
 
-def _short(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, str):
         return shortened(value, most=40)
     return "-" if value is None else json.dumps(value)[:40]
 
 
-def _all(run: Run) -> list[Run]:
-    return [run, *run.compared.values()]
-
-
-def _row(one: Run, base: Run | None, whole: int | None) -> Row:
+def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
     blocks, removed = blocks_of(one)
     auc = quality(one)
-    return Row(
+    return RunRow(
         name=one.name,
         sparsity=share_of(removed, blocks),
         bytes=one.bytes_kept,
@@ -223,14 +197,14 @@ def _delta(one: Run, base: Run | None) -> float | None:
     if base is None or base is one:
         return None
     auc, other = quality(one), quality(base)
-    # AUC while training is of other examples than AUC of the test set.
+    # AUC during training is of other examples than AUC of the test set.
     if auc is None or other is None or auc[0] != other[0]:
         return None
     return auc[1] - other[1]
 
 
 def _ms_per_step(one: Run) -> float | None:
-    """Return what was logged, else the mean of rank 0 while the log was open."""
+    """Return the logged value, else the mean of rank 0 while the log was open."""
     logged = one.last("ms_per_step")
     if logged is not None or one.last_step is None or not one.spent.total:
         return logged
@@ -239,11 +213,11 @@ def _ms_per_step(one: Run) -> float | None:
 
 def _changed(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     old, new = _flat(base), _flat(config)
-    return {key: new.get(key) for key in {**new, **old} if old.get(key) != new.get(key)}
+    return {key: new.get(key) for key in new | old if old.get(key) != new.get(key)}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted keys; what is None is left out."""
+    """Return the leaves of nested mappings by dotted keys, without None."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -36,6 +36,11 @@ class Line:
     number: int = 0
     steps: bool = False
 
+    @property
+    def heights(self) -> list[float]:
+        """The finite values."""
+        return [y for _, y in self.points if y is not None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:

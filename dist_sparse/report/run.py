@@ -2,8 +2,8 @@
 
 - The format is checked, not each value: a log is the user's own file. A page escapes all of it.
 - A run that crashed or still runs is read up to its last whole line.
-- Where a resumed run repeats steps, the later ones count. Mask updates logged at one step of one
-  session all count.
+- A session is what one ``RunLog`` writes. Where a session repeats steps of the one before, the
+  later ones count. Mask updates logged at one step of one session all count.
 - A run in a folder inside the run's folder, such as a dense one, is a run to compare it with.
 """
 
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from dist_sparse.records import MaskChange, StepRecord, TableStats
-from dist_sparse.report.artifacts import Artifact, read_artifacts
+from dist_sparse.report.artifacts import ArtifactBytes, read_artifacts
 from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
 from dist_sparse.text import shortened
 
 __all__ = [
     "DueStep",
+    "RowTraffic",
     "Run",
     "Series",
     "Spent",
-    "Traffic",
     "read_run",
     "read_runs",
     "share_of",
@@ -65,7 +65,7 @@ class Spent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class RowTraffic:
     """Rows of a table by their lookups: of none, of 1, of 2 and 3, of 4 to 7 and so on; and the
     lookups of all of them.
 
@@ -105,7 +105,7 @@ class Run:
         model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
         traffic: rows by their lookups, of those tables whose end has them.
         lookups: at the last end, of each table all that are known, and those of removed rows.
-        artifacts: what was written for serving (:func:`~dist_sparse.report.add_artifact`).
+        artifacts: served forms of its model (:func:`~dist_sparse.report.add_artifact`).
         spent: seconds.
         compared: other runs, by their names.
     """
@@ -127,10 +127,15 @@ class Run:
     dead_rows: Mapping[str, int] = field(default_factory=dict)
     scores: Mapping[str, Scored] = field(default_factory=dict)
     model_tables: Mapping[str, int] = field(default_factory=dict)
-    traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    traffic: Mapping[str, RowTraffic] = field(default_factory=dict)
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    artifacts: tuple[Artifact, ...] = ()
+    artifacts: tuple[ArtifactBytes, ...] = ()
     compared: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def all_runs(self) -> list[Run]:
+        """The run and the ones to compare it with."""
+        return [self, *self.compared.values()]
 
     @property
     def last_changes(self) -> dict[str, MaskChange]:
@@ -166,11 +171,9 @@ class Run:
         if self.due and not self.tables:
             return None  # bytes of tables are logged at the end
         dense = self.bytes_dense
-        return (
-            None
-            if dense is None
-            else dense - sum(t.table_bytes - t.kept_bytes for t in self.tables)
-        )
+        if dense is None:
+            return None
+        return dense - sum(table.table_bytes - table.kept_bytes for table in self.tables)
 
     @property
     def sparsity_share(self) -> float | None:
@@ -182,9 +185,10 @@ class Run:
 
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""
-        return next(
-            (value for _, value in reversed(self.values.get(name, ())) if value is not None), None
-        )
+        for _, value in reversed(self.values.get(name, ())):
+            if value is not None:
+                return value
+        return None
 
 
 def total(tables: Iterable[object], field: str) -> int:
@@ -258,17 +262,17 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
     """Tell names that occur more than once apart, by folder, or number them."""
-    named = {} if first is None else {first.name: first}
+    taken = set() if first is None else {first.name}
+    named = {}
     for run in runs:
         name, times = run.name, 1
-        if name in named:
+        if name in taken:
             name = f"{run.name} ({run.folder.resolve().name})"
-        while name in named:
+        while name in taken:
             times += 1
             name = f"{run.name} ({times})"
+        taken.add(name)
         named[name] = dataclasses.replace(run, name=name)
-    if first is not None:
-        del named[first.name]
     return named
 
 
@@ -319,24 +323,30 @@ def _why_no_run(folder: Path, missing: str) -> str:
     return f"{folder} holds no run: {why}.{newest}"
 
 
+@dataclass
+class _Session:
+    """Seconds of one session, as far as it was logged."""
+
+    total: float = 0.0
+    enforcement: float | None = None
+    ended: bool = False
+
+
 class _Reader:
     """Collects the lines of a log one by one."""
 
     def __init__(self) -> None:
+        self._sessions = [_Session()]
+        self._last: int | None = None
         self._series: dict[str, list[tuple[int, float | None]]] = {}
-        self._due: list[tuple[int, DueStep]] = []
-        """With their sessions."""
+        self._due: list[DueStep] = []
+        self._repeats = False
+        """The next mask update is the first of a resumed session."""
+        self._masks = 0.0
         self._scores: list[Scored] = []
         """All that still count: where a resumed run repeats the steps of newer ones, an older one
         is shown again."""
-        self._tables: tuple[TableStats, ...] = ()
-        self._dead: dict[str, int] = {}
-        self._traffic: dict[str, Traffic] = {}
-        self._traffic_sums: dict[str, tuple[int, int]] = {}
-        self._last: int | None = None
-        self._sessions, self._ends, self._ended = 1, 0, False
-        self._elapsed = self._before = self._masks = self._enforcement = 0.0
-        self._enforced = True
+        self._at_end: dict[str, Any] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
         kinds = {
@@ -348,36 +358,46 @@ class _Reader:
         }
         if line["kind"] not in kinds:
             raise ValueError(f"kind {shortened(line['kind'])}")
+        if self._sessions[-1].ended and line["kind"] != "resumed":
+            raise ValueError("it follows the end of its session")
         kinds[line["kind"]](line)
 
     def read(self) -> dict[str, Any]:
+        """Return the arguments of a Run that the log holds."""
         scores = Latest()
         for one in self._scores:
             scores.take(one)
-        # Enforcement is logged at the end alone: with a session that crashed the sum would be too
-        # small.
-        enforced = self._enforced and self._ends == self._sessions
         return {
-            "finished": self._ended,
-            "sessions": self._sessions,
+            "finished": self._sessions[-1].ended,
+            "sessions": len(self._sessions),
             "last_step": self._last,
             "values": {name: tuple(series) for name, series in self._series.items()},
-            "due": tuple(due for _, due in self._due),
-            "tables": self._tables,
-            "dead_rows": self._dead,
-            "traffic": self._traffic,
-            "lookups": self._traffic_sums,
+            "due": tuple(self._due),
+            "tables": (),
             "scores": scores.of,
             "spent": Spent(
-                total=self._before + self._elapsed,
+                total=sum(session.total for session in self._sessions),
                 masks=self._masks,
-                enforcement=self._enforcement if enforced else None,
+                enforcement=self._enforcement(),
             ),
+            **self._at_end,
         }
 
+    def _enforcement(self) -> float | None:
+        seconds = 0.0
+        for session in self._sessions:
+            # Logged at the end alone: with a session that crashed the sum would be too small.
+            if session.enforcement is None:
+                return None
+            seconds += session.enforcement
+        return seconds
+
+    def _begin_session(self, line: Mapping[str, Any]) -> None:
+        self._sessions.append(_Session())
+        self._repeats = True
+
     def _take_values(self, line: Mapping[str, Any]) -> None:
-        # First: what an older session logged of these steps is dropped below.
-        self._tell_session(line["seconds"])
+        self._sessions[-1].total = line["seconds"]
         step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
@@ -388,20 +408,21 @@ class _Reader:
 
     def _take_masks(self, line: Mapping[str, Any]) -> None:
         # Written one update late, so its step says nothing about how far the run is.
-        self._tell_session(None)
         due = DueStep(step=line["step"], record=_mask_update(line))
-        self._forget_repeated(due.step)
-        self._due.append((self._sessions, due))
+        if self._repeats:
+            self._forget_from(due.step)
+            self._repeats = False
+        self._due.append(due)
         self._masks += due.record.seconds
         for change, table in zip(due.record.tables, line["tables"], strict=True):
             # Older logs have scores here, which now have lines of their own.
             if (found := scored(due.step, change, table.get("scores", ()))) is not None:
                 self._scores.append(found)
 
-    def _forget_repeated(self, step: int) -> None:
+    def _forget_from(self, step: int) -> None:
         """Drop mask updates of earlier sessions that this one makes again, and their scores."""
         known = len(self._due)
-        while self._due and self._due[-1][0] < self._sessions and self._due[-1][1].step >= step:
+        while self._due and self._due[-1].step >= step:
             self._due.pop()
         if len(self._due) < known:  # else every histogram is of an update that counts
             self._scores = [one for one in self._scores if one.step < step]
@@ -410,87 +431,72 @@ class _Reader:
         self._scores += map(_histogram, line["tables"])
 
     def _take_end(self, line: Mapping[str, Any]) -> None:
-        spent, tables = line["seconds"], line["tables"]
-        self._tell_session(spent["total"])
-        if tables:  # a session without a sparsifier has none
-            self._tables = tuple(map(_table_stats, tables))
-            self._dead = {
-                table["name"]: table["dead_rows"] for table in tables if "dead_rows" in table
-            }
-            self._traffic = {
-                table["name"]: _traffic(table["traffic"]) for table in tables if "traffic" in table
-            }
-            counted = [table for table in tables if "lookups" in table]  # older logs lack them
-            self._traffic_sums = {
-                table["name"]: (table["lookups"], table["removed_lookups"]) for table in counted
-            }
-        self._enforcement += spent.get("enforcement", 0.0)
-        self._enforced &= "enforcement" in spent
-        self._ended, self._ends = True, self._ends + 1
+        session, tables = self._sessions[-1], line["tables"]
+        session.total, session.ended = line["seconds"]["total"], True
+        session.enforcement = line["seconds"].get("enforcement")
         if line["step"] >= 0:  # -1: the log has no step
             self._last = line["step"]
+        if tables:  # a session without a sparsifier has none
+            self._at_end = _end_of_tables(tables)
 
-    def _tell_session(self, elapsed: float | None) -> None:
-        """Begin another session where time decreases or a line follows an end."""
-        if self._ended or (elapsed is not None and elapsed < self._elapsed):
-            self._begin_session()
-        if elapsed is not None:
-            self._elapsed = elapsed
 
-    def _begin_session(self, line: Mapping[str, Any] | None = None) -> None:
-        self._sessions += 1
-        self._before, self._elapsed = self._before + self._elapsed, 0.0
-        self._ended = False
+def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the arguments of a Run that are known at its end; older logs lack some fields."""
+    dead, traffic, lookups = {}, {}, {}
+    for table in tables:
+        name = table["name"]
+        if "dead_rows" in table:
+            dead[name] = table["dead_rows"]
+        if "traffic" in table:
+            traffic[name] = _row_traffic(**table["traffic"])
+        if "lookups" in table:
+            lookups[name] = table["lookups"], table["removed_lookups"]
+    stats = tuple(map(_table_stats, tables))
+    return {"tables": stats, "dead_rows": dead, "traffic": traffic, "lookups": lookups}
+
+
+def _row_traffic(kept: list[int], removed: list[int], **lookups: int) -> RowTraffic:
+    return RowTraffic(kept=tuple(kept), removed=tuple(removed), **lookups)
+
+
+def _names(kind: Any, *others: str) -> list[str]:
+    """Return the fields of a dataclass, without the ones that a log holds in another form."""
+    return [one.name for one in dataclasses.fields(kind) if one.name not in others]
 
 
 _LATER = ("lookups", "removed_lookups")
 """Fields of a mask update that older logs of this format lack."""
 
-_CHANGE = [
-    one.name
-    for one in dataclasses.fields(MaskChange)
-    if one.name not in ("name", "scores", *_LATER)
-]
-_STATS = [
-    one.name
-    for one in dataclasses.fields(TableStats)
-    if one.name not in ("shape", "sparse_block_shape")
-]
+_CHANGE = _names(MaskChange, "name", "scores", *_LATER)
+_COST = _names(StepRecord, "tables")
+_SCORED = _names(Scored, "first", "counts")
+_STATS = _names(TableStats, "shape", "sparse_block_shape")
+
+
+def _fields(line: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: line[name] for name in names}
 
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     tables = []
     for table in line["tables"]:
+        change = _fields(table, _CHANGE) | {name: table.get(name) for name in _LATER}
         # A long run has millions of them: one string per name.
-        name = sys.intern(table["name"])
-        change = {field: table[field] for field in _CHANGE} | {
-            field: table.get(field) for field in _LATER
-        }
-        tables.append(MaskChange(name=name, scores=(), **change))
-    cost = {field: line[field] for field in ("number", "seconds", "collectives", "bytes")}
-    return StepRecord(tables=tuple(tables), **cost)
+        tables.append(MaskChange(name=sys.intern(table["name"]), scores=(), **change))
+    return StepRecord(tables=tuple(tables), **_fields(line, _COST))
 
 
 def _histogram(table: Mapping[str, Any]) -> Scored:
-    known = {
-        name: table[name]
-        for name in ("step", "name", "threshold", "blocks", "removed_blocks", "zeros")
-    }
     # A long run has very many counts: an array takes 8 bytes for each.
-    return Scored(first=bucket_of(table["low"]), counts=array("q", table["counts"]), **known)
+    counts = array("q", table["counts"])
+    return Scored(first=bucket_of(table["low"]), counts=counts, **_fields(table, _SCORED))
 
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:
     rows, columns = table["shape"]
     block = table["sparse_block_shape"]
-    known = {name: table[name] for name in _STATS}
     return TableStats(
-        shape=(rows, columns), sparse_block_shape=block and (block[0], block[1]), **known
-    )
-
-
-def _traffic(table: Mapping[str, Any]) -> Traffic:
-    rows = {name: tuple(table[name]) for name in ("kept", "removed")}
-    return Traffic(
-        **rows, kept_lookups=table["kept_lookups"], removed_lookups=table["removed_lookups"]
+        shape=(rows, columns),
+        sparse_block_shape=block and (block[0], block[1]),
+        **_fields(table, _STATS),
     )

@@ -20,12 +20,13 @@ Every line of ``log.jsonl`` has a ``kind``:
 - ``resumed``: first line of another session, with the time that it ``started``;
 - ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, ``lookups``
   and ``removed_lookups`` and, where all lookups are counted, ``traffic``
-  (:mod:`dist_sparse.report.traffic`); ``seconds`` by cause.
+  (:class:`~dist_sparse.report.run.RowTraffic`); ``seconds`` by cause.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import os
 import time
@@ -35,7 +36,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import integer
@@ -44,10 +45,10 @@ from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import MaskChange, StepRecord
 from dist_sparse.report.folder import RUN, LogFile, check_config, check_log, open_log
 from dist_sparse.report.histograms import Latest, scored
+from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
-from dist_sparse.report.traffic import traffic
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.lookups import removed_lookups
+from dist_sparse.sparsifiers.lookups import counted_rows, removed_lookups
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
@@ -61,10 +62,17 @@ _NOTED = (
     "churn",
 )
 _COSTS = ("number", "seconds", "collectives", "bytes")
-_SHOWN = {name: name for name in ("sparsity", "target", "churn", "dead_rows")} | {
-    "regrown": "regrown_blocks"
+_SHOWN = {
+    "sparsity": "sparsity",
+    "target": "target",
+    "churn": "churn",
+    "dead_rows": "dead_rows",
+    "regrown": "regrown_blocks",
 }
-"""What sinks get of a mask update: name of the scalar, name of the field."""
+"""Scalars of a mask update for sinks: the name of each, and of its field."""
+
+_OCTAVES = 33
+"""Rows without a lookup, with 1, with 2 and 3, with 4 to 7 and so on up to int32's largest."""
 
 
 class Sink(Protocol):
@@ -109,7 +117,7 @@ class RunLog:
             of runs compare.
         name: of the run in reports; that of the folder by default.
         config: JSON-able description of the run, written to ``run.json``.
-        sinks: receive every number too, on rank 0 (:mod:`dist_sparse.report.sinks`).
+        sinks: receive every number as well, on rank 0 (:mod:`dist_sparse.report.sinks`).
         resume: continue the log in the folder, if there is one.
         scores_every: mask updates between two writings of score histograms, >= 1. One histogram per
             table is kept, also when the log is closed (:mod:`dist_sparse.report.histograms`).
@@ -154,24 +162,21 @@ class RunLog:
         resume: bool = False,
         scores_every: int = 10,
     ) -> None:
-        world = group_over(world_ranks())
-        self._writes = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        self._file: LogFile | None = None
         if isinstance(sparsifier, SparseTraining):
             enforcer = sparsifier.enforcer if enforcer is None else enforcer
             sparsifier = sparsifier.sparsifier
+        world = group_over(world_ranks())
+        self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
-            _check_kinds(sparsifier, enforcer, name, config, resume)
+            _refuse_kinds(sparsifier, enforcer, name, config, resume)
             self.folder, listed = _path(folder), _listed(sinks)
             if self._writes:
                 check_log(self.folder, resume)
             about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
             if model is not None:
-                about["tables"] = {
-                    data.name: data.shape[0] * data.shape[1] * data.dtype.itemsize
-                    for data in ModelTables(model).locate()
-                }
+                about["tables"] = _table_bytes(model)
             self._scores_every = integer("scores_every", scores_every, least=1)
+        self._file: LogFile | None = None
         # Only now, when no rank refuses its arguments, may rank 0 write.
         with world.agreeing("RunLog()"):
             if self._writes:
@@ -179,13 +184,15 @@ class RunLog:
         self._sinks = listed if self._writes else ()
         self._sparsifier, self._enforcer = sparsifier, enforcer
         self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
-        self._recorder: Recorder | None = None
-        self._attached = False  # a recorder of the user's stays when the log is closed
         self._started = time.perf_counter()
+        self._recorder: Recorder | None = None
+        self._attached = False
+        self._before = self._seen = 0
         if sparsifier is not None:
+            # A recorder of the user's stays when the log is closed.
             self._attached = sparsifier.recorder is None
             self._recorder = sparsifier.record()
-        self._before = self._seen = 0 if self._recorder is None else self._recorder.count
+            self._before = self._seen = self._recorder.count
         self._steps_of: dict[int, int] = {}
         self._masks_seconds = 0.0
         self._last, self._closed = -1, False
@@ -211,24 +218,23 @@ class RunLog:
             raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
         given = {name: value for name, value in values.items() if value is not None}
         # On every rank: after an error on rank 0 alone the others would wait for it.
-        for (
-            name,
-            value,
-        ) in given.items():
-            _check(name, value)
+        for name, value in given.items():
+            _refuse_non_number(name, value)
         self._last = step
-        # Updates since the last call belong to this step; what they counted arrives with a later
-        # one.
         if self._recorder is not None:
-            self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
-            self._seen = self._recorder.count
-            self._write_masks(self._recorder.take())
+            self._note_updates(self._recorder, step)
         if self._writes and given:
             known = {name: _float(value) for name, value in given.items()}
-            self._write(
-                {"kind": "values", "step": step, "seconds": self._elapsed(), "values": known}
-            )
+            line = {"kind": "values", "step": step, "seconds": self._elapsed(), "values": known}
+            self._write(line)
             self._tell(step, known)
+
+    def _note_updates(self, recorder: Recorder, step: int) -> None:
+        # Updates since the last call belong to this step; what they counted arrives with a later
+        # one.
+        self._steps_of |= dict.fromkeys(range(self._seen + 1, recorder.count + 1), step)
+        self._seen = recorder.count
+        self._write_masks(recorder.take())
 
     def close(self) -> None:
         """Write what is left and the state of all tables, and detach the recorder. Further calls do
@@ -249,14 +255,7 @@ class RunLog:
             self._recorder.complete()
             self._write_masks(self._recorder.take())
             self._write_scores()
-            stats, dead = self._sparsifier.table_stats(), self._sparsifier.dead_rows()
-            tables = [table_json(table) | {"dead_rows": dead[table.name]} for table in stats]
-            rows = traffic(self._sparsifier)
-            looked_up = removed_lookups(self._sparsifier.packed_store, "RunLog.close()")
-            for table in tables:
-                table["lookups"], table["removed_lookups"] = looked_up.get(table["name"], (0, 0))
-                if table["name"] in rows:
-                    table["traffic"] = dataclasses.asdict(rows[table["name"]])
+            tables = _end_of_tables(self._sparsifier)
             seconds["masks"] = self._masks_seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
@@ -309,11 +308,8 @@ class RunLog:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = tuple(other for other in self._sinks if other is not sink)
-        message = (
-            f"{type(sink).__name__} failed ({type(error).__name__}: {error}): it gets no more"
-            " values."
-        )
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
+        warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=2)
 
     def _write_masks(self, records: Sequence[StepRecord]) -> None:
         for record in records:
@@ -347,7 +343,7 @@ class RunLog:
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
-    """Return what sinks get of a mask update: its known numbers, by name and table."""
+    """Return the known numbers of a mask update for sinks, by name and table."""
     found = {}
     for change in record.tables:
         for name, field in _SHOWN.items():
@@ -360,9 +356,72 @@ def _fields(one: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(one, name) for name in names}
 
 
-def _check_kinds(
+def _table_bytes(model: nn.Module) -> dict[str, int]:
+    located = ModelTables(model).locate()
+    return {data.name: math.prod(data.shape) * data.dtype.itemsize for data in located}
+
+
+def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
+    """Return the state of all tables as JSON-able values. Collective."""
+    stats, dead = sparsifier.table_stats(), sparsifier.dead_rows()
+    traffic = _traffic(sparsifier)
+    looked_up = removed_lookups(sparsifier.packed_store, "RunLog.close()")
+    tables = []
+    for one in stats:
+        table = table_json(one) | {"dead_rows": dead[one.name]}
+        table["lookups"], table["removed_lookups"] = looked_up.get(one.name, (0, 0))
+        if one.name in traffic:
+            table["traffic"] = dataclasses.asdict(traffic[one.name])
+        tables.append(table)
+    return tables
+
+
+def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, RowTraffic]:
+    """Return the traffic of the tables whose lookups are counted, if rows are on one rank or
+    removed as a whole. Collective: one small all-reduce per table."""
+    packed = sparsifier.packed_store
+    if not sparsifier.counts_lookups:
+        return {}
+    found = {}
+    for name, data in packed.current("RunLog.close()").items():
+        shards = counted_rows(data, packed.block(name), packed.masks(name), packed.counts(name))
+        if shards is None:
+            continue
+        sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
+        for dead, lookups in shards:
+            _add_rows(sums, dead, lookups)
+        found[name] = _row_traffic(group_over(data.ranks).all_reduce(sums))
+    return found
+
+
+def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
+    """Add the rows of a shard to ``sums``: of kept and of removed rows, how many by octave, and all
+    their lookups."""
+    # The exponent of 1 is 1, of 2 and 3 it is 2: rows without a lookup are octave 0. A count that
+    # has decayed below 1 is in the first octave.
+    octaves = torch.frexp(lookups).exponent.long().clamp(min=1).where(lookups > 0, 0)
+    for kind, rows in enumerate((~dead, dead)):
+        sums[kind, :_OCTAVES] += torch.bincount(octaves[rows], minlength=_OCTAVES)
+        sums[kind, _OCTAVES] += lookups[rows].sum().round().long()
+
+
+def _row_traffic(sums: Tensor) -> RowTraffic:
+    # The last column is the lookups of all rows; empty octaves at the end are left out.
+    octaves, (kept_lookups, removed_lookups) = sums[:, :-1], sums[:, -1].tolist()
+    used = octaves.sum(dim=0).nonzero()
+    kept, removed = octaves[:, : int(used[-1]) + 1 if len(used) else 0].tolist()
+    return RowTraffic(
+        kept=tuple(kept),
+        removed=tuple(removed),
+        kept_lookups=kept_lookups,
+        removed_lookups=removed_lookups,
+    )
+
+
+def _refuse_kinds(
     sparsifier: object, enforcer: object, name: object, config: object, resume: object
 ) -> None:
+    """Refuse arguments of another type."""
     if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
         rule = "must be what sparsify() returned, a sparsifier, or None"
         raise ValueError(f"Invalid sparsifier of type {type(sparsifier).__name__}: {rule}.")
@@ -373,41 +432,40 @@ def _check_kinds(
     }
     for argument, (given, kind) in kinds.items():
         if not isinstance(given, kind) and given is not None:
-            raise ValueError(
-                f"Invalid {argument} of type {type(given).__name__}: must be a {kind.__name__}."
-            )
+            raise _of_type(argument, given, f"a {kind.__name__}")
     if not isinstance(resume, bool):
         raise ValueError(f"Invalid {resume=}: must be a bool.")
 
 
+def _of_type(argument: str, given: object, rule: str) -> ValueError:
+    return ValueError(f"Invalid {argument} of type {type(given).__name__}: must be {rule}.")
+
+
 def _path(folder: object) -> Path:
     if not isinstance(folder, (str, os.PathLike)):
-        raise ValueError(
-            f"Invalid folder of type {type(folder).__name__}: must be a str or a Path."
-        )
+        raise _of_type("folder", folder, "a str or a Path")
     return Path(folder)
 
 
 def _listed(sinks: object) -> tuple[Sink, ...]:
     if not isinstance(sinks, Iterable):
-        raise ValueError(
-            f"Invalid sinks of type {type(sinks).__name__}: must be an iterable of sinks."
-        )
+        raise _of_type("sinks", sinks, "an iterable of sinks")
     listed = tuple(sinks)
     for sink in listed:
-        if not all(callable(getattr(sink, name, None)) for name in ("scalars", "close")):
+        methods = getattr(sink, "scalars", None), getattr(sink, "close", None)
+        if not all(map(callable, methods)):
             raise ValueError(
                 f"Invalid sink of type {type(sink).__name__}: must have scalars() and close()."
             )
     return listed
 
 
-def _check(name: str, value: object) -> None:
+def _refuse_non_number(name: str, value: object) -> None:
     """Refuse everything but numbers and one-element tensors, without reading a tensor."""
     if isinstance(value, Tensor):
         fits = value.numel() == 1 and not value.is_complex() and not value.is_meta
     else:
-        fits = not isinstance(value, bool) and isinstance(value, numbers.Real) and _is_float(value)
+        fits = not isinstance(value, bool) and _is_float(value)
     if not fits:
         raise ValueError(
             f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor."
@@ -418,9 +476,11 @@ def _float(value: float | Tensor) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _is_float(value: numbers.Real) -> bool:
+def _is_float(value: object) -> bool:
+    if not isinstance(value, numbers.Real):
+        return False
     try:
         float(value)
-    except OverflowError:
+    except OverflowError:  # an int above 1.8e308
         return False
     return True

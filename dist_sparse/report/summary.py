@@ -22,7 +22,7 @@ from dist_sparse.report.comparison import (
     known_text,
     row_cells,
 )
-from dist_sparse.report.run import Run, share_of
+from dist_sparse.report.run import Run, share_of, total
 from dist_sparse.text import (
     amount,
     block_shape_text,
@@ -55,18 +55,11 @@ _HEAD = (
     *("table", "shape", "dtype", "sharding", "block", "blocks", "target", "sparsity"),
     *("dead rows", "MiB", "kept MiB", "mask MiB"),
 )
+_CHANGING = ("target", "sparsity", "blocks", "removed_blocks")
+"""Fields of a table that a mask update and the end of a run both have."""
+
 _COLUMNS = (
-    *(
-        "name",
-        "shape",
-        "dtype",
-        "sharding",
-        "sparse_block_shape",
-        "target",
-        "sparsity",
-        "blocks",
-        "removed_blocks",
-    ),
+    *("name", "shape", "dtype", "sharding", "sparse_block_shape", *_CHANGING),
     *("bytes_dense", "bytes_kept", "bytes_masks", "threshold", "churn", "dead_rows"),
 )
 
@@ -84,8 +77,8 @@ def numbers(run: Run) -> dict[str, Any]:
         updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the registered ones, and
         ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``, the name of the run
         that others are compared with, and ``runs``, a row of each
-        (:class:`~dist_sparse.report.comparison.Row`); ``compared``, the ``last`` of each compared
-        run.
+        (:class:`~dist_sparse.report.comparison.RunRow`); ``compared``, the ``last`` of each
+        compared run.
 
     Example::
 
@@ -109,7 +102,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "world": run.world,
         "last_step": run.last_step,
         "sparsity": share_of(removed, blocks),
-        "target": target_of(tables),
+        "target": target_of([(table["target"], table["blocks"]) for table in tables]),
         "blocks": blocks or 0,
         "removed_blocks": removed or 0,
         "bytes_dense": run.bytes_dense,
@@ -125,7 +118,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "other_tables": run.other_tables,
         "artifacts": [dataclasses.asdict(artifact) for artifact in run.artifacts],
         "baseline": base and base.name,
-        "runs": [row.to_json() for row in compare(run)],
+        "runs": [dataclasses.asdict(row) for row in compare(run)],
         "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
     }
 
@@ -135,31 +128,30 @@ def table_json(stats: TableStats) -> dict[str, Any]:
     return {**dataclasses.asdict(stats), "dtype": _dtype(stats), "sparsity": stats.sparsity}
 
 
-def target_of(tables: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the configured level of all blocks; None where a table has none."""
-    # Weighted by blocks, so that it compares with the sparsity of all blocks.
-    targets = [table["target"] for table in tables]
-    if None in targets:
-        return None
-    weighted = sum(table["target"] * table["blocks"] for table in tables)
-    return share_of(float(weighted), sum(table["blocks"] for table in tables))
+def target_of(tables: Sequence[tuple[float | None, int]]) -> float | None:
+    """Return the configured level of all blocks, from the level and the blocks of each table; None
+    where a table has no level."""
+    weighted, whole = 0.0, 0
+    for target, blocks in tables:
+        if target is None:
+            return None
+        # Weighted by blocks, so that it compares with the sparsity of all blocks.
+        weighted += target * blocks
+        whole += blocks
+    return share_of(weighted, whole)
 
 
 def status(run: Run) -> str:
     """Return a sentence about how far the run went."""
     where = "before its first line" if run.last_step is None else f"at step {count(run.last_step)}"
-    resumed = "" if run.sessions == 1 else f" It was resumed: {run.sessions} sessions."
-    if run.finished:
-        return f"The run ended {where}.{resumed}"
-    if not run.due:
-        return (
-            f"The log stops {where}. It has no end and no mask update: nothing was pruned so"
-            f" far.{resumed}"
-        )
-    return (
-        f"The log stops {where} without an end: the run failed or still runs. What is known is"
-        f" shown.{resumed}"
-    )
+    text = f"The run ended {where}."
+    if not run.finished:
+        text = f"The log stops {where} without an end: the run failed or still runs. What is known"
+        text += " is shown."
+        if not run.due:
+            text = f"The log stops {where}. It has no end and no mask update: nothing was pruned so"
+            text += " far."
+    return text if run.sessions == 1 else f"{text} It was resumed: {run.sessions} sessions."
 
 
 def against(run: Run, key: str) -> str:
@@ -198,9 +190,9 @@ def _summary_rows(run: Run, found: Mapping[str, Any]) -> dict[str, str]:
     for name, value in found["last"].items():
         rows[name] = f"{amount(value)}  {against(run, name)}".rstrip()
     if found["due_steps"]:
-        share = found["seconds"]["share"]
-        taken = known_text(share, lambda share: f"; sparsity took {percent(share)}", unknown="")
-        rows["time"] = time_text(run, found) + taken
+        rows["time"] = time_text(run, found)
+        if (share := found["seconds"]["share"]) is not None:
+            rows["time"] += f"; sparsity took {percent(share)}"
     return rows
 
 
@@ -214,35 +206,28 @@ def _comparison_lines(run: Run) -> list[str]:
 def bytes_of(run: Run) -> str:
     """Return which tables the bytes of a run count."""
     tables = len(run.tables) + len(run.other_tables)
-    return (
-        f"all {number_of(tables, 'table')}"
-        if run.model_tables
-        else number_of(tables, "registered table")
-    )
+    if run.model_tables:
+        return f"all {number_of(tables, 'table')}"
+    return number_of(tables, "registered table")
 
 
 def target_text(found: Mapping[str, Any]) -> str:
     """Return the target level of :func:`numbers` as text."""
-    return known_text(
-        found["target"], lambda target: f"target {percent(target)}", unknown="no target"
-    )
+    return known_text(found["target"], lambda level: f"target {percent(level)}", "no target")
 
 
 def time_text(run: Run, found: Mapping[str, Any]) -> str:
     """Return the seconds that sparsity took as text."""
     spent = run.spent
     masks = f"masks {duration(spent.masks)} in {number_of(found['due_steps'], 'mask update')}"
-    enforcement = known_text(spent.enforcement, duration, unknown="unknown")
+    enforcement = known_text(spent.enforcement, duration, "unknown")
     return f"{masks}; enforcement {enforcement}; total {duration(spent.total)}"
 
 
 def inspect_json(run: Run) -> dict[str, Any]:
     """Return :func:`numbers`, and ``started``, ``command``, ``world``, ``versions``, ``config``, as
     JSON-able values."""
-    about = {
-        name: getattr(run, name) for name in ("started", "command", "world", "versions", "config")
-    }
-    return {**about, **numbers(run)}
+    return _fields(run, "started", "command", "world", "versions", "config") | numbers(run)
 
 
 def inspect_text(run: Run) -> str:
@@ -252,63 +237,49 @@ def inspect_text(run: Run) -> str:
     about = f"{run.folder}: started {run.started} on {number_of(run.world, 'rank')}; {versions}"
     lines = [about, status(run), "", *_table_text(known)]
     if known["last"]:
-        lines.append(
-            "last: " + ", ".join(f"{name} {value:.4g}" for name, value in known["last"].items())
-        )
+        values = [f"{name} {value:.4g}" for name, value in known["last"].items()]
+        lines.append(f"last: {', '.join(values)}")
     lines.append(f"mask updates: {known['due_steps']}")
     lines.append(f"lookups of removed rows: {_lookups_text(run)}")
     if run.config:
-        lines += [
-            "config:",
-            *(f"  {key}: {json.dumps(value)}" for key, value in run.config.items()),
-        ]
+        lines.append("config:")
+        lines += [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
     return "\n".join(map(printable, lines))
 
 
 def _table_text(known: Mapping[str, Any]) -> list[str]:
-    """Return the lines of all tables, those without a sparsifier together in one, and their sum."""
+    """Return the lines of all tables, of those without a sparsifier together, and their sum."""
     if not known["tables"]:
         return []
     rows = [[*_cells(table), *_sizes(table)] for table in known["tables"]]
     # Tables without a sparsifier have nothing to show but their bytes: one line for all.
     others = known["other_tables"]
     if others:
-        taken = mib(sum(others.values()))
-        rows.append(
-            [
-                f"{number_of(len(others), 'other')}, dense",
-                *[""] * (len(_HEAD) - 4),
-                taken,
-                taken,
-                "",
-            ]
-        )
-    total = ["all", "", "", "", "", *_sizes(known)]
-    return [*table_lines(_HEAD, rows, right=range(5, len(_HEAD)), total=total), ""]
+        taken, unknown = mib(sum(others.values())), [""] * (len(_HEAD) - 4)
+        rows.append([f"{number_of(len(others), 'other')}, dense", *unknown, taken, taken, ""])
+    sums = ["all", "", "", "", "", *_sizes(known)]
+    return [*table_lines(_HEAD, rows, right=range(5, len(_HEAD)), total=sums), ""]
 
 
 def _lookups_text(run: Run) -> str:
     """Return the share of the lookups that hit removed rows: at the end of the run, or at the last
     mask update."""
-    known = list(run.lookups.values())
+    lookups = sum(counted for counted, _ in run.lookups.values())
+    removed = sum(of_removed for _, of_removed in run.lookups.values())
     if not run.finished and run.due:
-        known = [
-            (table.lookups or 0, table.removed_lookups or 0) for table in run.due[-1].record.tables
-        ]
-    lookups = sum(counted for counted, _ in known)
-    removed = sum(of_removed for _, of_removed in known)
+        changes = run.due[-1].record.tables
+        lookups, removed = total(changes, "lookups"), total(changes, "removed_lookups")
     return percent(removed / lookups) if lookups else "not known"
 
 
 def _tables(run: Run) -> list[dict[str, Any]]:
-    """Return a row per table: what is known of its statistics and its last change."""
+    """Return a row per table: its statistics and its last change, as far as they are known."""
     ended, last = {table.name: table for table in run.tables}, run.last_changes
     rows = []
     for name in dict.fromkeys([*ended, *last]):
         row = dict.fromkeys(_COLUMNS) | {"name": name}
         if name in last:
-            row |= _fields(last[name], "target", "sparsity", "blocks", "removed_blocks")
-            row |= _fields(last[name], "threshold", "churn", "dead_rows")
+            row |= _fields(last[name], *_CHANGING, "threshold", "churn", "dead_rows")
         # The end is newer than the last mask update, and knows more.
         if name in ended:
             row |= _ended_fields(ended[name])
@@ -319,9 +290,9 @@ def _tables(run: Run) -> list[dict[str, Any]]:
 
 
 def _ended_fields(table: TableStats) -> dict[str, Any]:
-    """Return what the end of a run tells of a table: its state now."""
+    """Return the state of a table at the end of a run."""
     block = table.sparse_block_shape
-    return _fields(table, "sharding", "target", "sparsity", "blocks", "removed_blocks") | {
+    return _fields(table, "sharding", *_CHANGING) | {
         "shape": list(table.shape),
         "dtype": _dtype(table),
         "sparse_block_shape": list(block) if block else None,
@@ -350,13 +321,9 @@ def _last(run: Run) -> dict[str, float]:
 
 
 def _cells(table: Mapping[str, Any]) -> list[str]:
-    cells = [
-        table["name"],
-        shape_text(table["shape"]),
-        table["dtype"] or "-",
-        table["sharding"] or "-",
-    ]
-    return [*cells, block_shape_text(table["sparse_block_shape"])]
+    block = block_shape_text(table["sparse_block_shape"])
+    kinds = [table["dtype"] or "-", table["sharding"] or "-"]
+    return [table["name"], shape_text(table["shape"]), *kinds, block]
 
 
 def _sizes(known: Mapping[str, Any]) -> list[str]:

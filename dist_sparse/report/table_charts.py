@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dist_sparse.records import MaskChange
 from dist_sparse.report.figures import Bar, BarChart, Bin, ScoreChart
 from dist_sparse.report.histograms import Scored, edge_of, much
-from dist_sparse.report.run import Run, Traffic, share_of, total
+from dist_sparse.report.run import RowTraffic, Run, share_of, total
 from dist_sparse.text import amount, count, number_of, percent, size
 
 __all__ = ["MOST_TABLES", "table_charts"]
@@ -106,7 +106,7 @@ def _traffic_charts(run: Run) -> list[BarChart]:
     ]
 
 
-def _traffic_chart(key: str, name: str, of: Traffic) -> BarChart:
+def _traffic_chart(key: str, name: str, of: RowTraffic) -> BarChart:
     rows = sum(of.kept) + sum(of.removed)
     note = (
         f"Rows by how often training looked them up; full: kept. {percent(sum(of.kept) / rows)} of"

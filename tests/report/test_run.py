@@ -124,7 +124,8 @@ def test_sums_over_sessions(tmp_path: Path) -> None:
     write_many(tmp_path / "run", tables=2, due=2, steps=100)
     once = read_run(tmp_path / "run").spent
     log = tmp_path / "run" / LINES
-    log.write_text(log.read_text() * 2)
+    once_more = f"{json.dumps({'kind': 'resumed'})}\n"
+    log.write_text(f"{log.read_text()}{once_more}{log.read_text()}")
     twice = read_run(tmp_path / "run")
     assert twice.sessions == 2 and len(twice.due) == 2
     assert once.enforcement is not None
@@ -182,6 +183,7 @@ _NO_SHAPE = {
         ("end", {"tables": [_NO_SHAPE]}, "not enough values to unpack"),
         ("masks", {"tables": [{"name": "t"}]}, "'target'"),
         ("masks", {"seconds": None}, "unsupported operand"),
+        ("masks", {"kind": "end", "step": 0, "seconds": {"total": 0}, "tables": []}, "follows"),
         ("values", {"kind": "x" * 10_000_000}, "kind 'xxx.*xxx'"),
     ],
 )
