@@ -27,7 +27,7 @@ from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.modules import model_source
-from dist_sparse.training.plan import protected
+from dist_sparse.training.arguments import protected
 
 __all__ = ["BUDGETS", "LOWER_IS_BETTER", "TOLERANCE", "frontier", "measure_plan"]
 
