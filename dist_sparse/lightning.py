@@ -26,17 +26,17 @@ from dist_sparse.enforcer.optimizers import combines
 from dist_sparse.rotation.outputs import expect_bases
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.tables.shards import ROW
-from dist_sparse.training.following import steppers
-from dist_sparse.training.plan import (
+from dist_sparse.training.arguments import (
     BlockShape,
     Levels,
     Norm,
     OptimizerState,
-    Plan,
     Schedule,
     Scope,
     Score,
+    SparsifyArgs,
 )
+from dist_sparse.training.following import steppers
 from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 if TYPE_CHECKING:
@@ -167,13 +167,14 @@ class SparsifyCallback(Callback):
             "schedule": schedule,
             "optimizer_state": optimizer_state,
             "min_rows": min_rows,
+            "rotate": rotate,
             "decay": decay,
         }
         # Invalid arguments are refused here, before anything is loaded or trained.
-        Plan(**self._plan)
+        SparsifyArgs(**self._plan)
         self.training: SparseTraining | None = None
         self._tables: dict[str, Any] = {"include": include, "exclude": exclude, "dense": dense}
-        self._rotate, self._logs = rotate, log
+        self._logs = log
         self._rounds = OptimizerRounds([])
         self._hooks: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
@@ -193,7 +194,7 @@ class SparsifyCallback(Callback):
         self._loaded = None  # the state of an earlier run that loaded and did not use it
         if stage == "fit":
             _refuse(trainer, pl_module)
-            if self._rotate is not None:  # a checkpoint is loaded before training starts
+            if self._plan["rotate"] is not None:  # a checkpoint is loaded before training starts
                 self._hooks.append(expect_bases(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -210,9 +211,7 @@ class SparsifyCallback(Callback):
                     trainer.global_step,
                 )
         self._detach()
-        training = sparsify(
-            trainer.model, trainer.optimizers, **self._tables, **self._plan, rotate=self._rotate
-        )
+        training = sparsify(trainer.model, trainer.optimizers, **self._tables, **self._plan)
         rounds = OptimizerRounds(trainer.optimizers)
         first = training.scheduler.last_epoch
         try:

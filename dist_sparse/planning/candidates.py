@@ -1,5 +1,4 @@
-"""A way to make the tables of a model smaller, and the bytes that it leaves: those that `export()`
-writes.
+"""A way to make the tables of a model smaller, and its bytes in a server and in a file.
 
 Nothing here reads weights: names, shapes and dtypes of the tables are enough.
 """
@@ -10,22 +9,30 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from dist_sparse import checks
 from dist_sparse.serving.artifact import file_bytes
 from dist_sparse.serving.codes import BITS
-from dist_sparse.serving.manifest import Dtype, Table, TableBytes, size_of
-from dist_sparse.tables.sizes import index_bytes, narrow_width
+from dist_sparse.serving.manifest import Dtype, Table, TableBytes
+from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
-__all__ = ["Candidate", "ServedBytes", "SizedTable", "TableShape", "dense_bytes"]
+__all__ = [
+    "Candidate",
+    "ServedBytes",
+    "SizedTable",
+    "TableShape",
+    "dense_bytes",
+    "kept_rows",
+    "shapes_of",
+]
 
 
 class SizedTable(Protocol):
-    """What is read of a table; :class:`~dist_sparse.tables.shards.ShardedData` is one."""
+    """A table as far as sizes need it; :class:`~dist_sparse.tables.shards.ShardedData` is one."""
 
     @property
     def name(self) -> str: ...
@@ -44,6 +51,11 @@ class TableShape:
     dtype: torch.dtype = torch.float32
 
 
+def shapes_of(tables: Iterable[SizedTable]) -> tuple[TableShape, ...]:
+    """Return the shapes of a model's tables."""
+    return tuple(TableShape(table.name, table.shape, table.dtype) for table in tables)
+
+
 def dense_bytes(tables: Iterable[SizedTable]) -> int:
     """Return the bytes of tables as they are trained."""
     return sum(math.prod(table.shape) * table.dtype.itemsize for table in tables)
@@ -51,13 +63,13 @@ def dense_bytes(tables: Iterable[SizedTable]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedBytes:
-    """What tables take once they are served, by part.
+    """Bytes of served tables, by part.
 
     Args:
         weights: the kept weights, in the dtype that they are stored in.
         scales: scale and bias of each row, of 8 and 4 bits.
-        index: what finds kept rows: a bit and a count for each 32, 0.25 byte for each original row.
-        bases: what turns the output of rotated tables back.
+        index: index of kept rows: a bit and a count for each 32, 0.25 byte for each original row.
+        bases: matrices that turn the outputs of rotated tables back.
     """
 
     weights: int = 0
@@ -70,19 +82,27 @@ class ServedBytes:
         """All of them."""
         return self.weights + self.scales + self.index + self.bases
 
+    def __add__(self, other: ServedBytes) -> ServedBytes:
+        return ServedBytes(
+            weights=self.weights + other.weights,
+            scales=self.scales + other.scales,
+            index=self.index + other.index,
+            bases=self.bases + other.bases,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A way to make tables smaller: their dtype, columns and rows.
 
-    It says nothing about weights, so that it fits any model with tables of these names.
+    It has no weights, so that it fits any model with tables of these names.
     ``dataclasses.asdict()`` of it is JSON-able, and ``Candidate(**read)`` takes it back.
 
     Args:
         dtype: of all tables when they are served, as in :func:`~dist_sparse.export`.
-        columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1]. What is
-            left is what ``sparsify(level=1 - columns, block="col", rotate=groups)`` and
-            ``compact()`` leave: a multiple of 4.
+        columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1], rounded
+            as by ``sparsify(level=1 - columns, block="col", rotate=groups)`` and ``compact()``: to
+            a multiple of 4.
         groups: tables that are rotated together, as in :func:`~dist_sparse.rotate`: the output of a
             table that is alone is turned back, and other tables keep all columns. With none every
             table has the fraction ``columns``, not by a rotation: a smaller dense table.
@@ -120,17 +140,15 @@ class Candidate:
             )
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
-        resolved: dict[str, Any] = {
-            "dtype": checks.choice("dtype", self.dtype, BITS),
-            "groups": groups,
-            "levels": {
-                name: checks.level(f"levels[{name!r}]", level)
-                for name, level in self.levels.items()
-                if level
-            },
+        levels = {
+            name: checks.level(f"levels[{name!r}]", level)
+            for name, level in self.levels.items()
+            if level
         }
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
+        # The dataclass is frozen.
+        object.__setattr__(self, "dtype", checks.choice("dtype", self.dtype, BITS))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "levels", levels)
 
     @property
     def narrowed(self) -> tuple[str, ...]:
@@ -144,28 +162,60 @@ class Candidate:
 
     def shape(self, table: SizedTable) -> tuple[int, int]:
         """Return the rows and columns that a table keeps; below level 1 one row stays."""
-        rows, columns = table.shape
-        if not self.groups or table.name in self._alone:
-            columns = narrow_width(columns - round((1 - self.columns) * columns), columns)
-        level = self.levels.get(table.name, 0.0)
-        most = rows if level == 1 else max(rows - 1, 0)
-        return rows - min(round(level * rows), most), columns
+        return kept_rows(table.shape[0], self.levels.get(table.name, 0.0)), self._width(table)
 
     def level(self, table: SizedTable) -> float:
         """Return the fraction of its rows that a table loses; below level 1 one of them stays."""
         return 1 - self.shape(table)[0] / max(table.shape[0], 1)
 
     def served_bytes(self, tables: Iterable[SizedTable]) -> ServedBytes:
-        """Return what tables take in the memory of a server, exactly."""
-        each = [self._bytes(table) for table in tables]
-        parts = ("weights", "scales", "index", "bases")
-        return ServedBytes(**{part: sum(getattr(one, part) for one in each) for part in parts})
+        """Return the bytes of tables in the memory of a server, exactly."""
+        total = ServedBytes()
+        for table in tables:
+            total += self.table_bytes(table, self.levels.get(table.name, 0.0))
+        return total
+
+    def table_bytes(self, table: SizedTable, level: float) -> ServedBytes:
+        """Return the served bytes of a table that loses the fraction ``level`` of its rows."""
+        rows, width = table.shape[0], self._width(table)
+        kept = kept_rows(rows, level)
+        has_scales = self.dtype in ("int8", "int4")
+        return ServedBytes(
+            # Two codes of 4 bits share a byte, within a row.
+            weights=kept * -(-width * BITS[self.dtype] // 8),
+            # Two numbers of 16 bits.
+            scales=kept * 4 if has_scales else 0,
+            index=index_bytes(rows) if kept < rows else 0,
+            bases=basis_bytes(table.shape[1], width) if self._turned_back(table) else 0,
+        )
 
     def file_bytes(self, tables: Iterable[SizedTable]) -> int:
-        """Return the size of the file that :func:`~dist_sparse.export` writes, exactly: its header
-        counts, the counts of an index are not in it."""
-        by_name = sorted(tables, key=lambda table: table.name)
-        return file_bytes({table.name: self._stored(table) for table in by_name})
+        """Return the size of the file that :func:`~dist_sparse.export` writes, exactly: with its
+        header, without the counts of an index."""
+        described = {}
+        for table in sorted(tables, key=lambda table: table.name):
+            kept, width = self.shape(table)
+            described[table.name] = Table(
+                rows=table.shape[0],
+                kept=kept,
+                dim=width,
+                pooling="sum",
+                dtype=self.dtype,
+                block=(1, width),
+                turned=table.shape[1] if self._turned_back(table) else None,
+                bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
+            )
+        return file_bytes(described)
+
+    def _width(self, table: SizedTable) -> int:
+        columns = table.shape[1]
+        if self.groups and table.name not in self._alone:
+            return columns
+        return narrow_width(columns - round((1 - self.columns) * columns), columns)
+
+    def _turned_back(self, table: SizedTable) -> bool:
+        # The outputs of tables that are rotated together meet in dot products only.
+        return self.columns < 1 and self._alone.get(table.name, False)
 
     def __str__(self) -> str:
         parts: list[str] = [self.dtype]
@@ -177,27 +227,8 @@ class Candidate:
         ]
         return ", ".join(parts)
 
-    def _stored(self, table: SizedTable) -> Table:
-        """Describe the table as a manifest does."""
-        kept, columns = self.shape(table)
-        turned = self.columns < 1 and self._alone.get(table.name, False)
-        return Table(
-            rows=table.shape[0],
-            kept=kept,
-            dim=columns,
-            pooling="sum",
-            dtype=self.dtype,
-            block=(1, columns),
-            turned=table.shape[1] if turned else None,
-            bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
-        )
 
-    def _bytes(self, table: SizedTable) -> ServedBytes:
-        stored = self._stored(table)
-        sizes = {name: size_of(*each) for name, each in stored.layout().items()}
-        return ServedBytes(
-            weights=sizes["rows"],
-            scales=sizes.get("scale_bias", 0),
-            index=index_bytes(stored.rows) if "kept" in sizes else 0,
-            bases=sizes.get("rotation", 0),
-        )
+def kept_rows(rows: int, level: float) -> int:
+    """Return how many of ``rows`` rows stay without a fraction of them; below level 1 one does."""
+    most = rows if level == 1 else max(rows - 1, 0)
+    return rows - min(round(level * rows), most)

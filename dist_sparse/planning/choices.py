@@ -1,16 +1,37 @@
-"""The candidates that a budget leaves: of each kind and dtype the one that keeps the most."""
+"""Candidates within a budget, of each kind and dtype the one that keeps the most, and which of them
+to use.
+
+The rules rest on measurements at equal bytes, against int8 and small dense tables: two-tower models
+on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets disagree there
+is no rule: several candidates are recommended, to be measured.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from dist_sparse.planning.candidates import Candidate, ServedBytes, SizedTable
+from dist_sparse.planning.candidates import (
+    Candidate,
+    ServedBytes,
+    SizedTable,
+    dense_bytes,
+    kept_rows,
+)
 from dist_sparse.serving.manifest import Dtype
+from dist_sparse.text import size
 
-__all__ = ["Choice", "Choices", "Kind", "column_fractions", "least_removed", "worth_rotating"]
+__all__ = [
+    "Choice",
+    "Choices",
+    "Kind",
+    "column_fractions",
+    "least_removed",
+    "recommend",
+    "worth_rotating",
+]
 
 Kind: TypeAlias = Literal["full", "small", "columns", "rows"]
 
@@ -32,17 +53,20 @@ def least_removed(
     some = [table for table in tables if table.name in names]
     others = candidate.served_bytes([table for table in tables if table.name not in names]).total
 
-    def at(step: int) -> Candidate:
-        levels = {name: max(step / _STEPS, candidate.levels.get(name, 0.0)) for name in names}
-        return replace(candidate, levels={**candidate.levels, **levels})
+    def level_at(step: int, table: SizedTable) -> float:
+        return max(step / _STEPS, candidate.levels.get(table.name, 0.0))
 
     def fits(step: int) -> bool:
-        return others + at(step).served_bytes(some).total <= budget
+        served = (candidate.table_bytes(table, level_at(step, table)).total for table in some)
+        return others + sum(served) <= budget
 
-    found = at(bisect_left(range(_STEPS - 1), True, key=fits))
-    return replace(
-        found, levels={**found.levels, **{table.name: found.level(table) for table in some}}
-    )
+    lowest = bisect_left(range(_STEPS - 1), True, key=fits)
+    levels = dict(candidate.levels)
+    for table in some:
+        rows = table.shape[0]
+        # The level that whole rows make of it.
+        levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
+    return replace(candidate, levels=levels)
 
 
 def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
@@ -55,21 +79,22 @@ def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
 def worth_rotating(
     groups: Sequence[Sequence[str]], tables: Sequence[SizedTable], dtype: Dtype, columns: float
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups without tables that are turned back of which the basis takes more than they
-    lose."""
+    """Return the groups without single tables whose basis costs more bytes than it saves."""
     named = {table.name: table for table in tables}
-
-    def saves(name: str) -> bool:
-        alone = Candidate(dtype=dtype, columns=columns, groups=((name,),))
-        whole = replace(alone, columns=1.0)
-        return alone.served_bytes([named[name]]).total < whole.served_bytes([named[name]]).total
-
-    return tuple(tuple(group) for group in groups if len(group) > 1 or saves(group[0]))
+    whole = Candidate(dtype=dtype)
+    worth = []
+    for group in map(tuple, groups):
+        alone, table = Candidate(dtype=dtype, columns=columns, groups=(group,)), named[group[0]]
+        narrow = alone.table_bytes(table, 0.0)
+        # Tables that are rotated together are not turned back, and need no basis.
+        if len(group) > 1 or narrow.total < whole.table_bytes(table, 0.0).total:
+            worth.append(group)
+    return tuple(worth)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A candidate and what it takes.
+    """A candidate and its bytes.
 
     Args:
         kind: ``"full"`` keeps all columns; ``"small"`` is a table that was trained with fewer;
@@ -87,12 +112,12 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What may be done to some tables.
+    """Tables, and the ways in which they may be made smaller.
 
     Args:
         tables: all that are served.
         budget: bytes.
-        groups: what may be rotated, as in :class:`Candidate`.
+        groups: tables that may be rotated, as in :class:`Candidate`.
         cold: names of tables that may lose rows that training has touched.
         untouched: by name how many rows training has never touched, where that is known.
     """
@@ -106,85 +131,182 @@ class Choices:
     def all(self) -> list[Choice]:
         """Return the candidates: at full width all, otherwise those that fit, the widest of each
         kind and dtype; with rows removed, at several widths, the lowest level that fits."""
-        found = [self.full(dtype) for dtype in DTYPES]
-        without = [self._choice("full", dtype, 1.0) for dtype in DTYPES]
-        found += [choice for choice in without if choice.candidate.levels]
+        found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
+        found += self.without_untouched()
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
-        found += [
-            each
-            for kind in kinds
-            for dtype in DTYPES
-            if (each := self._widest(kind, dtype)) is not None
-        ]
-        return found + list(self._rows())
+        for kind in kinds:
+            for dtype in DTYPES:
+                widest = self._widest(kind, dtype)
+                if widest is not None:
+                    found.append(widest)
+        return found + self._rows()
 
-    def full(self, dtype: Dtype) -> Choice:
-        """Return tables of all rows and columns in ``dtype``."""
-        return self._choice("full", dtype, 1.0, lossless=False)
+    def without_untouched(self) -> list[Choice]:
+        """Return tables of all columns without untouched rows, in each dtype in which that saves
+        bytes."""
+        found = [self._choice("full", dtype, 1.0) for dtype in DTYPES]
+        return [choice for choice in found if choice.candidate.levels]
+
+    @property
+    def only_dots(self) -> bool:
+        """Whether only dot products read the rotated tables: no gain was measured where a table is
+        turned back."""
+        return bool(self.groups) and all(len(group) > 1 for group in self.groups)
 
     @property
     def least(self) -> Choice:
-        """Small dense tables of 4 columns in int4, without what training has never touched."""
-        return self._choice("small", "int4", min([*self._fractions("small"), 1.0]))
+        """Small dense tables of 4 columns in int4, without untouched rows."""
+        return self._choice("small", "int4", min([*column_fractions(self.tables), 1.0]))
 
     def _widest(self, kind: Kind, dtype: Dtype) -> Choice | None:
-        """The widest tables that fit; None if none do, or if all columns fit."""
+        """Return the widest tables that fit; None if none do, or if all columns fit."""
         if self._choice(kind, dtype, 1.0).fits:
             return None
-        fractions = self._fractions(kind)
-        number = bisect_right(
+        fractions = column_fractions(self._narrowed(kind))
+        fitting = bisect_right(
             fractions, False, key=lambda fraction: not self._choice(kind, dtype, fraction).fits
         )
-        return self._choice(kind, dtype, fractions[number - 1]) if number else None
+        return self._choice(kind, dtype, fractions[fitting - 1]) if fitting else None
 
-    def _rows(self) -> Iterator[Choice]:
-        """Cold tables without rows, at widths that do not fit with them: the fewer columns, the
-        fewer rows go."""
+    def _rows(self) -> list[Choice]:
+        """Return cold tables without rows, at widths that do not fit with all rows: the fewer
+        columns, the fewer rows are removed."""
+        if not self.cold:
+            return []
         kind: Kind = "columns" if self.groups else "small"
         widest = max(table.shape[1] for table in self._narrowed(kind))
-        fractions = [min(width / widest, 1.0) for width in (4, 8, 16, widest)]
-        for dtype in ("int8", "int4") if self.cold else ():
-            for fraction in dict.fromkeys(fractions):
-                if not self._choice(kind, dtype, fraction).fits:
-                    all_rows = self._choice("rows", dtype, fraction).candidate
-                    fewest = self._priced(
-                        "rows", least_removed(all_rows, self.cold, self.tables, self.budget)
-                    )
-                    if fewest.fits:
-                        yield fewest
+        fractions = dict.fromkeys(min(width / widest, 1.0) for width in (4, 8, 16, widest))
+        found = []
+        dtypes: tuple[Dtype, ...] = ("int8", "int4")
+        for dtype in dtypes:
+            for fraction in fractions:
+                if self._choice(kind, dtype, fraction).fits:
+                    continue
+                whole = self._choice("rows", dtype, fraction).candidate
+                least = least_removed(whole, self.cold, self.tables, self.budget)
+                found.append(self._priced("rows", least))
+        return [choice for choice in found if choice.fits]
 
-    def _fractions(self, kind: Kind) -> list[float]:
-        return column_fractions(self._narrowed(kind))
-
-    def _narrowed(self, kind: Kind) -> list[SizedTable]:
-        """The tables that may be narrower."""
+    def _narrowed(self, kind: Kind) -> Sequence[SizedTable]:
+        """Return the tables that may be narrower."""
+        if kind != "columns":
+            return self.tables
         names = {name for group in self.groups for name in group}
-        return [table for table in self.tables if kind != "columns" or table.name in names]
+        return [table for table in self.tables if table.name in names]
 
-    def _choice(self, kind: Kind, dtype: Dtype, fraction: float, lossless: bool = True) -> Choice:
+    def _choice(self, kind: Kind, dtype: Dtype, fraction: float) -> Choice:
+        """Return tables with a fraction of their columns, without untouched rows."""
         candidate = Candidate(dtype=dtype, columns=fraction)
         if self.groups and fraction < 1 and kind in ("columns", "rows"):
-            candidate = replace(
-                candidate,
-                groups=worth_rotating(self.groups, self.tables, dtype, fraction) or self.groups,
-            )
-        return self._priced(
-            kind, replace(candidate, levels=self._untouched_levels(candidate) if lossless else {})
-        )
+            groups = worth_rotating(self.groups, self.tables, dtype, fraction) or self.groups
+            candidate = replace(candidate, groups=groups)
+        return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
 
     def _priced(self, kind: Kind, candidate: Candidate) -> Choice:
         served = candidate.served_bytes(self.tables)
-        return Choice(
-            kind=kind, candidate=candidate, served=served, fits=served.total <= self.budget
-        )
+        fits = served.total <= self.budget
+        return Choice(kind=kind, candidate=candidate, served=served, fits=fits)
 
     def _untouched_levels(self, candidate: Candidate) -> dict[str, float]:
-        """The levels that remove what training has never touched, where that saves more than the
-        index takes."""
+        """Return the levels that remove untouched rows, where that saves more bytes than the index
+        takes."""
         found: dict[str, float] = {}
         for table in self.tables:
-            if (rows := min(self.untouched.get(table.name, 0), table.shape[0] - 1)) > 0:
-                less = replace(candidate, levels={table.name: rows / table.shape[0]})
-                if less.served_bytes([table]).total < candidate.served_bytes([table]).total:
-                    found |= less.levels
+            # One row stays of a table that no batch has read.
+            rows = min(self.untouched.get(table.name, 0), table.shape[0] - 1)
+            if rows > 0:
+                level = rows / table.shape[0]
+                whole = candidate.table_bytes(table, 0.0)
+                if candidate.table_bytes(table, level).total < whole.total:
+                    found[table.name] = level
         return found
+
+
+_ROWS_BELOW: Final = 0.05
+"""Share of the touched rows' bytes below which removing rows of cold crossed features was worth
+it."""
+
+_COLUMNS_OR_SMALL: Final = (
+    "Rotated columns that are removed during training, or smaller dense tables: which is better"
+    " depends on the interactions per item, the passes over the data and the compute"
+    " (docs/planning.md). Measure both, in int8 and int4."
+)
+_FEWER_ROWS: Final = (
+    "At so few bytes, removing most rows of cold crossed features can be better than fewer columns:"
+    " measure both."
+)
+_SMALL: Final = (
+    "Train smaller dense tables: removing weights afterwards was no better, except rotated columns"
+    " of tables that only dot products read. If yours are, name them, as in"
+    ' rotate=[["user", "item"]].'
+)
+_TURNED_BACK: Final = " For tables that are turned back no gain was measured: try both."
+
+
+def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
+    """Return which of the candidates ``found`` to use, and why in a few sentences. Several are to
+    be measured; none means that nothing fits."""
+    if dense_bytes(choices.tables) <= choices.budget:
+        return (), "The tables fit as they are."
+    if whole := _fitting(found, "full", "int8")[:1]:
+        return whole, _why_int8(whole[0])
+    columns = _fitting(found, "columns", "int8", "int4") if choices.only_dots else ()
+    small = _fitting(found, "small", "int8", "int4")
+    if whole := _fitting(found, "full", "int4")[:1]:
+        # Narrower tables are in int8 alone: in int4 all columns fit.
+        return whole + (columns or small), _why_int4(whole[0], rotated=bool(columns))
+    fewer = columns + small
+    rows = _fitting(found, "rows", "int8") or _fitting(found, "rows", "int4")
+    if rows and _few_bytes(choices, fewer):
+        return fewer + rows[:2], _FEWER_ROWS
+    if not fewer:
+        return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
+    if columns:
+        return fewer, _COLUMNS_OR_SMALL
+    # The tables may be rotated, but not without turning some back.
+    return fewer, _SMALL if not choices.groups or choices.only_dots else _SMALL + _TURNED_BACK
+
+
+def _few_bytes(choices: Choices, fewer_columns: Sequence[Choice]) -> bool:
+    """Return whether only tables without touched rows fit, or the budget is below the measured
+    share."""
+    return not fewer_columns or choices.budget < _ROWS_BELOW * _touched_bytes(choices)
+
+
+def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: Dtype) -> tuple[Choice, ...]:
+    """Return the candidates of a kind that fit, in the order of ``dtypes``."""
+    fitting: list[Choice] = []
+    for dtype in dtypes:
+        of_dtype = [each for each in found if each.kind == kind and each.candidate.dtype == dtype]
+        fitting += [each for each in of_dtype if each.fits]
+    return tuple(fitting)
+
+
+def _why_int8(whole: Choice) -> str:
+    why = "int8 changed AUC by less than 0.0001 wherever it was measured"
+    if whole.candidate.levels:
+        return (
+            f"{why}, and fits without the rows that training has never touched. Remove no others:"
+            " that can only lose."
+        )
+    return f"{why}. Remove no weights: that can only lose."
+
+
+def _why_int4(whole: Choice, *, rotated: bool) -> str:
+    other = "fewer, rotated columns" if rotated else "a smaller dense table"
+    without = (
+        ", without the rows that training has never touched," if whole.candidate.levels else ""
+    )
+    return (
+        f"int4 of all columns{without} or {other} in int8: which is better depends on the data."
+        " Measure both."
+    )
+
+
+def _touched_bytes(choices: Choices) -> int:
+    """Return the bytes of the rows that training has touched."""
+    untouched = 0
+    for table in choices.tables:
+        rows = choices.untouched.get(table.name, 0)
+        untouched += rows * table.shape[1] * table.dtype.itemsize
+    return dense_bytes(choices.tables) - untouched

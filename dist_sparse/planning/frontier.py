@@ -1,5 +1,5 @@
-"""`frontier()` and `measure_plan()`: what a trained model is worth at a few sizes, measured on the
-user's own data."""
+"""`frontier()` and `measure_plan()`: metrics of a trained model at a few sizes, on the user's own
+data."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
+from dist_sparse.planning.choices import Choice
 from dist_sparse.planning.measure import Evaluate, Measurements, Train
-from dist_sparse.planning.methods import METHODS, Attempt, attempts
-from dist_sparse.planning.pages import write_pages
+from dist_sparse.planning.methods import METHODS, Attempt, Search
 from dist_sparse.planning.plan import Plan
-from dist_sparse.planning.results import Frontier, Point
+from dist_sparse.planning.results import Frontier, Point, write_pages
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.modules import model_source
-from dist_sparse.training.plan import protected
+from dist_sparse.tables.shards import ShardedData
+from dist_sparse.training.arguments import protected
 
 __all__ = ["BUDGETS", "LOWER_IS_BETTER", "TOLERANCE", "frontier", "measure_plan"]
 
@@ -114,38 +115,36 @@ def frontier(
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
         kinds: Any = [checks.choice("dtypes", each, BITS) for each in dtypes]
         checks.number("tolerance", tolerance, least=0)
-        kept = checks.name_list("protect", protect)
         located = model_source(model).locate()
-        guarded = protected(located, kept)
-        pruned = [d.name for d in located if d.shape[0] >= min_rows and d.name not in guarded]
+        pruned = _prunable(located, checks.name_list("protect", protect), min_rows)
         groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
         check_candidate(model, Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
     untouched = untouched_rows(model, located, None)
     measurements = _measurements(model, evaluate, train, out)
-    by_budget: dict[float, list[Attempt]] = {}
+    by_budget: list[tuple[float, Attempt]] = []
     for share in shares:
-        room = math.floor(share * measurements.table_bytes)
-        how: Any = {
-            "methods": chosen,
-            "dtypes": kinds,
-            "rotate": rotate,
-            "pruned": pruned,
-            "untouched": untouched,
-        }
-        by_budget[share] = [*attempts(measurements.tables, room, **how)]
+        search = Search(
+            tables=measurements.tables,
+            budget=math.floor(share * measurements.table_bytes),
+            methods=chosen,
+            dtypes=kinds,
+            groups=groups,
+            pruned=pruned,
+            untouched=untouched,
+        )
+        by_budget += [(share, attempt) for attempt in search.attempts()]
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
-    measured = measurements(
-        [attempt for some in by_budget.values() for attempt in some], "frontier"
-    )
-    found, points = iter(measured), []
-    for share, some in by_budget.items():
-        here = [Point(budget=share, measured=next(found)) for _ in some]
-        best = [
-            _best(whole, [point for point in here if point.method == method]) for method in chosen
-        ]
-        points += sorted(filter(None, best), key=lambda point: whole.loss(point.measured))
+    measured = measurements([attempt for _, attempt in by_budget], "frontier")
+    tried = [
+        Point(budget=share, measured=each)
+        for (share, _), each in zip(by_budget, measured, strict=True)
+    ]
+    points: list[Point] = []
+    for share in shares:
+        best = _best_of_methods(whole, chosen, [p for p in tried if p.budget == share])
+        points += sorted(best, key=lambda point: whole.loss(point.measured))
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
 
 
@@ -187,29 +186,36 @@ def measure_plan(
         >>> found.points[0].method  # four columns hold all
         'rotated'
     """
-    names: dict[str, str] = {"full": "bits", "columns": "rotated", "rows": "mix"}
-    fitting = [choice for choice in planned.choices if choice.fits and choice.kind in names]
-    methods = [
-        "untouched" if each.kind == "full" and each.candidate.levels else names[each.kind]
-        for each in fitting
-    ]
+    tried = []
+    for choice in planned.choices:
+        if choice.fits and choice.kind != "small":
+            tried.append(Attempt(method=_method(choice), candidate=choice.candidate))
     measurements = _measurements(model, evaluate, MappingProxyType({}), out)
-    if left_out := sorted(
-        {each.name for each in measurements.tables} ^ {each.name for each in planned.tables}
-    ):
+    left_out = {each.name for each in measurements.tables} ^ {each.name for each in planned.tables}
+    if left_out:
         raise ValueError(
-            f"Invalid planned: it must be of all tables of the model; {left_out} are in one of them"
-            " only."
+            "Invalid planned: it must be of all tables of the model;"
+            f" {sorted(left_out)} are in one of them only."
         )
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
-    tried = [
-        Attempt(method=name, candidate=each.candidate)
-        for name, each in zip(methods, fitting, strict=True)
-    ]
     measured = measurements(tried, "plan")
     budget = min(planned.budget / planned.dense_bytes, 1.0)
     points = [Point(budget=budget, measured=each) for each in sorted(measured, key=whole.loss)]
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
+
+
+def _method(choice: Choice) -> str:
+    """Return the method of :data:`~dist_sparse.planning.methods.METHODS` that a choice uses."""
+    if choice.kind == "full" and choice.candidate.levels:
+        return "untouched"
+    return {"full": "bits", "columns": "rotated", "rows": "mix"}[choice.kind]
+
+
+def _prunable(located: Sequence[ShardedData], protect: Sequence[str], min_rows: int) -> list[str]:
+    """Return the names of the tables that may lose rows."""
+    guarded = protected(located, protect)
+    large = [data.name for data in located if data.shape[0] >= min_rows]
+    return [name for name in large if name not in guarded]
 
 
 def _measurements(
@@ -248,24 +254,34 @@ def _written(result: Frontier, out: str | os.PathLike[str] | None) -> Frontier:
     return result
 
 
-def _best(result: Frontier, points: Sequence[Point]) -> Point | None:
-    """The one that takes the least of those that are as good as the best."""
-    if not points:
-        return None
-    best = min(result.loss(point.measured) for point in points)
-    good = [point for point in points if result.loss(point.measured) <= best + result.tolerance / 2]
-    return min(good, key=lambda point: (point.measured.bytes, result.loss(point.measured)))
+def _best_of_methods(
+    result: Frontier, methods: Sequence[str], points: Sequence[Point]
+) -> list[Point]:
+    """Return for each method its smallest point within tolerance of its best."""
+    best = []
+    for method in methods:
+        some = [point for point in points if point.method == method]
+        if some:
+            near = result.near_best(some)
+            best.append(min(near, key=lambda p: (p.measured.bytes, result.loss(p.measured))))
+    return best
+
+
+_TRAINED: Final = {"small": "columns", "hashed": "rows"}
+"""Part of the tables that ``train`` has to make smaller, by method."""
 
 
 def _methods(methods: Sequence[str] | None, train: Train) -> list[str]:
-    """The names of the methods, checked."""
-    needs = {"small": "columns", "hashed": "rows"}
-    if unknown := sorted(set(train) - {*needs.values()}):
+    """Return the names of the methods, checked."""
+    if unknown := sorted(set(train) - {*_TRAINED.values()}):
         raise ValueError(f"Invalid train of {unknown}: must be of 'columns', 'rows' or both.")
+    possible = [each for each in METHODS if _TRAINED.get(each) in (None, *train)]
     if methods is None:
-        return [each for each in METHODS if needs.get(each) in (None, *train)]
+        return possible
     chosen = [checks.choice("methods", each, METHODS) for each in methods]
     for each in chosen:
-        if needs.get(each) not in (None, *train):
-            raise ValueError(f"Invalid {methods=}: {each!r} needs train={{{needs[each]!r}: ...}}.")
+        if each not in possible:
+            raise ValueError(
+                f"Invalid {methods=}: {each!r} needs train={{{_TRAINED[each]!r}: ...}}."
+            )
     return chosen

@@ -1,24 +1,24 @@
-"""`plan()`: what a budget of bytes can hold, and which of it to use."""
+"""`plan()`: candidates within a budget of bytes, and which of them to use."""
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.planning.candidates import SizedTable, TableShape, dense_bytes
-from dist_sparse.planning.choices import Choice, Choices
-from dist_sparse.planning.rules import recommend
+from dist_sparse.planning.candidates import SizedTable, TableShape, dense_bytes, shapes_of
+from dist_sparse.planning.choices import Choice, Choices, recommend
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
 from dist_sparse.training.budget import parse_budget
 
@@ -31,24 +31,24 @@ _KINDS = {
     "rows": "rows removed",
 }
 
-_PARTS = ("weights", "scales", "index", "bases")
-"""What is served, beside weights where there is any of it."""
+_EXTRA = ("scales", "index", "bases")
+"""Parts of the served bytes beside weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a budget can hold. ``print()``, a REPL and a notebook show the candidates, their bytes,
-    and which to use.
+    """Candidates within a budget. ``print()``, a REPL and a notebook show their bytes, and which to
+    use.
 
     Args:
         budget: bytes.
         tables: names, shapes and dtypes of the tables, in the order of the model.
-        untouched: by table, how many rows training has never touched; tables of which that is
-            unknown are missing.
+        untouched: by table, how many rows training has never touched; tables without Adagrad's sums
+            are missing.
         choices: the candidates; those of all columns are listed whether or not they fit.
         recommended: the one to use, or several to be measured. Empty if nothing fits, or if the
             tables fit as they are.
-        why: what the recommendation rests on.
+        why: reason of the recommendation.
     """
 
     budget: int
@@ -78,56 +78,49 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        parts = [
-            part
-            for part in _PARTS
-            if part == "weights" or any(getattr(c.served, part) for c in self.choices)
-        ]
+        served = [choice.served for choice in self.choices]
+        # Parts that no candidate has are left out.
+        parts = ["weights", *(p for p in _EXTRA if any(getattr(each, p) for each in served))]
         head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
         rows = [self._cells(choice, parts) for choice in self.choices]
-        budget = f"{size(self.budget)}, {percent(self.budget / self.dense_bytes)}"
+        share = percent(self.budget / self.dense_bytes)
+        whole, tables = size(self.dense_bytes), number_of(len(self.tables), "table")
         lines = [
-            (
-                f"budget {budget} of {size(self.dense_bytes)} in"
-                f" {number_of(len(self.tables), 'table')}"
-            ),
+            f"budget {size(self.budget)}, {share} of {whole} in {tables}",
             "",
+            *table_lines(head, rows, right=range(3, len(head))),
+            "",
+            *self._never_touched(),
+            self.why,
         ]
-        lines += table_lines(head, rows, right=range(3, len(head)))
-        lines += ["", *self._never(), self.why]
         for place, choice in enumerate(self.recommended, start=1):
-            lines += [
-                "",
-                f"{place}. {_KINDS[choice.kind]}, {choice.candidate.dtype}:",
-                *_calls(choice, self.tables),
-            ]
+            lines += ["", f"{place}. {_KINDS[choice.kind]}, {choice.candidate.dtype}:"]
+            lines += _calls(choice, self.tables)
         return "\n".join(lines)
 
     def _cells(self, choice: Choice, parts: Sequence[str]) -> list[str]:
-        use = "no" if not choice.fits else ""
+        use = "" if choice.fits else "no"
         if choice in self.recommended:
             use = f"{self.recommended.index(choice) + 1}."
         shapes = [choice.candidate.shape(table) for table in self.tables]
-        widths = sorted({columns for _, columns in shapes})
-        columns = str(widths[0]) if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"
-        served = choice.served
-        share = percent(served.total / self.dense_bytes)
-        sizes = [size(served.total), share, *(size(getattr(served, part)) for part in parts)]
-        kept = count(sum(rows for rows, _ in shapes))
-        return [use, _KINDS[choice.kind], choice.candidate.dtype, columns, kept, *sizes]
+        narrowest, widest = min(width for _, width in shapes), max(width for _, width in shapes)
+        columns = str(widest) if narrowest == widest else f"{narrowest}-{widest}"
+        rows = count(sum(rows for rows, _ in shapes))
+        share = percent(choice.served.total / self.dense_bytes)
+        sizes = [size(getattr(choice.served, part)) for part in ("total", *parts)]
+        shown = [use, _KINDS[choice.kind], choice.candidate.dtype, columns, rows]
+        return [*shown, sizes[0], share, *sizes[1:]]
 
-    def _never(self) -> list[str]:
-        rows = {table.name: table.shape[0] for table in self.tables}
-        each = [
-            f"{count(never)} of {count(rows[name])} rows of {printable(name)}"
-            for name, never in self.untouched.items()
-            if never
-        ]
-        return (
-            [f"Never looked up in training: {', '.join(each)}. Removing them is lossless.", ""]
-            if each
-            else []
-        )
+    def _never_touched(self) -> list[str]:
+        each = []
+        for table in self.tables:
+            untouched = self.untouched.get(table.name)
+            if untouched:
+                rows = count(table.shape[0])
+                each.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
+        if not each:
+            return []
+        return [f"Never looked up in training: {', '.join(each)}. Removing them is lossless.", ""]
 
 
 def plan(
@@ -182,18 +175,17 @@ def plan(
     world = group_over(world_ranks())
     with world.agreeing("plan()") as facts:
         share = parse_budget(budget)
+        located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = model_source(model, include=include, exclude=exclude).locate()
-        elif include is not None or exclude is not None or optimizer is not None:
+            tables = shapes_of(located)
+        elif not (include is exclude is optimizer is None):
             raise ValueError(
                 "Invalid include, exclude or optimizer: they are for models, not for shapes of"
                 " tables."
             )
         else:
-            located = []
-        tables = tuple(
-            TableShape(each.name, each.shape, each.dtype) for each in located or _shapes(model)
-        )
+            tables = _shapes(model)
         groups, names = _groups(rotate, tables), _cold(cold, tables)
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate, cold"] = [share, groups, names]
@@ -212,7 +204,7 @@ def plan(
     )
 
 
-def _shapes(tables: Any) -> list[TableShape]:
+def _shapes(tables: Any) -> tuple[TableShape, ...]:
     if not isinstance(tables, Mapping) or not tables:
         raise ValueError(
             f"Invalid model of type {type(tables).__name__}: must be a module, or shapes by table."
@@ -223,33 +215,32 @@ def _shapes(tables: Any) -> list[TableShape]:
             raise ValueError(f"Invalid shape {shape!r} of {name!r}: must be (rows, columns).")
         rows, columns = (checks.integer(f"shape of {name!r}", side, least=1) for side in shape)
         found.append(TableShape(str(name), (rows, columns)))
-    return found
+    return tuple(found)
 
 
 def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...], ...]:
-    """The groups of ``rotate``, of tables that are there."""
+    """Return the groups of ``rotate``, checked."""
+    if rotate is None:
+        return ()
     columns = {table.name: table.shape[1] for table in tables}
-    groups = () if rotate is None else tuple(map(tuple, rotation_groups(rotate, columns)))
+    groups = tuple(map(tuple, rotation_groups(rotate, columns)))
     for group in groups:
-        if len({columns[name] for name in group}) > 1:
-            raise ValueError(
-                f"Invalid {rotate=}: {list(group)} have {[columns[name] for name in group]}"
-                " columns."
-            )
+        widths = [columns[name] for name in group]
+        if len(set(widths)) > 1:
+            raise ValueError(f"Invalid {rotate=}: {list(group)} have {widths} columns.")
     return groups
 
 
 def _cold(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
-    """The names that the globs match."""
-    patterns = checks.name_list("cold", globs)
-    for pattern in patterns:
-        if not any(fnmatchcase(table.name, pattern) for table in tables):
-            raise ValueError(
-                f"Invalid cold: {pattern!r} matches none of {[table.name for table in tables]}."
-            )
-    return tuple(
-        t.name for t in tables if any(fnmatchcase(t.name, pattern) for pattern in patterns)
-    )
+    """Return the names that the globs match, in the order of the model."""
+    names = [table.name for table in tables]
+    matching: set[str] = set()
+    for pattern in checks.name_list("cold", globs):
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            raise ValueError(f"Invalid cold: {pattern!r} matches none of {names}.")
+        matching.update(found)
+    return tuple(name for name in names if name in matching)
 
 
 def _json(choice: Choice) -> dict[str, Any]:
@@ -263,38 +254,29 @@ def _json(choice: Choice) -> dict[str, Any]:
 
 
 def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
-    """The lines that make a candidate of a trained ``model`` and the ``optimizer`` that steps
-    it."""
-    candidate, sparse, lines = choice.candidate, None, []
-    changed = [
-        table
-        for table in tables
-        if table.name in candidate.narrowed or table.name in candidate.levels
-    ]
-    # Left dense by default.
-    at = "end=0, min_rows=0" if any(table.shape[0] < 16 for table in changed) else "end=0"
+    """Return the lines that make a candidate of a trained ``model`` and the ``optimizer`` that
+    steps it."""
+    candidate, lines = choice.candidate, []
     if candidate.columns < 1 and candidate.groups:
-        groups = [list(group) for group in candidate.groups]
-        level = f"{1 - candidate.columns:.6g}"
-        lines += [
-            (
-                f'sparse = sparsify(model, optimizer, level={level}, block="col", rotate={groups},'
-                f" {at})"
-            ),
-            "sparse.step()",
-            "model = compact(model, sparse)  # then train on, with the new fused optimizer",
-        ]
-    elif candidate.columns < 1:
-        widths = [candidate.shape(table)[1] for table in tables]
+        groups, level = list(map(list, candidate.groups)), f"{1 - candidate.columns:.6g}"
+        lines += _sparsify_calls(f'level={level}, block="col", rotate={groups}', choice, tables)
         lines.append(
-            "# of a model that was trained with"
-            f" embedding_dim={', '.join(map(str, dict.fromkeys(widths)))}"
+            "model = compact(model, sparse)  # then train on, with the new fused optimizer"
         )
+    elif candidate.columns < 1:
+        widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in tables)
+        lines.append(f"# of a model that was trained with embedding_dim={', '.join(widths)}")
+    sparse = None
     if candidate.levels:
         sparse = "sparse"
         levels = {glob.escape(name): round(level, 9) for name, level in candidate.levels.items()}
-        lines += [
-            f'sparse = sparsify(model, optimizer, level={levels}, block="row", {at})',
-            "sparse.step()",
-        ]
+        lines += _sparsify_calls(f'level={levels}, block="row"', choice, tables)
     return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']
+
+
+def _sparsify_calls(how: str, choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
+    names = {*choice.candidate.narrowed, *choice.candidate.levels}
+    # sparsify() leaves tables of fewer than 16 rows dense by default.
+    small = any(table.shape[0] < 16 for table in tables if table.name in names)
+    min_rows = ", min_rows=0" if small else ""
+    return [f"sparse = sparsify(model, optimizer, {how}, end=0{min_rows})", "sparse.step()"]

@@ -1,16 +1,20 @@
-"""What a frontier has found: its table, and the sentence that recommends."""
+"""Results of a frontier: its table, the sentence that recommends, and its files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from dist_sparse.planning.measure import Measured
 from dist_sparse.planning.methods import METHODS, Attempt
-from dist_sparse.text import count, percent, table_lines
+from dist_sparse.report.drawing import svg_of
+from dist_sparse.report.figures import DotChart, Dots
+from dist_sparse.text import count, percent, printable, size, table_lines
 
-__all__ = ["NOTE", "Frontier", "Point"]
+__all__ = ["Frontier", "Point", "write_pages"]
 
 NOTE = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
@@ -24,7 +28,7 @@ class Point:
 
     Args:
         budget: fraction of the tables' bytes.
-        measured: what was tried, its bytes and metrics.
+        measured: the attempt, its bytes and metrics.
     """
 
     budget: float
@@ -38,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """What each method is worth within each budget. ``print()``, a REPL and a notebook show the
+    """The best of each method within each budget. ``print()``, a REPL and a notebook show the
     table and the recommendation.
 
     Args:
@@ -73,57 +77,52 @@ class Frontier:
         if not good:
             return None
         smallest = min(point.budget for point in good)
-        there = [point for point in good if point.budget == smallest]
-        best = min(self.loss(point.measured) for point in there)
-        near = [point for point in there if self.loss(point.measured) <= best + self.tolerance / 2]
-        return min(near, key=lambda point: ([*METHODS].index(point.method), point.measured.bytes))
+        near = self.near_best([point for point in good if point.budget == smallest])
+        simplest = [*METHODS]
+        return min(near, key=lambda p: (simplest.index(p.method), p.measured.bytes))
+
+    def near_best(self, points: Sequence[Point]) -> list[Point]:
+        """Return the points that lose no more than the best but for half of the tolerance."""
+        best = min(self.loss(point.measured) for point in points)
+        return [p for p in points if self.loss(p.measured) <= best + self.tolerance / 2]
 
     @property
     def recommendation(self) -> str:
         """One sentence."""
+        if not self.points:
+            return (
+                "Nothing fits the budgets that can be tried on this model; smaller dense tables"
+                " have to be trained."
+            )
+        whole = f"{self.metric} {self.full[self.metric]:.4f} of the whole model"
         point = self.recommended
-        within = f"{self.metric} {self.full[self.metric]:.4f} of the whole model"
-        if point is None:
-            if not self.points:
-                return (
-                    "Nothing fits the budgets that can be tried on this model; smaller dense tables"
-                    " have to be trained."
-                )
-            point = min(self.points, key=lambda each: self.loss(each.measured))
-            lead = f"Nothing comes within {self.tolerance:g} of the {within}; nearest is this: "
-            return lead + _advice(point.measured.attempt) + self._figures(point)
+        if point is not None:
+            return f"{self._advice(point)}, within {self.tolerance:g} of the {whole}."
+        nearest = min(self.points, key=lambda each: self.loss(each.measured))
         return (
-            _advice(point.measured.attempt)
-            + self._figures(point)
-            + f", within {self.tolerance:g} of the {within}."
+            f"Nothing comes within {self.tolerance:g} of the {whole}; nearest is this: "
+            f"{self._advice(nearest)}"
         )
 
-    def _figures(self, point: Point) -> str:
-        share = percent(point.measured.bytes / self.table_bytes)
-        return f": {share} of the bytes at {self.metric} {point.measured.metrics[self.metric]:.4f}"
+    def _advice(self, point: Point) -> str:
+        found = point.measured
+        share, metric = percent(found.bytes / self.table_bytes), found.metrics[self.metric]
+        return f"{_advice(found.attempt)}: {share} of the bytes at {self.metric} {metric:.4f}"
 
     def cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return the head and the rows of the table, as text."""
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
-        rows = [
-            (
-                "",
-                "the model as it is",
-                "",
-                "",
-                count(self.table_bytes),
-                "100.0%",
-                *_numbers(self.full),
-            )
-        ]
+        whole = ("", "the model as it is", "", "", count(self.table_bytes), "100.0%")
+        rows = [(*whole, *_numbers(self.full))]
         before = None
         for point in self.points:
             found = point.measured
             share = percent(found.bytes / self.table_bytes)
+            # Each budget is shown once.
             budget = "" if point.budget == before else percent(point.budget)
             before = point.budget
             cells = (METHODS[point.method], _left(found.attempt), found.attempt.candidate.dtype)
-            rows.append((budget, *cells, count(found.bytes), share, *(_numbers(found.metrics))))
+            rows.append((budget, *cells, count(found.bytes), share, *_numbers(found.metrics)))
         return head, rows
 
     def __repr__(self) -> str:
@@ -133,16 +132,13 @@ class Frontier:
 
     @property
     def directions(self) -> str:
-        """Which metrics are better when they are larger, and which when smaller."""
-        less = [name for name in self.full if name in self.lower_is_better]
-        more = [name for name in self.full if name not in self.lower_is_better]
-        said = [
-            f"{', '.join(names)}: {word} is better"
-            for names, word in ((more, "more"), (less, "less"))
-            if names
-        ]
+        """Metrics that are better when they are larger, and those that are better when smaller."""
+        by_word: dict[str, list[str]] = {"more": [], "less": []}
+        for name in self.full:
+            by_word["less" if name in self.lower_is_better else "more"].append(name)
+        parts = [f"{', '.join(some)}: {word} is better" for word, some in by_word.items() if some]
         return (
-            f"{'; '.join(said)}. Methods are compared by {self.metric}, in each budget the best"
+            f"{'; '.join(parts)}. Methods are compared by {self.metric}, in each budget the best"
             " first."
         )
 
@@ -156,7 +152,7 @@ def _numbers(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _left(attempt: Attempt) -> str:
-    """What is left of the tables, in a few words."""
+    """Return the kept part of the tables, in a few words."""
     candidate, parts = attempt.candidate, []
     if attempt.trained is not None:
         part, share = attempt.trained
@@ -171,21 +167,78 @@ def _left(attempt: Attempt) -> str:
 
 
 def _advice(attempt: Attempt) -> str:
-    """What to do, as the beginning of a sentence."""
-    candidate, parts = attempt.candidate, []
+    """Return the imperative that begins a recommendation."""
+    candidate = attempt.candidate
     served = "" if candidate.dtype == "fp32" else f", and serve it as {candidate.dtype}"
     if attempt.trained is not None:
         part, share = attempt.trained
         how = "a smaller table" if part == "columns" else "hashed ids"
         return f"Use {how}: train with {percent(share)} of the {part}{served}"
-    if candidate.columns < 1:
-        parts.append(f"{percent(1 - candidate.columns)} of the rotated columns")
     if attempt.method == "untouched":
         return f"Remove the rows that training has never touched{served}"
+    parts = []
+    if candidate.columns < 1:
+        parts.append(f"{percent(1 - candidate.columns)} of the rotated columns")
     if candidate.levels:
         parts.append(f"{percent(max(candidate.levels.values()))} of the rows")
-    return (
-        f"Remove {' and '.join(parts)} during training{served}"
-        if parts
-        else f"Use {candidate.dtype}"
+    if not parts:
+        return f"Use {candidate.dtype}"
+    return f"Remove {' and '.join(parts)} during training{served}"
+
+
+def write_pages(result: Frontier, folder: Path) -> None:
+    """Write ``frontier.json``, ``frontier.md`` and, of a frontier with points, ``frontier.svg``
+    into a folder that exists.
+
+    Raises:
+        OSError: a file can't be written.
+    """
+    (folder / "frontier.json").write_text(
+        json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n"
     )
+    if result.points:
+        (folder / "frontier.svg").write_text(svg_of(_chart(result)), encoding="utf-8")
+    (folder / "frontier.md").write_text(_markdown(result))
+
+
+def _markdown(result: Frontier) -> str:
+    head, rows = result.cells()
+    lines = ["# Frontier", "", f"**{result.recommendation}**", ""]
+    if result.points:
+        lines += ["![The metric against the bytes](frontier.svg)", ""]
+    for row in [head, ["---"] * len(head), *rows]:
+        cells = [printable(cell).replace("|", "\\|") for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", result.directions, NOTE, ""])
+
+
+def _chart(result: Frontier) -> DotChart:
+    """Return the metric against the bytes: a line per method through its best within each budget,
+    the recommended method in the color of the main line."""
+    recommended = result.recommended
+    runs: list[Dots] = []
+    for method, name in METHODS.items():
+        points = [point for point in result.points if point.method == method]
+        if not points:
+            continue
+        # A method may be best with the same trial within two budgets: one dot.
+        labels = {_dot(result, point): "" for point in points}
+        if recommended in points:
+            labels[_dot(result, recommended)] = "recommended"
+        dots = tuple((label, *dot) for dot, label in sorted(labels.items()))
+        role: Literal["main", "other"] = "main" if recommended in points else "other"
+        runs.append(Dots(name=name, role=role, number=len(runs), dots=dots))
+    better = "Less" if result.metric in result.lower_is_better else "More"
+    whole = size(result.table_bytes)
+    return DotChart(
+        key="frontier",
+        title=f"{result.metric} over bytes of the tables",
+        note=f"{better} is better. The model as it is has {whole} of tables.",
+        runs=tuple(runs),
+        metric=result.metric,
+        level=("the model as it is", result.full[result.metric]),
+    )
+
+
+def _dot(result: Frontier, point: Point) -> tuple[int, float]:
+    return point.measured.bytes, point.measured.metrics[result.metric]

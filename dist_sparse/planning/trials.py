@@ -1,5 +1,5 @@
-"""Trials: a model has for a moment the weights that an artifact would serve, and then its own
-again, bit for bit.
+"""Trials: within a block, a model has the weights that an artifact would serve; afterwards its own,
+bit for bit.
 
 Each rank changes its own shards. What is removed is chosen by sparsifiers, over all ranks; rows are
 rounded as :func:`~dist_sparse.export` rounds them. Rows that column borders cut travel in chunks:
@@ -9,7 +9,7 @@ no rank holds more than its shards, a copy of them, and a chunk.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -25,6 +25,7 @@ from dist_sparse.rotation.lookups import find_lookup
 from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.serving.codes import decode, encode
 from dist_sparse.serving.lookups import lookups_of
+from dist_sparse.serving.manifest import Dtype
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import model_source
@@ -35,7 +36,7 @@ __all__ = ["check_candidate", "serving"]
 
 @contextmanager
 def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
-    """Have the tables of ``model`` hold, within the block, what would be served of them.
+    """Have the tables of ``model`` hold, within the block, the weights that would be served.
     Collective: every rank of the world must enter and leave it; of the weights only rows that
     column borders cut travel.
 
@@ -70,19 +71,26 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     world = group_over(world_ranks())
     with world.agreeing("a trial") as facts:
         located = {data.name: data for data in model_source(model).locate()}
-        lookups_of(model, list(located.values()))
+        tables = list(located.values())
+        lookups_of(model, tables)
         check_candidate(model, candidate, located)
-        check_range(list(located.values()), "fp32")
+        check_range(tables, "fp32")
         facts["candidate"] = asdict(candidate)
-        for data in located.values():
+        for data in tables:
             check_writable(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
-        weights = [shard.tensor.detach() for data in located.values() for shard in data.shards]
-        settle_all(weights)  # a trial neither scores nor restores what no forward reads
+        weights = [shard.tensor.detach() for data in tables for shard in data.shards]
+        # Rows that an attached enforcer has not masked yet are neither scored nor restored.
+        settle_all(weights)
         saved = [weight.clone() for weight in weights]
     try:
         with torch.no_grad():
-            _write(model, candidate, located, world)
+            _remove_rows(model, candidate, located, world)
+            bases = _rotate(candidate, located)
+            with world.agreeing("a trial"):
+                check_range(tables, candidate.dtype)
+            for data in tables:
+                _round(data, candidate.dtype, bases.get(data.name))
         yield
     finally:
         for weight, before in zip(weights, saved, strict=True):
@@ -92,7 +100,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
 def check_candidate(
     model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData]
 ) -> None:
-    """Refuse what does not fit the tables of a model. Local.
+    """Refuse a candidate that does not fit the tables of a model. Local.
 
     Raises:
         ValueError: names the table and the rule.
@@ -107,14 +115,7 @@ def check_candidate(
             f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained."
         )
     for group in candidate.groups:
-        held = [(located[name].shape[1], located[name].ranks) for name in group]
-        if len(set(held)) > 1:
-            raise ValueError(
-                f"The tables {list(group)} can't be rotated together: their widths and ranks are"
-                f" {held}, and must be equal."
-            )
-        for name in group if len(group) > 1 else ():
-            find_lookup([model], located[name], turned=False)
+        _check_group(model, [located[name] for name in group])
     for name, data in located.items():
         if data.copied and cut_by_columns(data):
             raise ValueError(
@@ -123,40 +124,67 @@ def check_candidate(
             )
 
 
-def _write(
+def _check_group(model: nn.Module, group: Sequence[ShardedData]) -> None:
+    held = [(data.shape[1], data.ranks) for data in group]
+    if len(set(held)) > 1:
+        raise ValueError(
+            f"The tables {[data.name for data in group]} can't be rotated together: their widths"
+            f" and ranks are {held}, and must be equal."
+        )
+    if len(group) > 1:
+        for data in group:
+            find_lookup([model], data, turned=False)
+
+
+def _remove_rows(
     model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group
 ) -> None:
-    """Write what is served into the tables. Collective."""
-    levels = {name: candidate.level(located[name]) for name in candidate.levels}
-    # Those with a fused optimizer know its sums.
-    for kernel in sorted({str(located[name].kernel) for name in levels}):
-        some = {
-            name: level for name, level in levels.items() if str(located[name].kernel) == kernel
-        }
-        _remove_rows(model, some, world)
-    bases: dict[str, Tensor] = {}
+    """Zero the rows that the candidate removes. Collective."""
+    by_kernel: dict[str, dict[str, float]] = {}
+    for name in candidate.levels:
+        data = located[name]
+        by_kernel.setdefault(str(data.kernel), {})[name] = candidate.level(data)
+    # A sparsifier scores all of its tables alike, and only fused kernels have sums of squares.
+    for _, levels in sorted(by_kernel.items()):
+        sparsifier = _Trained(model, levels)
+        if world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
+            sparsifier.scored_by = "norm"
+        preview = sparsifier.preview(levels)
+        for name, masks in preview.masks.items():
+            for mask, shard in zip(masks, preview.located[name].shards, strict=True):
+                mask.apply_(shard.tensor)
+
+
+def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[str, Tensor]:
+    """Rotate tables and zero the columns that they lose; return the bases of the tables that are
+    turned back. Collective."""
+    turned_back: dict[str, Tensor] = {}
     for group in candidate.groups:
         over = group_over(located[group[0]].ranks)
-        found = bases_of(gram_matrices([located[name] for name in group], over))
-        share_(found, over)  # as in rotate(): all ranks use the bytes of the first
-        for name, basis in zip(group, found, strict=True):
+        bases = bases_of(gram_matrices([located[name] for name in group], over))
+        # As in rotate(): all ranks use the bytes of the first.
+        share_(bases, over)
+        for name, basis in zip(group, bases, strict=True):
             turn_(located[name], basis, over)
+            width = candidate.shape(located[name])[1]
             for rect, weight in located[name].shards:
-                weight.data[:, max(candidate.shape(located[name])[1] - rect.col, 0) :] = 0
+                weight.data[:, max(width - rect.col, 0) :] = 0
         if len(group) == 1:
-            bases[group[0]] = found[0]
-    with world.agreeing("a trial"):
-        check_range(list(located.values()), candidate.dtype)
-    for name, data in located.items():
-        over = group_over(data.ranks)
-        change_rows_(data, lambda rows: decode(encode(rows, candidate.dtype), rows.shape[1]), over)
-        if name in bases:
-            turn_(data, bases[name].T, over)
+            turned_back[group[0]] = bases[0]
+    return turned_back
+
+
+def _round(data: ShardedData, dtype: Dtype, basis: Tensor | None) -> None:
+    """Round a table to a dtype, and turn it back. Collective over its ranks."""
+    over = group_over(data.ranks)
+    change_rows_(data, lambda rows: decode(encode(rows, dtype), rows.shape[1]), over)
+    if basis is not None:
+        turn_(data, basis.T, over)
 
 
 class _Trained(ImportanceSparsifier):
-    """Scores by what the fused Adagrad optimizers of a model have summed. It needs no enforcer, so
-    that another one may be attached to the model."""
+    """Scores by the sums of a model's fused Adagrad optimizers. It needs no enforcer, so that
+    another one may be attached to the model."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(sparsity_level=0.0, sparse_block_shape=(1, ROW), score="norm_accumulator")
@@ -165,14 +193,3 @@ class _Trained(ImportanceSparsifier):
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
         return self._fused
-
-
-def _remove_rows(model: nn.Module, levels: Mapping[str, float], world: Group) -> None:
-    """Zero the rows with the smallest scores. Collective."""
-    sparsifier = _Trained(model, levels)
-    if world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
-        sparsifier.scored_by = "norm"
-    preview = sparsifier.preview(levels)
-    for name, masks in preview.masks.items():
-        for mask, shard in zip(masks, preview.located[name].shards, strict=True):
-            mask.apply_(shard.tensor)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from dist_sparse import checks
-from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, resolve_block
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 
@@ -52,7 +54,7 @@ def parse_budget(budget: object) -> Budget:
 def budget_levels(
     budget: Budget,
     located: Sequence[ShardedData],
-    left_dense: Mapping[str, str],
+    left_dense: Collection[str],
     block: tuple[int | str, int | str],
     floors: Mapping[str, float],
     together: bool,
@@ -63,7 +65,7 @@ def budget_levels(
 
     Args:
         located: all tables that the budget is for.
-        left_dense: those of them that are not pruned.
+        left_dense: names of tables that are not pruned.
         block: as in a configuration.
         floors: by name the least fraction that a table keeps.
         together: blocks are removed wherever scores are smallest, so that a table's level need not
@@ -76,87 +78,119 @@ def budget_levels(
             saves no bytes; or tables of one group of ``rotate``, which are as wide as the widest,
             have different floors.
     """
-    pruned = {data.name: data for data in located if data.name not in left_dense}
-    shapes = {name: resolve_block(name, block, data.shape) for name, data in pruned.items()}
-    for name, data in pruned.items():
-        _refuse_unusable_blocks(data, shapes[name], rotate)
-    for group in () if rotate is None or isinstance(rotate, str) else rotate:
-        of_group = {name: floors.get(name, 0.0) for name in group if name in pruned}
-        if len(set(of_group.values())) > 1:
-            raise ValueError(
-                "Invalid floor for a budget: tables rotated together keep as many columns, not"
-                f" {of_group}."
-            )
-    blocks = {
-        name: grid_of(Rect(0, 0, *data.shape), shapes[name]).blocks for name, data in pruned.items()
-    }
-    most = {
-        name: n - max(math.ceil(floors.get(name, 0.0) * n - 1e-9), min(n, 1))
-        for name, n in blocks.items()
-    }
-    dense = sum(_bytes(data) for data in located if data.name in left_dense)
-    total = sum(map(_bytes, located))
+    names = [data.name for data in located]
+    groups = [] if rotate is None else rotation_groups(rotate, names)
+    group_sizes = {name: len(group) for group in groups for name in group}
+    pruned = []
+    dense = 0
+    for data in located:
+        if data.name in left_dense:
+            dense += _dense_bytes(data)
+        else:
+            shape = resolve_block(data.name, block, data.shape)
+            floor = floors.get(data.name, 0.0)
+            pruned.append(_PrunedTable(data, shape, floor, group_sizes.get(data.name, 0)))
+    for table in pruned:
+        table.refuse_unusable_blocks()
+    _refuse_unequal_floors(pruned, groups)
+    total = sum(map(_dense_bytes, located))
     room = round(budget * total) if isinstance(budget, float) else budget
     if room >= total:
         raise ValueError(
             f"Invalid budget of {room} bytes: all tables take {total}, so that nothing would be"
             " removed."
         )
-
-    def served(removed: Mapping[str, int]) -> int:
-        kept = (
-            (pruned[name], shapes[name], blocks[name] - count) for name, count in removed.items()
-        )
-        return dense + sum(_served(*each, rotate) for each in kept)
-
-    def removed(step: int) -> dict[str, int]:
-        counts = {name: math.ceil(step / _STEPS * n) for name, n in blocks.items()}
-        return (
-            counts if together else {name: min(count, most[name]) for name, count in counts.items()}
-        )
-
-    if room < (least := served(most)):
+    least = dense + sum(table.served_bytes(table.most_removed) for table in pruned)
+    if room < least:
         raise ValueError(
             f"Invalid budget of {room} bytes: {least} are the least. Tables that are left dense"
             f" take {dense} of them, and of each other table its floor or one block stays."
         )
-    lowest = bisect_left(range(_STEPS), True, key=lambda step: served(removed(step)) <= room)
-    return {name: count / max(blocks[name], 1) for name, count in removed(lowest).items()}
+
+    def fits(step: int) -> bool:
+        served = (table.served_bytes(table.removed_at(step, together)) for table in pruned)
+        return dense + sum(served) <= room
+
+    # Bytes never grow with the level, so the first level that fits is the lowest.
+    lowest = bisect_left(range(_STEPS), True, key=fits)
+    return {
+        table.data.name: table.removed_at(lowest, together) / max(table.blocks, 1)
+        for table in pruned
+    }
 
 
 _STEPS = 2**53
 """Levels that are tried are multiples of one part in so many: float64 holds them exactly."""
 
 
-def _refuse_unusable_blocks(data: ShardedData, block: Block, rotate: Rotate | None) -> None:
-    if any(size % side for size, side in zip(data.shape, block, strict=True)):
-        raise ValueError(
-            f"Table {data.name!r}: a budget needs blocks that divide {data.shape}; {block} do not."
-        )
-    # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
-    if block[1] < data.shape[1] and not _is_rotated(data.name, rotate):
-        raise ValueError(
-            f"Table {data.name!r}: a budget needs whole rows, or columns that are rotated; blocks"
-            f" of {block} are served as zeros, and save no bytes. Give a level instead."
-        )
+@dataclass(frozen=True)
+class _PrunedTable:
+    """A table that loses blocks.
+
+    Args:
+        floor: least fraction of blocks that it keeps.
+        group: number of tables that are rotated together with it, itself counted; 0 if it is not
+            rotated.
+    """
+
+    data: ShardedData
+    block: Block
+    floor: float
+    group: int
+
+    @cached_property
+    def blocks(self) -> int:
+        return grid_of(Rect(0, 0, *self.data.shape), self.block).blocks
+
+    @property
+    def most_removed(self) -> int:
+        """The most blocks that it may lose: its floor stays, and one block of any table."""
+        # Products such as 0.1 * 30 lie a little above an integer.
+        floor = math.ceil(self.floor * self.blocks - 1e-9)
+        return self.blocks - max(floor, min(self.blocks, 1))
+
+    def removed_at(self, step: int, together: bool) -> int:
+        """Blocks removed at the level ``step / _STEPS``."""
+        removed = math.ceil(step / _STEPS * self.blocks)
+        # Over all tables together, the sparsifier itself moves what a floor keeps to other tables.
+        return removed if together else min(removed, self.most_removed)
+
+    def served_bytes(self, removed: int) -> int:
+        """Bytes of the table without so many blocks."""
+        (rows, columns), itemsize = self.data.shape, self.data.dtype.itemsize
+        kept = self.blocks - removed
+        if not self.group:
+            return kept * math.prod(self.block) * itemsize + index_bytes(rows)
+        width = narrow_width(kept * self.block[1], columns)
+        # Only a table that is rotated alone is turned back, by a basis that is served too.
+        basis = basis_bytes(columns, width) if self.group == 1 else 0
+        return rows * width * itemsize + basis
+
+    def refuse_unusable_blocks(self) -> None:
+        """Raise a ValueError if blocks do not divide the table, or save no bytes."""
+        name, shape, block = self.data.name, self.data.shape, self.block
+        if shape[0] % block[0] or shape[1] % block[1]:
+            raise ValueError(
+                f"Table {name!r}: a budget needs blocks that divide {shape}; {block} do not."
+            )
+        # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
+        if block[1] < shape[1] and not self.group:
+            raise ValueError(
+                f"Table {name!r}: a budget needs whole rows, or columns that are rotated; blocks"
+                f" of {block} are served as zeros, and save no bytes. Give a level instead."
+            )
 
 
-def _bytes(data: ShardedData) -> int:
+def _refuse_unequal_floors(pruned: Sequence[_PrunedTable], groups: Sequence[Sequence[str]]) -> None:
+    floors = {table.data.name: table.floor for table in pruned}
+    for group in groups:
+        of_group = {name: floors[name] for name in group if name in floors}
+        if len(set(of_group.values())) > 1:
+            raise ValueError(
+                "Invalid floor for a budget: tables rotated together keep as many columns, not"
+                f" {of_group}."
+            )
+
+
+def _dense_bytes(data: ShardedData) -> int:
     return math.prod(data.shape) * data.dtype.itemsize
-
-
-def _served(data: ShardedData, block: Block, kept: int, rotate: Rotate | None) -> int:
-    """Bytes of a table that keeps so many blocks."""
-    (rows, columns), itemsize = data.shape, data.dtype.itemsize
-    if _is_rotated(data.name, rotate):
-        groups = () if rotate is None or isinstance(rotate, str) else rotate
-        width = narrow_width(kept * block[1], columns)
-        alone = not any(len(group) > 1 for group in groups if data.name in group)
-        return rows * width * itemsize + (basis_bytes(columns, width) if alone else 0)
-    return kept * math.prod(block) * itemsize + index_bytes(rows)
-
-
-def _is_rotated(name: str, rotate: Rotate | None) -> bool:
-    if rotate is None or isinstance(rotate, str):
-        return rotate == "table"
-    return any(name in group for group in rotate)

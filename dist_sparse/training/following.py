@@ -1,9 +1,5 @@
-"""The optimizers' steps, and the forwards of collections, between two calls of
-``SparseTraining.step()``.
-
-What is followed tells a training loop that has forgotten ``step()``, or that trains other tables
-than were sparsified.
-"""
+"""Hooks on optimizer steps and forwards, which notice a training loop that has forgotten
+``SparseTraining.step()``, or that trains other tables than were sparsified."""
 
 from __future__ import annotations
 
@@ -50,15 +46,16 @@ class Following:
         self._step, self._auto_step = step, auto_step
         self._optimizer_steps: int | None = 0  # None once the training's step() has been called
         self._handles: list[RemovableHandle] = []
-        last = [each for optimizer in optimizers for each in steppers(optimizer)][-1:]
-        if auto_step and not last:
+        followed = [each for optimizer in optimizers for each in steppers(optimizer)]
+        if followed:
+            # It refers to the training, which so lives as long as the optimizer even if the caller
+            # drops it.
+            hook = Hook(self._after_optimizer)
+            self._handles.append(followed[-1].register_step_post_hook(hook))
+        elif auto_step:
             raise ValueError(
                 "Invalid auto_step=True: there is no optimizer whose steps could be followed."
             )
-        for optimizer in last:
-            # Holds the training, so that it lives as long as the optimizer even if the caller drops
-            # it.
-            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_optimizer)))
         self._unseen = dict(_unsharded_collections(model, names))
         for module in self._unseen.values():
             self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
@@ -86,16 +83,19 @@ class Following:
     def _after_optimizer(self, *_: Any) -> None:
         if self._auto_step:
             self._step()
-        elif self._optimizer_steps is not None:
-            self._optimizer_steps += 1
-            if self._optimizer_steps == _FORGOTTEN and rank_in(world_ranks()) == 0:
-                warnings.warn(
-                    f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was"
-                    " never called: masks are not updated. Call it after each optimizer step, or"
-                    " pass auto_step=True to sparsify().",
-                    UserWarning,
-                    stacklevel=4,  # behind the hook and torch's wrapper of step()
-                )
+            return
+        if self._optimizer_steps is None:
+            return
+        self._optimizer_steps += 1
+        if self._optimizer_steps == _FORGOTTEN and rank_in(world_ranks()) == 0:
+            warnings.warn(
+                f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was"
+                " never called: masks are not updated. Call it after each optimizer step, or"
+                " pass auto_step=True to sparsify().",
+                UserWarning,
+                # Behind the hook and torch's wrapper of step().
+                stacklevel=4,
+            )
 
     def _seen(self, *_: Any) -> None:
         self._unseen = {}
@@ -115,13 +115,18 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def _unsharded_collections(
     model: nn.Module, names: Iterable[str]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """TorchRec's unsharded collections of registered tables, by path, which
-    DistributedModelParallel would replace."""
+    """Yield TorchRec's unsharded collections of registered tables, by path.
+
+    DistributedModelParallel replaces them: a model that is wrapped later trains other modules.
+    """
     torchrec = torchrec_port()
-    wanted = {name.rpartition("/")[2] for name in names}
-    for path, module in model.named_modules() if torchrec is not None else ():
-        collection = torchrec.collection(module) if torchrec is not None else None
+    if torchrec is None:
+        return
+    # Registered names are "collection/table" where two collections have tables of one name.
+    registered = {name.rpartition("/")[2] for name in names}
+    for path, module in model.named_modules():
+        collection = torchrec.collection(module)
         if collection is None or collection.is_sharded:
             continue
-        if any(table.name in wanted for table in collection.tables):
+        if any(table.name in registered for table in collection.tables):
             yield path or type(module).__name__, module

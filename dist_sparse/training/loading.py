@@ -1,8 +1,9 @@
-"""Loading the state of a ``SparseTraining``: every part is checked and agreed on all ranks before
-one is replaced.
+"""State of a ``SparseTraining``: every part is checked and agreed on all ranks before one is
+replaced.
 
 The state has the masks with their configurations, and as JSON the schedule and the settings that
-choose masks. Masks are checked against the settings of the same state, not against those in force.
+choose masks. Masks are checked against the settings of the same state, not against the current
+ones.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class _Saved:
 
 def save(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> dict[str, Any]:
     """Return the state of both: see :meth:`dist_sparse.SparseTraining.state_dict`."""
-    # Floors of tables that were squashed since have no meaning any more.
-    floors = {
-        name: floor for name, floor in sparsifier.floors.items() if name in sparsifier.data_groups
+    names = sparsifier.data_groups
+    parts = {
+        "scheduler": scheduler.state_dict(),
+        "score": sparsifier.scored_by,
+        "scope": sparsifier.scope,
+        # Not of tables that were squashed since.
+        "floors": {name: floor for name, floor in sparsifier.floors.items() if name in names},
     }
-    chosen = {"score": sparsifier.scored_by, "scope": sparsifier.scope}
-    parts = {"scheduler": scheduler.state_dict(), **chosen, "floors": floors}
     return {"sparsifier": sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
 
 
@@ -74,9 +77,8 @@ def prepare_load(
     together = group_over(world_ranks())
     with together.agreeing(_ACTION) as facts:
         saved = _parsed(state, sparsifier, scheduler)
-        facts.update(
-            {f"{name} of the state": value for name, value in vars(saved.settings).items()}
-        )
+        for name, value in vars(saved.settings).items():
+            facts[f"{name} of the state"] = value
         facts["base_param of the state"] = saved.schedule["base_param"]
     levels, commit_schedule = scheduler.prepare_load(saved.schedule)
     with _as_in(saved, sparsifier):
@@ -152,12 +154,9 @@ def _floors(given: object, names: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _as_in(saved: _Saved, sparsifier: ImportanceSparsifier) -> Iterator[None]:
-    """Give the sparsifier the settings of a state for a while, to check what it could do with
-    them."""
+    """Give the sparsifier the settings of a state within the block, to check them."""
     before = _Settings(
-        scored_by=sparsifier.scored_by,
-        scope=sparsifier.scope,
-        floors=sparsifier.floors,
+        scored_by=sparsifier.scored_by, scope=sparsifier.scope, floors=sparsifier.floors
     )
     groups = sparsifier.data_groups
     try:
@@ -187,9 +186,8 @@ def _check_steps(levels: Mapping[str, float], saved: _Saved, scheduler: ReadyDat
         return  # its functions are not part of the state: they may be others now
     for name, level in levels.items():
         found = saved.configs.get(name, {}).get("sparsity_level", level)
-        if not isinstance(found, (int, float)) or not math.isclose(
-            found, level, rel_tol=1e-9, abs_tol=1e-9
-        ):
+        is_number = isinstance(found, (int, float))
+        if not is_number or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
             raise ValueError(
                 f"Masks and schedule of the state are of different steps: the level of {name!r} is"
                 f" {found} with the masks and {level} at step {saved.schedule['last_epoch']} of the"
@@ -202,13 +200,11 @@ def _check_next_updates(
 ) -> None:
     """Refuse settings that no later mask update could follow."""
     tables = [name for name in sparsifier.data_groups if name in sparsifier.packed_store]
-    finals = (
-        {}
-        if final is None
-        else by_name(dict(final) if isinstance(final, (list, tuple)) else final, tables)
-    )
+    if isinstance(final, (list, tuple)):
+        final = dict(final)  # a state has globs as pairs
+    finals = {} if final is None else by_name(final, tables)
+    now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
     for reached in (levels, finals):
-        now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
         sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
     if sparsifier.enforcer is not None:
         sparsifier.check_known()

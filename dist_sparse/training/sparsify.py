@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import glob
-import importlib
 import warnings
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,29 +14,29 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.rotation.rotate import Rotate, rotation_groups
+from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.lookups import removed_lookups
-from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.shards import ROW, Source
+from dist_sparse.tables.modules import ModelTables
+from dist_sparse.tables.shards import ROW, Source, check_data
 from dist_sparse.text import block_shape_text, count, number_of, percent, shape_text, table_lines
-from dist_sparse.training.following import Following
-from dist_sparse.training.loading import prepare_load, save
-from dist_sparse.training.plan import (
+from dist_sparse.training.arguments import (
     BlockShape,
     Levels,
     Norm,
     OptimizerState,
-    Plan,
     Schedule,
     Scope,
     Score,
+    SparsifyArgs,
     final_levels,
     left_dense,
     table_floors,
 )
+from dist_sparse.training.following import Following
+from dist_sparse.training.loading import prepare_load, save
 from dist_sparse.training.unwrapped import Unwrapped
 
 __all__ = ["SparseTraining", "sparsify"]
@@ -132,14 +129,12 @@ class SparseTraining:
     @property
     def partial_tables(self) -> list[str]:
         """The tables of which this rank does not hold all rows and columns. Local."""
-        located = [
-            data for data in self._source.locate() if data.name in self.sparsifier.data_groups
-        ]
-        return [
-            data.name
-            for data in located
-            if {shard.rect for shard in data.shards} != set(data.rects)
-        ]
+        partial = []
+        for data in self._source.locate():
+            held = {shard.rect for shard in data.shards}
+            if data.name in self.sparsifier.data_groups and held != set(data.rects):
+                partial.append(data.name)
+        return partial
 
     def summary(self) -> str:
         """Return a text table of what is pruned and what is left dense, and the share of the
@@ -164,16 +159,17 @@ class SparseTraining:
         return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense, lookups])
 
     def _lookups_text(self) -> str:
+        shares = []
+        all_counted = all_removed = 0.0
         known = removed_lookups(self.sparsifier.packed_store, "summary()")
-        known = {name: lookups for name, lookups in known.items() if lookups[0]}
-        if not known:
+        for name, (counted, removed) in known.items():
+            if counted:
+                shares.append(f"{name} {percent(removed / counted)}")
+                all_counted += counted
+                all_removed += removed
+        if not shares:
             return "not known (they are counted in training, in tables with a fused optimizer)"
-        shares = [
-            f"{name} {percent(removed / counted)}" for name, (counted, removed) in known.items()
-        ]
-        counted = sum(lookups for lookups, _ in known.values())
-        removed = sum(lookups for _, lookups in known.values())
-        return f"{percent(removed / counted)} ({', '.join(shares)})"
+        return f"{percent(all_removed / all_counted)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, counts of lookups, configurations, the score and the schedule, for
@@ -230,35 +226,33 @@ class SparseTraining:
             self._detached()
 
     def __repr__(self) -> str:
-        final = getattr(self.scheduler, "final", {})
-        finals = sorted(set(final.values() if isinstance(final, dict) else [final]))
-        level = " to ".join(f"{each:.4g}" for each in dict.fromkeys(finals[:1] + finals[-1:]))
-        tables, step, end = (
-            len(self.sparsifier.data_groups),
-            self.scheduler.last_epoch,
-            self.scheduler.end,
-        )
         parts = [
-            f"step {step}"
-            + (
-                "" if end is None else f" of {end}" if step <= end else f", schedule ended at {end}"
-            ),
-            (f"level {level} " if level else "") + f"by {self.sparsifier.scored_by}",
-            *(["over all tables"] if self.sparsifier.scope == "global" else []),
-            number_of(tables, "table"),
-            *([f"{len(self.left_dense)} left dense"] if self.left_dense else []),
+            self._step_text(),
+            f"{self._level_text()}by {self.sparsifier.scored_by}",
+            "over all tables" if self.sparsifier.scope == "global" else "",
+            number_of(len(self.sparsifier.data_groups), "table"),
+            f"{len(self.left_dense)} left dense" if self.left_dense else "",
             "attached" if self.enforcer.attached else "detached",
         ]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
-    def _repr_html_(self) -> str:
-        """Shown by notebooks. Local: the summary in one process, otherwise one line."""
-        html = importlib.import_module("html")  # only notebooks need it
-        return f"<pre>{html.escape(self.summary() if world_ranks() is None else repr(self))}</pre>"
+    def _step_text(self) -> str:
+        step, end = self.scheduler.last_epoch, self.scheduler.end
+        if end is None:
+            return f"step {step}"
+        return f"step {step} of {end}" if step <= end else f"step {step}, schedule ended at {end}"
 
-    def _attached_to(self, model: nn.Module, optimizers: Sequence[Any], auto_step: bool) -> None:
-        """Follow the optimizers' steps, and the forwards of unsharded collections."""
-        _attached.add(self)
+    def _level_text(self) -> str:
+        """Return the lowest and the highest final level; empty for schedules without one."""
+        final = getattr(self.scheduler, "final", {})
+        finals = sorted(set(final.values())) if isinstance(final, dict) else [final]
+        ends = dict.fromkeys(finals[:1] + finals[-1:])
+        return "level " + " to ".join(f"{each:.4g}" for each in ends) + " " if ends else ""
+
+    def _attach(self, model: nn.Module, optimizers: Sequence[Any], auto_step: bool) -> None:
+        """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
+        collections."""
+        self.enforcer.attach(*optimizers)
         self._auto_step = auto_step
         self._following = Following(
             model, self.sparsifier.data_groups, optimizers, self._step, auto_step
@@ -277,12 +271,11 @@ class SparseTraining:
         self.scheduler.step()
 
     def _detached(self) -> bool:
-        """Detach; whether it was attached."""
-        if self not in _attached:
+        """Detach; return whether it was attached."""
+        if self._following is None:
             return False
-        _attached.discard(self)
-        if self._following is not None:
-            self._following.stop()
+        self._following.stop()
+        self._following = None
         self.enforcer.detach()
         return True
 
@@ -296,15 +289,6 @@ class SparseTraining:
                 UserWarning,
                 stacklevel=3,
             )
-
-
-_attached: weakref.WeakSet[SparseTraining] = weakref.WeakSet()
-
-
-@atexit.register
-def _warn_at_exit() -> None:
-    for training in [each for each in _attached if not each.finished][:1]:
-        training.warn_of_early_end()
 
 
 def sparsify(
@@ -414,7 +398,7 @@ def sparsify(
     """
     together = group_over(world_ranks())
     with together.agreeing("sparsify()") as facts:
-        plan = Plan(
+        plan = SparsifyArgs(
             level=level,
             budget=budget,
             scope=scope,
@@ -429,21 +413,17 @@ def sparsify(
             schedule=schedule,
             optimizer_state=optimizer_state,
             min_rows=min_rows,
+            rotate=rotate,
             decay=decay,
         )
-        if plan.scope == "global" and rotate is not None:
-            raise ValueError(
-                "Invalid scope='global' with rotate: rotated columns are removed by position."
-            )
-        source = model_source(model, include=include, exclude=exclude, dense=dense)
+        source = ModelTables(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
-        unpruned = left_dense(model, located, plan, rotate, checks.name_list("include", include))
-        groups = (
-            None if rotate is None else rotation_groups(rotate, [data.name for data in located])
-        )
-        facts.update(plan.facts(), rotate=groups, auto_step=bool(auto_step))
+        for data in located:
+            check_data(data)
+        unpruned = left_dense(model, located, plan, checks.name_list("include", include))
+        final = final_levels(plan, located, unpruned)
+        facts.update(plan.facts([data.name for data in located]), auto_step=bool(auto_step))
         facts.update(_globs(include=include, exclude=exclude, dense=dense))
-        final = final_levels(plan, located, unpruned, rotate)
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
             sparse_block_shape=plan.block,
@@ -455,28 +435,17 @@ def sparsify(
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
-    window = {"begin": plan.begin, "end": plan.end, "every": plan.every}
-    try:
-        scheduler = plan.schedule(sparsifier, "sparsity_level", final=final, **window)
-    except TypeError as fault:  # of the call itself, before any communication
-        together.agree("sparsify()", {}, fault)
+    scheduler = _scheduler(plan, sparsifier, final)
     training = SparseTraining(sparsifier, scheduler, enforcer, source=source, left_dense=unpruned)
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
         with together.agreeing("sparsify()"):
-            enforcer.attach(*optimizers)
-            training._attached_to(model, optimizers, auto_step)
+            training._attach(model, optimizers, auto_step)
             if plan.score is not None:
                 sparsifier.check_known()
-            levels = (
-                final
-                if isinstance(final, dict)
-                else {glob.escape(name): final for name in sparsifier.data_groups}
-            )
-            sparsifier.check_levels(
-                {name: levels.get(glob.escape(name), 0.0) for name in sparsifier.data_groups}
-            )
+            sparsifier.check_levels(_levels_by_table(final, sparsifier.data_groups))
             unknown = sparsifier.unknown_tables()
+        # Only now, with hooks attached, is it known whose sums of Adagrad can be read.
         if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         if rotate is not None:
@@ -484,13 +453,37 @@ def sparsify(
         training._watch_unwrapped()
     except BaseException:
         training._detached()
-        enforcer.detach()
+        enforcer.detach()  # where the training was not attached yet
         raise
     return training
 
 
+def _scheduler(
+    args: SparsifyArgs, sparsifier: ImportanceSparsifier, final: float | Mapping[str, float]
+) -> ReadyDataScheduler:
+    """Construct the schedule. Collective."""
+    window = {"begin": args.begin, "end": args.end, "every": args.every}
+    try:
+        scheduler: ReadyDataScheduler = args.schedule(
+            sparsifier, "sparsity_level", final=final, **window
+        )
+    except TypeError as fault:
+        # A call that a user's class does not take fails before any communication, perhaps on one
+        # rank alone.
+        group_over(world_ranks()).agree("sparsify()", {}, fault)
+        raise
+    return scheduler
+
+
+def _levels_by_table(final: float | Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    if not isinstance(final, Mapping):
+        return dict.fromkeys(names, final)
+    # Tables that no glob of level= matches stay at 0.
+    return {name: final.get(glob.escape(name), 0.0) for name in names}
+
+
 def _globs(**given: Any) -> dict[str, Any]:
-    """Arguments as ranks compare them: a set of strings has another order on each rank."""
+    """Return arguments as ranks compare them: a set of strings has another order on each rank."""
     found = dict(given)
     for argument, globs in given.items():
         if globs is not None and not isinstance(globs, bool):

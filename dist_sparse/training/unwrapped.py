@@ -1,10 +1,9 @@
 """Tables in no wrapper, in a world of several ranks: replicas that nothing keeps equal, or models
 of each rank alone.
 
-Ranks whose tables are all equal when ``sparsify()`` is called are taken for replicas: from then on
-their weights, and what else decides about masks, are compared before each mask update. Ranks whose
-tables differ by then train models of their own, which are never compared. Either way the first rank
-warns once.
+Ranks whose tables are all equal when ``sparsify()`` is called count as replicas: their weights, and
+all other inputs of masks, are compared before each mask update. Ranks whose tables differ train
+models of their own, which are never compared. Either way the first rank warns once.
 """
 
 from __future__ import annotations
@@ -35,12 +34,13 @@ class Unwrapped:
     def __init__(self, sparsifier: ImportanceSparsifier) -> None:
         self._sparsifier = sparsifier
         self._world = group_over(world_ranks())
-        names = [
-            name for name, data in sparsifier.packed_store.locate().items() if data.ranks is None
-        ]
-        self._names = names if self._world.size > 1 else []
+        self._names: list[str] = []
+        if self._world.size == 1:
+            return
+        located = sparsifier.packed_store.locate()
+        self._names = [name for name, data in located.items() if data.ranks is None]
         if self._names:
-            drifted = self._world.agree("sparsify()", {}, None, self._replicas())
+            drifted = self._world.agree("sparsify()", {}, None, self._replicas(located))
             self._warn(drifted)
             if drifted:
                 self._names = []
@@ -62,37 +62,34 @@ class Unwrapped:
             self._sparsifier.note(facts, [])
             for name in self._names:
                 facts[f"the config of table {name!r}"] = self._sparsifier.data_groups.get(name)
-            facts.replicas |= self._replicas()
+            facts.replicas |= self._replicas(self._sparsifier.packed_store.locate())
 
-    def _replicas(self) -> dict[str, Replica]:
+    def _replicas(self, located: Mapping[str, ShardedData]) -> dict[str, Replica]:
         """Hashes of the tables as if each rank held one replica of them. Local."""
-        located = self._sparsifier.packed_store.locate()
         found: dict[str, Replica] = {}
         for name in self._names:
-            if name in located:  # it may be squashed by now
-                data = located[name]
-                held = replace(data, ranks=self._world.ranks, tiling=data.tiling * self._world.size)
-                found |= shared_weights(held, self._world.rank)
-                found |= self._sums(data)
+            data = located.get(name)
+            if data is None:
+                continue  # squashed since
+            held = replace(data, ranks=self._world.ranks, tiling=data.tiling * self._world.size)
+            found |= shared_weights(held, self._world.rank)
+            found |= self._sums(data)
         return found
 
     def _sums(self, data: ShardedData) -> dict[str, Replica]:
-        """Hashes of what Adagrad has summed for a table, if scores read it."""
-        if self._sparsifier.scored_by not in ("accumulator", "norm_accumulator"):
+        """Hashes of Adagrad's sums of a table, if scores read them."""
+        enforcer, scored_by = self._sparsifier.enforcer, self._sparsifier.scored_by
+        if enforcer is None or scored_by not in ("accumulator", "norm_accumulator"):
             return {}
-        totals = (
-            {} if self._sparsifier.enforcer is None else self._sparsifier.enforcer.accumulators()
-        )
-        known = [
-            totals[shard.tensor.data_ptr()][0]
-            for shard in data.shards
-            if shard.tensor.data_ptr() in totals
-        ]
-        first, size = self._world.rank == 0, self._world.size
-        return {
-            f"optimizer state of {data.name}": Replica(hash_tensor(total), first, size)
-            for total in known
-        }
+        totals = enforcer.accumulators()
+        found = {}
+        for shard in data.shards:
+            known = totals.get(shard.tensor.data_ptr())
+            if known is not None:
+                first = self._world.rank == 0
+                digest = hash_tensor(known[0])
+                found[f"optimizer state of {data.name}"] = Replica(digest, first, self._world.size)
+        return found
 
     def _warn(self, drifted: Mapping[str, list[int]]) -> None:
         if self._world.rank != 0:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.optimizers import same_storage
-from dist_sparse.rotation.rotate import Rotate, rotation_groups
+from dist_sparse.rotation.rotate import rotation_groups
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.schedulers.ready import (
     ConstantDataScheduler,
@@ -39,11 +39,11 @@ __all__ = [
     "Levels",
     "Norm",
     "OptimizerState",
-    "Plan",
     "Schedule",
     "ScheduleName",
     "Scope",
     "Score",
+    "SparsifyArgs",
     "final_levels",
     "left_dense",
     "protected",
@@ -72,8 +72,8 @@ _SCHEDULES: dict[str, Callable[..., ReadyDataScheduler]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+@dataclass(kw_only=True)
+class SparsifyArgs:
     """Arguments of :func:`~dist_sparse.sparsify` that need no model, checked and resolved.
 
     Attributes:
@@ -103,6 +103,7 @@ class Plan:
     schedule: Any
     optimizer_state: Any
     min_rows: int
+    rotate: Any = None
     decay: Any = None
 
     def __post_init__(self) -> None:
@@ -111,63 +112,66 @@ class Plan:
                 f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
             )
         window = Window(begin=self.begin, end=self.end, every=self.every)
-        every = (
-            window.every
-            if window.end is None
-            else min(window.every, max(window.end - window.begin, 1))
-        )
-        resolved = {
-            "level": _given("level", self.level, _levels),
-            "budget": _given("budget", self.budget, lambda _, budget: parse_budget(budget)),
-            "scope": checks.choice("scope", self.scope, SCOPES),
-            "floor": _given("floor", self.floor, _levels),
-            "protect": checks.name_list("protect", self.protect),
-            **{"begin": window.begin, "end": window.end, "every": every},
-            "block": _block(self.block),
-            "norm": _given(
-                "norm", self.norm, lambda name, norm: checks.choice(name, norm, ("L1", "L2"))
-            ),
-            "score": _given(
-                "score", self.score, lambda name, score: checks.choice(name, score, SCORES)
-            ),
-            "schedule": (
-                self.schedule if callable(self.schedule) else _schedule(self.schedule, self.end)
-            ),
-            "optimizer_state": checks.choice(
-                "optimizer_state", self.optimizer_state, ("keep", "reset")
-            ),
-            "min_rows": checks.integer("min_rows", self.min_rows, least=0),
-            "decay": _given("decay", self.decay, checks.level),
-        }
-        if self.decay is not None and resolved["score"] != "frequency":
+        self.begin, self.end, self.every = window.begin, window.end, window.every
+        if self.end is not None:
+            self.every = min(self.every, max(self.end - self.begin, 1))
+        self.level = _optional("level", self.level, _levels)
+        self.budget = None if self.budget is None else parse_budget(self.budget)
+        self.scope = checks.choice("scope", self.scope, SCOPES)
+        self.floor = _optional("floor", self.floor, _levels)
+        self.protect = checks.name_list("protect", self.protect)
+        self.block = _block(self.block)
+        if self.norm is not None:
+            self.norm = checks.choice("norm", self.norm, ("L1", "L2"))
+        if self.score is not None:
+            self.score = checks.choice("score", self.score, SCORES)
+        if not callable(self.schedule):
+            self.schedule = _schedule(self.schedule, self.end)
+        states = ("keep", "reset")
+        self.optimizer_state = checks.choice("optimizer_state", self.optimizer_state, states)
+        self.min_rows = checks.integer("min_rows", self.min_rows, least=0)
+        self.decay = _optional("decay", self.decay, checks.level)
+        self._refuse_conflicts()
+        if self.score is None and (self.norm is not None or self.block != (1, ROW)):
+            # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
+            self.score = "norm"
+
+    def _refuse_conflicts(self) -> None:
+        if self.decay is not None and self.score != "frequency":
             raise ValueError(
                 f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
                 " lookups."
             )
-        if resolved["score"] is None and (self.norm is not None or resolved["block"] != (1, ROW)):
-            resolved["score"] = "norm"
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
+        if self.scope == "global" and self.rotate is not None:
+            raise ValueError(
+                "Invalid scope='global' with rotate: rotated columns are removed by position."
+            )
 
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments by name, as JSON can hold them, for ranks to compare."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
+    def facts(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments by name, as JSON can hold them, for ranks to compare.
+
+        Args:
+            names: of all tables.
+        """
+        found = dict(vars(self))
         for name, value in found.items():
             if isinstance(value, Mapping):
                 # In order: of several globs that match, the last counts.
                 found[name] = list(value.items())
         found["protect"] = sorted(self.protect)
         found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
+        found["rotate"] = self.rotate and rotation_groups(self.rotate, names)
         return found
 
 
-def _given(argument: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
+def _optional(argument: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
     return None if value is None else check(argument, value)
 
 
 def _schedule(name: object, end: int | None) -> Callable[..., ReadyDataScheduler]:
-    """The schedule of a name; None is a curve that ends at ``end``, or the final level for good."""
-    name = ("constant" if end is None else "cubic") if name is None else name
+    """Return the schedule of a name; by default a curve, or without an end the final level."""
+    if name is None:
+        name = "constant" if end is None else "cubic"
     return _SCHEDULES[
         checks.choice("schedule", name, _SCHEDULES, " or the class of a ready scheduler")
     ]
@@ -187,12 +191,12 @@ def _levels(argument: str, given: object) -> Levels:
 def _block(block: Any) -> tuple[int | str, int | str]:
     try:
         rows, columns = checks.parse_block(block) if isinstance(block, str) else block
+        # Compared as strings alone: an array would compare element by element.
         whole_rows = isinstance(columns, str) and columns == ROW
-        whole_columns = isinstance(rows, str) and rows == COL and not whole_rows
-        return (
-            COL if whole_columns else checks.integer("rows", rows, least=1),
-            ROW if whole_rows else checks.integer("columns", columns, least=1),
-        )
+        if isinstance(rows, str) and rows == COL and not whole_rows:
+            return COL, checks.integer("columns", columns, least=1)
+        rows = checks.integer("rows", rows, least=1)
+        return rows, ROW if whole_rows else checks.integer("columns", columns, least=1)
     except (TypeError, ValueError):
         rule = (
             'must be "row", "col", text such as "1x4", or (rows, columns): ints >= 1, (int, ROW) or'
@@ -204,69 +208,63 @@ def _block(block: Any) -> tuple[int | str, int | str]:
 def left_dense(
     model: nn.Module,
     located: Sequence[ShardedData],
-    plan: Plan,
-    rotate: Rotate | None = None,
+    args: SparsifyArgs,
     include: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the tables that are not pruned, with the reason: protected ones, frozen ones, those
     with fewer than ``min_rows`` rows, position embeddings that no glob of ``include`` matches, and,
-    if groups of tables are rotated, those in no group: nothing could make them narrower.
+    if groups of tables are rotated, tables in no group: nothing could make them narrower.
 
     Raises:
-        ValueError: none is pruned, a glob of ``plan.protect`` matches no table, or a table to
+        ValueError: none is pruned, a glob of ``args.protect`` matches no table, or a table to
             rotate is left dense.
     """
-    names = [data.name for data in located]
-    rotated = (
-        names
-        if rotate is None
-        else [name for group in rotation_groups(rotate, names) for name in group]
-    )
-    reason_of = _reasons(model, located, plan, include)
-    reasons = {}
-    for data in located:
-        reason = reason_of(data)
-        if reason is None and data.name not in rotated:
-            reason = "in no group of rotate"
-        if reason is not None:
-            reasons[data.name] = reason
+    names, rotate = [data.name for data in located], args.rotate
+    groups = [names] if rotate is None else rotation_groups(rotate, names)
+    rotated = [name for group in groups for name in group]
+    reasons = _reasons(model, located, args, include)
     refused = {name: reasons[name] for name in rotated if name in reasons}
     if rotate not in (None, "table") and refused:
         raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
+    for name in set(names).difference(rotated):
+        reasons.setdefault(name, "in no group of rotate")
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
-    return reasons
+    # In the order of the model, for summaries.
+    return {name: reasons[name] for name in names if name in reasons}
 
 
 def _reasons(
-    model: nn.Module, located: Sequence[ShardedData], plan: Plan, include: Sequence[str]
-) -> Callable[[ShardedData], str | None]:
-    """Return a function that says why a table is not pruned, whatever is rotated; None if it is
-    pruned."""
-    guarded = protected(located, plan.protect)
-    modules = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    tables = same_storage(
-        [weight.data for module in modules for weight in module.parameters(recurse=False)]
-    )
-    frozen = same_storage(
-        [parameter.data for parameter in model.parameters() if not parameter.requires_grad]
-    )
-
-    def reason(data: ShardedData) -> str | None:
+    model: nn.Module, located: Sequence[ShardedData], args: SparsifyArgs, include: Sequence[str]
+) -> dict[str, str]:
+    """Return why tables are not pruned, by name, whatever is rotated."""
+    guarded = protected(located, args.protect)
+    tables = _embedding_weights(model)
+    frozen = same_storage([p.data for p in model.parameters() if not p.requires_grad])
+    reasons = {}
+    for data in located:
+        # A shard's tensor is not the parameter that knows whether it is trained.
         whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
         if data.name in guarded:
-            return "protected"
-        if any(map(frozen, whole)):
-            return "frozen (requires_grad=False)"
-        if whole and not any(map(tables, whole)):
-            return None  # a parameter that dense= selects, no table
-        if data.shape[0] < plan.min_rows:
-            return f"{data.shape[0]} rows, fewer than min_rows={plan.min_rows}"
-        if _is_of_positions(data) and not any(_matches(data, pattern) for pattern in include):
-            return "position embeddings; include= prunes them"
-        return None
+            reasons[data.name] = "protected"
+        elif any(map(frozen, whole)):
+            reasons[data.name] = "frozen (requires_grad=False)"
+        elif whole and not any(map(tables, whole)):
+            continue  # a parameter that dense= selects, no table
+        elif data.shape[0] < args.min_rows:
+            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
+        elif _is_of_positions(data) and not _matches_any(data, include):
+            reasons[data.name] = "position embeddings; include= prunes them"
+    return reasons
 
-    return reason
+
+def _embedding_weights(model: nn.Module) -> Callable[[Tensor], list[int]]:
+    """Return a function that lists torch's embedding modules whose weights a tensor shares."""
+    weights: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            weights += (weight.data for weight in module.parameters(recurse=False))
+    return same_storage(weights)
 
 
 _POSITIONS: Final = {"pos", "posemb", "posembedding", "position", "positions", "positional", "wpe"}
@@ -292,94 +290,95 @@ def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str
     Raises:
         ValueError: a glob matches no table.
     """
+    found: set[str] = set()
     for pattern in protect:
-        if not any(_matches(data, pattern) for data in located):
+        matching = [data.name for data in located if _matches(data, pattern)]
+        if not matching:
             raise ValueError(
                 f"Invalid protect: {pattern!r} matches none of {[data.name for data in located]}."
             )
-    return {data.name for data in located if any(_matches(data, pattern) for pattern in protect)}
+        found.update(matching)
+    return found
 
 
 def final_levels(
-    plan: Plan,
+    args: SparsifyArgs,
     located: Sequence[ShardedData],
     left_dense: Mapping[str, str],
-    rotate: Rotate | None = None,
 ) -> float | dict[str, float]:
     """Return the final level by escaped name, or one number where all tables have the same.
 
     Levels below 1 are capped so that one block of each table stays.
 
     Raises:
-        ValueError: a glob of ``plan.level`` matches nothing that is pruned, or a budget can't be
+        ValueError: a glob of ``args.level`` matches nothing that is pruned, or a budget can't be
             met.
     """
-    if plan.budget is not None:
-        floors = table_floors(plan, located, left_dense)
+    if args.level is None:
+        floors, together = table_floors(args, located, left_dense), args.scope == "global"
         finals = budget_levels(
-            plan.budget, located, left_dense, plan.block, floors, plan.scope == "global", rotate
+            args.budget, located, left_dense, args.block, floors, together, args.rotate
         )
         return {glob.escape(name): level for name, level in finals.items()}
-    assert plan.level is not None
-    blocks = {data.name: _blocks(data, plan.block) for data in located}
-    given = _by_name("level", plan.level, located, left_dense)
-    finals = {name: _capped(level, blocks[name]) for name, level in given.items()}
-    if not isinstance(plan.level, Mapping) and set(finals.values()) == {plan.level}:
-        return plan.level
+    given = _by_name("level", args.level, located, left_dense)
+    finals = {}
+    for data in located:
+        if data.name in given:
+            block = resolve_block(data.name, args.block, data.shape)
+            blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
+            finals[data.name] = _capped(given[data.name], blocks)
+    if not isinstance(args.level, Mapping) and set(finals.values()) == {args.level}:
+        return args.level
     return {glob.escape(name): level for name, level in finals.items()}
 
 
+def _capped(level: float, blocks: int) -> float:
+    """Return the level at which one block stays, where ``level`` is below 1 and would round to
+    all."""
+    removes_all = level < 1 and blocks > 0 and round(level * blocks) == blocks
+    return (blocks - 1) / blocks if removes_all else level
+
+
 def table_floors(
-    plan: Plan, located: Sequence[ShardedData], left_dense: Mapping[str, str]
+    args: SparsifyArgs, located: Sequence[ShardedData], left_dense: Mapping[str, str]
 ) -> dict[str, float]:
     """Return the fraction that each table keeps at least, by name, where there is one.
 
     Raises:
-        ValueError: a glob of ``plan.floor`` matches nothing that is pruned.
+        ValueError: a glob of ``args.floor`` matches nothing that is pruned.
     """
-    return {} if plan.floor is None else _by_name("floor", plan.floor, located, left_dense)
+    return {} if args.floor is None else _by_name("floor", args.floor, located, left_dense)
 
 
 def _by_name(
     argument: str, given: Levels, located: Sequence[ShardedData], left_dense: Mapping[str, str]
 ) -> dict[str, float]:
-    """The numbers of the tables that are pruned, from one for all or by glob: of several that
-    match, the last."""
-    pruned = [data for data in located if data.name not in left_dense]
+    """Return the value of each pruned table: of several globs that match, the last counts."""
     found: dict[str, float] = {}
-    for pattern, value in given.items() if isinstance(given, Mapping) else (("*", given),):
-        matching = [data for data in located if _matches(data, pattern)]
-        if not any(data in pruned for data in matching):
-            reasons = {data.name: left_dense[data.name] for data in matching}
-            why = (
-                f"matches tables that are left dense: {_listed(reasons)}"
-                if reasons
-                else "matches no table"
-            )
-            raise ValueError(
-                f"Invalid {argument}: {pattern!r} {why}; pruned are"
-                f" {[data.name for data in pruned]}."
-            )
-        found |= {data.name: value for data in matching if data in pruned}
+    for pattern, value in given.items() if isinstance(given, Mapping) else [("*", given)]:
+        matching = [data.name for data in located if _matches(data, pattern)]
+        pruned = [name for name in matching if name not in left_dense]
+        if not pruned:
+            why = "matches no table"
+            if matching:
+                reasons = {name: left_dense[name] for name in matching}
+                why = f"matches tables that are left dense: {_listed(reasons)}"
+            names = [data.name for data in located if data.name not in left_dense]
+            raise ValueError(f"Invalid {argument}: {pattern!r} {why}; pruned are {names}.")
+        found |= dict.fromkeys(pruned, value)
     return found
 
 
+def _matches_any(data: ShardedData, patterns: Sequence[str]) -> bool:
+    return any(_matches(data, pattern) for pattern in patterns)
+
+
 def _matches(data: ShardedData, pattern: str) -> bool:
-    return fnmatchcase(data.name, pattern) or (
-        data.fqn is not None and fnmatchcase(data.fqn, pattern)
-    )
-
-
-def _blocks(data: ShardedData, block: tuple[int | str, int | str]) -> int:
-    return grid_of(Rect(0, 0, *data.shape), resolve_block(data.name, block, data.shape)).blocks
-
-
-def _capped(level: float, blocks: int) -> float:
-    return (
-        (blocks - 1) / blocks if level < 1 and blocks and round(level * blocks) == blocks else level
-    )
+    names = [data.name] if data.fqn is None else [data.name, data.fqn]
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
     shown = [f"{name!r} ({reason})" for name, reason in list(reasons.items())[:20]]
-    return ", ".join(shown) + (f", and {len(reasons) - 20} more" if len(reasons) > 20 else "")
+    more = f", and {len(reasons) - 20} more" if len(reasons) > 20 else ""
+    return ", ".join(shown) + more
