@@ -1,5 +1,4 @@
-"""What ranks compare before they act: any value as JSON and as a digest, and messages about values
-that differ.
+"""Values that ranks compare before they act: as JSON and as a digest, and messages about differences.
 
 Saved states hold their values as JSON too, exactly. The length of a message does not grow with the
 number of ranks.
@@ -11,7 +10,7 @@ import hashlib
 import json
 import numbers
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from os.path import commonprefix
 from typing import Any, Final
 
 __all__ = [
@@ -45,37 +44,41 @@ def encode(value: Json) -> bytes:
 
 
 def _plain(value: object, depth: int = 0) -> Json:
-    """``value`` as JSON can hold it, whatever it is: an error here, on one rank, would leave the
-    others waiting.
+    """Return any ``value`` as JSON can hold it.
 
-    Numbers of NumPy become Python's; of what JSON does not have the type remains, which is as much
-    as ranks can compare.
+    It never raises: an error here, on one rank, would leave the others waiting. Numbers of NumPy
+    become Python's; of types that JSON does not have the name remains, which is as much as ranks
+    can compare.
     """
-    if isinstance(value, str):
-        return str(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, numbers.Integral):
-        whole = int(value)
-        return (
-            whole
-            if whole.bit_length() < 1024
-            else f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
-        )
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError:
-            return f"<{type(value).__name__}>"
-    if depth < _DEEPEST and isinstance(value, dict):
-        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
-    if depth < _DEEPEST and isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
+        return _plain_number(value)
+    if depth < _DEEPEST:
+        if isinstance(value, dict):
+            return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [_plain(item, depth + 1) for item in value]
     return f"<{type(value).__name__}>"
 
 
+def _plain_number(value: numbers.Real) -> Json:
+    if isinstance(value, numbers.Integral):
+        whole = int(value)
+        # Python refuses to print longer ones.
+        if whole.bit_length() >= 1024:
+            return f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
+        return whole
+    try:
+        return float(value)
+    except OverflowError:
+        return f"<{type(value).__name__}>"
+
+
 def _key(key: object) -> str:
-    """Keys as text: those of mixed types can't be sorted."""
+    """Return a key as text: keys of mixed types can't be sorted."""
     plain = _plain(key)
     return plain if isinstance(plain, str) else json.dumps(plain)
 
@@ -131,18 +134,23 @@ def _with_tuples(value: Json) -> Json:
 
 
 def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
-    """Return who was wrong, and how: equal errors of several ranks once."""
+    """Return which ranks failed, and how: equal errors of several ranks once."""
     by_text: dict[str, list[int]] = {}
     for rank, report in zip(ranks, reports, strict=True):
         if report["error"]:
             by_text.setdefault(report["error"], []).append(rank)
     longest = _LONGEST_ERROR if len(by_text) == 1 else _LONGEST_ERROR // 2
-    shown = [f"{ranks_text(at)}: {cut(text, longest)}" for text, at in by_text.items()]
-    more = sorted(rank for at in list(by_text.values())[MOST_SHOWN:] for rank in at)
-    rest = [f"{ranks_text(more)}: other errors"] if more else []
-    return f"{reports[0]['action']} was refused on every rank, nothing was changed. " + " | ".join(
-        shown[:MOST_SHOWN] + rest
-    )
+    shown: list[str] = []
+    others: list[int] = []
+    for text, at in by_text.items():
+        if len(shown) < MOST_SHOWN:
+            shown.append(f"{ranks_text(at)}: {cut(text, longest)}")
+        else:
+            others += at
+    if others:
+        shown.append(f"{ranks_text(sorted(others))}: other errors")
+    action = reports[0]["action"]
+    return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
 
 
 def explain_actions(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
@@ -152,14 +160,13 @@ def explain_actions(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]])
     for rank, report in zip(ranks, reports, strict=True):
         if report["action"] != first:
             by_action.setdefault(report["action"], []).append(rank)
-    faults = [
-        f"{ranks_text(at)} {'is' if len(at) == 1 else 'are'} at {action!r} while rank {ranks[0]} is"
-        f" at {first!r}"
-        for action, at in by_action.items()
-    ]
-    return f"The ranks disagree at {first!r}, nothing was changed. " + "; ".join(
-        faults[:MOST_SHOWN]
-    )
+    faults = []
+    for action, at in [*by_action.items()][:MOST_SHOWN]:
+        verb = "is" if len(at) == 1 else "are"
+        faults.append(
+            f"{ranks_text(at)} {verb} at {action!r} while rank {ranks[0]} is at {first!r}"
+        )
+    return f"The ranks disagree at {first!r}, nothing was changed. " + "; ".join(faults)
 
 
 def explain_facts(
@@ -174,59 +181,58 @@ def explain_facts(
     Args:
         ranks: global ranks.
         action: what they were about to do.
-        keys: some of those that differ, of ``count``.
+        keys: the first of ``count`` keys that differ.
         values: for each rank, its values of those keys that it has.
     """
     faults: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in zip(ranks[1:], values[1:], strict=True):
         for key in keys:
-            path, ours_text, theirs_text = _difference(
+            path, mine, other = _difference(
                 values[0].get(key, "nothing"), theirs.get(key, "nothing")
             )
-            if ours_text != theirs_text:
-                faults.setdefault((f"{key}{path}", theirs_text, ours_text), []).append(rank)
-    shown = [
-        f"{key} is {text} on {ranks_text(at)} and {ours} on rank {ranks[0]}"
-        for (key, text, ours), at in faults.items()
-    ]
-    hidden = max(len(shown) - 2 * MOST_SHOWN, count - len(keys))
-    rest = ["..."] if hidden > 0 else []
-    return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(
-        shown[: 2 * MOST_SHOWN] + rest
-    )
+            if mine != other:
+                faults.setdefault((f"{key}{path}", other, mine), []).append(rank)
+    most = 2 * MOST_SHOWN
+    shown = []
+    for (key, other, mine), at in [*faults.items()][:most]:
+        shown.append(f"{key} is {other} on {ranks_text(at)} and {mine} on rank {ranks[0]}")
+    if len(faults) > most or count > len(keys):
+        shown.append("...")
+    return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(shown)
 
 
 def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
-    """Where two values first differ, as a path, and both there."""
+    """Return the path to where two values first differ, and the text of both there."""
     path = ""
-    while True:
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            keys = [
-                key for key in sorted({*ours, *theirs}) if _differ(ours.get(key), theirs.get(key))
-            ]
-            if not keys:
-                break
-            path, ours, theirs = (
-                f"{path}: {keys[0]}",
-                ours.get(keys[0], "nothing"),
-                theirs.get(keys[0], "nothing"),
-            )
-        elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-            at = [i for i, pair in enumerate(zip(ours, theirs, strict=True)) if _differ(*pair)]
-            if not at or max(len(str(ours)), len(str(theirs))) <= _LONGEST_VALUE // 2:
-                break
-            path, ours, theirs = f"{path}[{at[0]}]", ours[at[0]], theirs[at[0]]
-        else:
-            break
+    while (inner := _first_difference(ours, theirs)) is not None:
+        name, ours, theirs = inner
+        path += name
     mine, other = str(ours), str(theirs)
-    same = next(
-        (i for i, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]), 0
-    )
-    start = max(0, same - 20) if max(len(mine), len(other)) > _LONGEST_VALUE else 0
-    mine, other = (
-        ("..." if start else "") + cut(text[start:], _LONGEST_VALUE) for text in (mine, other)
-    )
-    return path, mine, other
+    same = len(commonprefix([mine, other]))
+    long = max(len(mine), len(other)) > _LONGEST_VALUE
+    if long and 20 < same < min(len(mine), len(other)):
+        # From shortly before the part that differs.
+        mine, other = (cut(text[same - 20 :], _LONGEST_VALUE) for text in (mine, other))
+        return path, f"...{mine}", f"...{other}"
+    return path, cut(mine, _LONGEST_VALUE), cut(other, _LONGEST_VALUE)
+
+
+def _first_difference(ours: Json, theirs: Json) -> tuple[str, Json, Json] | None:
+    """Return the name and both values of the first entry that differs; None unless the values are
+    containers of one kind that are better shown by entry."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted({*ours, *theirs}):
+            if _differ(ours.get(key), theirs.get(key)):
+                return f": {key}", ours.get(key, "nothing"), theirs.get(key, "nothing")
+        return None
+    if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
+        return None
+    if max(len(str(ours)), len(str(theirs))) <= _LONGEST_VALUE // 2:
+        return None
+    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if _differ(mine, other):
+            return f"[{i}]", mine, other
+    return None
 
 
 def _differ(ours: Json, theirs: Json) -> bool:
@@ -241,10 +247,12 @@ def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-3, 7``, cut after a few."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    ]
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] + 1 == rank:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     if len(texts) > 8:
         texts = [*texts[:8], f"... ({len(ranks)} in all)"]

@@ -31,7 +31,7 @@ from dist_sparse.enforcer.fused import (
 )
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, same_storage
-from dist_sparse.masking.kept_scores import Written
+from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.port import collection_of

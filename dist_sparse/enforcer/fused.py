@@ -33,7 +33,7 @@ from dist_sparse.enforcer.rows import (
 )
 from dist_sparse.enforcer.sampled import SampledLookups
 from dist_sparse.enforcer.written import WrittenRows
-from dist_sparse.masking.kept_scores import KeptScores, Written
+from dist_sparse.masking.cached.kept_scores import KeptScores, Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.port import collection_of, torchrec_port

@@ -60,7 +60,7 @@ class WrittenRows:
 
 
 class _OfTable:
-    """The rows of one table; see :class:`~dist_sparse.masking.kept_scores.Written`."""
+    """The rows of one table; see :class:`~dist_sparse.masking.cached.kept_scores.Written`."""
 
     def __init__(self, rows: DirtyRows, table: int) -> None:
         self._rows, self._table = rows, table

@@ -1,32 +1,40 @@
-"""Scores of the blocks of many tables, of this rank's shards.
+"""Local scoring pass: scores of the blocks of many tables, of this rank's shards.
 
-The local half of a mask update: each shard is read once, in chunks, or only the rows written since
-the last update, where scores are kept. Nothing is communicated or changed, so an error found here
-stops all ranks in time.
+Each shard is read once, in chunks; where scores are kept, only the rows written since the last
+update. Nothing is communicated or changed, so an error found here stops all ranks in time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.cuts import CutTable, Partials, find_cuts
-from dist_sparse.masking.kept_scores import Keeping
+from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores
+from dist_sparse.masking.cuts import CutTable, Partials
 from dist_sparse.masking.scores import (
+    BATCH,
+    SMALL,
     Batch,
     Measure,
     WeightedSquares,
-    batches,
     block_sums,
     block_widths,
     element_scores,
     to_scores,
 )
-from dist_sparse.masking.segments import HISTOGRAM, KEPT, JointScores, Segment, first_histogram
+from dist_sparse.masking.segments import (
+    HISTOGRAM,
+    KEPT,
+    JointPart,
+    JointScores,
+    Segment,
+    first_histogram,
+)
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "ScoredTable", "cuts_of", "score_table", "score_tables"]
@@ -50,7 +58,7 @@ class Goal:
             an edge block is.
         measure: how elements are scored.
         whole_columns: blocks are as high as the table, whatever its height.
-        keeping: of shards whose scores are kept from one mask update to the next.
+        keeping: the scores that are kept from one mask update to the next.
     """
 
     data: ShardedData
@@ -104,26 +112,26 @@ class ScoredTable:
     segments: dict[Rect, Segment] = field(default_factory=dict)
     partials: dict[Rect, Partials] = field(default_factory=dict)
 
+    def kept_scores(self, rect: Rect) -> KeptScores | None:
+        """Return the kept scores of a shard, if any; of cut blocks none are kept."""
+        if self.goal.keeping is None or self.cuts is not None:
+            return None
+        return self.goal.keeping.scores.get(rect)
+
 
 def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
     """:func:`score_table` of many tables, each with this rank in its group; small ones are scored
     together."""
-    scored: list[ScoredTable | None] = [None] * len(goals)
-    alike = []
+    scored: dict[int, ScoredTable] = {}
+    for places in _batches(goals):
+        if len(places) == 1:
+            continue  # nothing to share a pass with
+        tables = _score_together([goals[i] for i in places], [ranks[i] for i in places])
+        scored.update(zip(places, tables, strict=True))
     for i, goal in enumerate(goals):
-        if not goal.by_element and len(goal.data.shards) == 1:
-            alike.append((i, goal.data, goal.data.shards[0], goal.block, goal.measure))
-    for places in batches([entry[1:] for entry in alike]):
-        together = [alike[place][0] for place in places]
-        together = [i for i in together if cuts_of(goals[i]) is None]
-        if len(together) > 1:
-            tables = _score_together([goals[i] for i in together], [ranks[i] for i in together])
-            for i, table in zip(together, tables, strict=True):
-                scored[i] = table
-    return [
-        known or score_table(goal, rank)
-        for known, goal, rank in zip(scored, goals, ranks, strict=True)
-    ]
+        if i not in scored:
+            scored[i] = score_table(goal, ranks[i])
+    return [scored[i] for i in range(len(goals))]
 
 
 def score_table(goal: Goal, rank: int) -> ScoredTable:
@@ -143,152 +151,203 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
     for shard in data.shards:
         if shard.rect in table.segments:
             continue
-        grid = grid_of(shard.rect, goal.block)
-        columns = torch.arange(grid.col, grid.col + grid.cols, device=shard.tensor.device)
         counts = shard.rect in mine
+        kept = table.kept_scores(shard.rect)
         if goal.block == (1, 1):
-            segment = Segment(
-                grid.row,
-                columns,
-                goal.grid.cols,
-                read=partial(_element_bits, goal, shard),
-                counts=counts,
-            )
+            # Elements are scored again in each pass: to store the scores would take as much memory
+            # as the weights.
+            read = partial(_element_bits, goal, shard)
+            segment = _segment(goal, shard, counts=counts, read=read)
             segment.first_histogram = _checked_histogram(goal, shard, segment)
-        elif goal.keeping is not None and cuts is None and shard.rect in goal.keeping.scores:
-            segment = Segment(grid.row, columns, goal.grid.cols, counts=counts)
-            kept = goal.keeping.scores[shard.rect]
-            kept.update(
-                shard, data.shape, goal.block, goal.keeping, partial(_score_all, goal, shard)
-            )
-            for piece in torch.split(kept.scores.bits, max(1, _COUNTED // grid.cols)):
-                segment.add(piece)
-            segment.first_histogram, segment.index = kept.scores.histogram, kept.scores
+        elif kept is not None and goal.keeping is not None:
+            segment = _segment(goal, shard, counts=counts)
+            score_all = partial(_score_all, goal, shard)
+            kept.update(shard, data.shape, goal.block, goal.keeping, score_all)
+            kept.fill(segment)
         else:
-            segment = Segment(grid.row, columns, goal.grid.cols, counts=counts)
-            table.partials[shard.rect] = _score_blocks(goal, shard, cuts, segment)
+            segment = _segment(goal, shard, counts=counts)
+            known = None if cuts is None else cuts.partials(shard.rect, shard.tensor.device)
+            _score_blocks(goal, shard, segment, known)
+            if known is not None:
+                table.partials[shard.rect] = known
         table.segments[shard.rect] = segment
     return table
 
 
 def cuts_of(goal: Goal) -> CutTable | None:
-    """Return the goal's cut blocks, if any.
+    """Return the goal's cut blocks, or None if every block is within one shard.
 
     Raises:
         ValueError: a column border cuts blocks that are to lose only some of their elements.
     """
-    data, cuts = goal.data, find_cuts(goal.data, goal.block, goal.whole_columns)
-    if goal.by_element and cuts is not None and cuts.cols:
-        borders = sorted({rect.col for rect in data.rects if rect.col})
-        fits = [
-            w
-            for w in range(1, min(goal.block[1], 64))
-            if all(border % w == 0 for border in borders)
-        ]
-        raise ValueError(
-            f"Table {data.name!r}: zeros_per_block={goal.zeros} is smaller than the block"
-            f" {goal.block}, so a column border may not cut blocks, but borders are at columns"
-            f" {borders}; block widths that fit: {fits or [1]}."
-        )
-    return cuts
+    data, block = goal.data, goal.block
+    rows = {rect.row // block[0] for rect in data.rects if rect.row % block[0]}
+    cols = {rect.col // block[1] for rect in data.rects if rect.col % block[1]}
+    if goal.whole_columns and rows:
+        # One block row, the whole table: its blocks are exchanged as partial sums, however cut.
+        rows, cols = set(), set(range(goal.grid.cols))
+    if goal.by_element and cols:
+        raise ValueError(_cut_by_columns(goal))
+    if not rows and not cols:
+        return None
+    return CutTable(data, block, tuple(sorted(rows)), tuple(sorted(cols)), goal.by_element)
+
+
+def _cut_by_columns(goal: Goal) -> str:
+    borders = sorted({rect.col for rect in goal.data.rects if rect.col})
+    common = math.gcd(*borders)
+    fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
+    return (
+        f"Table {goal.data.name!r}: zeros_per_block={goal.zeros} is smaller than the block"
+        f" {goal.block}, so a column border may not cut blocks, but borders are at columns"
+        f" {borders}; block widths that fit: {fits or [1]}."
+    )
+
+
+def _segment(
+    goal: Goal,
+    shard: Shard,
+    *,
+    counts: bool,
+    columns: Tensor | None = None,
+    read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
+) -> Segment:
+    """Return an empty segment for the scores of a shard."""
+    grid = grid_of(shard.rect, goal.block)
+    if columns is None:
+        columns = _block_columns(grid, shard)
+    return Segment(grid.row, columns, goal.grid.cols, read=read, counts=counts)
+
+
+def _block_columns(grid: Grid, shard: Shard) -> Tensor:
+    return torch.arange(grid.col, grid.col + grid.cols, device=shard.tensor.device)
+
+
+def _batches(goals: Sequence[Goal]) -> Iterator[list[int]]:
+    """Yield the places of tables that can be scored together."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, goal in enumerate(goals):
+        if _fits_batch(goal):
+            groups.setdefault(_batch_key(goal), []).append(i)
+    for group in groups.values():
+        batch: list[int] = []
+        elements = 0
+        for i in group:
+            numel = goals[i].data.shards[0].rect.numel
+            if elements + numel > BATCH:
+                yield batch
+                batch, elements = [], 0
+            batch.append(i)
+            elements += numel
+        yield batch
+
+
+def _fits_batch(goal: Goal) -> bool:
+    """Whether a table has one small shard here, of blocks that know nothing of their neighbours."""
+    if len(goal.data.shards) != 1 or goal.by_element or callable(goal.measure):
+        return False
+    if goal.block[0] != 1 or goal.block[1] == 1:
+        return False
+    return 0 < goal.data.shards[0].rect.numel <= SMALL and cuts_of(goal) is None
+
+
+def _batch_key(goal: Goal) -> Hashable:
+    """What the tables of a batch have in common."""
+    data, [shard] = goal.data, goal.data.shards
+    weighted = isinstance(goal.measure, WeightedSquares)
+    return (
+        data.ranks,
+        data.shape[1],
+        shard.rect.col,
+        shard.rect.cols,
+        shard.tensor.device,
+        data.dtype,
+        goal.block,
+        "weighted" if weighted else goal.measure,
+    )
 
 
 def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
     shards = [goal.data.shards[0] for goal in goals]
-    batch = Batch.of(
-        shards, goals[0].data.shape[1], goals[0].block, [goal.measure for goal in goals]
-    )
+    width, block = goals[0].data.shape[1], goals[0].block
+    batch = Batch.of(shards, width, block, [goal.measure for goal in goals])
     if not _fine(batch.scores):
         for i, goal in enumerate(goals):
             _check(goal, shards[i], batch.part(i), shards[i].rect.row)
+    bits = batch.scores.view(torch.int32)
+    bits.index_fill_(0, batch.gaps, KEPT)
+    ends = torch.tensor([*batch.starts[1:], bits.shape[0]])
+    sizes = (ends - torch.tensor(batch.starts)) * bits.shape[1]
+    joint = JointScores(bits.view(-1), sizes.to(bits.device))
+    histograms = joint.first_histograms().cpu()
+    columns = _block_columns(grid_of(shards[0].rect, block), shards[0])
     tables = []
-    grid = grid_of(shards[0].rect, goals[0].block)
-    columns = torch.arange(grid.col, grid.col + grid.cols, device=shards[0].tensor.device)
-    for goal, shard, rank in zip(goals, shards, ranks, strict=True):
-        segment = Segment(
-            shard.rect.row, columns, goal.grid.cols, counts=shard.rect in goal.data.owned(rank)
-        )
+    for i, (goal, shard) in enumerate(zip(goals, shards, strict=True)):
+        counts = shard.rect in goal.data.owned(ranks[i])
+        segment = _segment(goal, shard, counts=counts, columns=columns)
+        segment.add(bits[batch.starts[i] : batch.starts[i] + batch.rows[i]])
+        segment.first_histogram = histograms[i]
+        segment.joint = JointPart(joint, i)
         tables.append(ScoredTable(goal, None, {shard.rect: segment}))
-    _fill([table.segments[shard.rect] for table, shard in zip(tables, shards, strict=True)], batch)
     return tables
 
 
-def _fill(segments: Sequence[Segment], batch: Batch) -> None:
-    """Give the segments of the shards their part of the scores, which must be finite, and their
-    histograms."""
-    bits = batch.scores.view(torch.int32)
-    bits.index_fill_(0, batch.gaps, KEPT)
-    ends = [*batch.starts[1:], bits.shape[0]]
-    sizes = [(end - start) * bits.shape[1] for start, end in zip(batch.starts, ends, strict=True)]
-    joint = JointScores(bits.view(-1), torch.tensor(sizes, device=bits.device))
-    for i, (segment, histogram) in enumerate(
-        zip(segments, joint.first_histograms().cpu(), strict=True)
-    ):
-        segment.add(bits[batch.starts[i] : batch.starts[i] + batch.rows[i]])
-        segment.first_histogram = histogram
-        segment.joint = (joint, i)
-
-
-def _score_blocks(goal: Goal, shard: Shard, cuts: CutTable | None, segment: Segment) -> Partials:
-    """Fill ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and return
-    what is known of the cut ones. Where all are cut, the segment stays empty until the decision."""
-    rect, device = shard.rect, shard.tensor.device
-    grid = grid_of(rect, goal.block)
-    cut_cols = cuts.local_cols(grid) if cuts else []
-    cut_rows = [i - grid.row for i in cuts.rows_in(grid.row, grid.row + grid.rows)] if cuts else []
-    cut_count = len(cuts.cols_in(grid)) if cuts else 0
-    widths = block_widths(goal.data.shape, goal.block, segment.col_ids)
-    known = Partials(
-        torch.zeros(grid.rows, cut_count, dtype=torch.float64, device=device),
-        torch.zeros(grid.rows, cut_count, dtype=torch.bool, device=device),
-        {},
-    )
-    histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
-    waiting: list[Tensor] = []
-    scratch = torch.empty(0, dtype=torch.int32, device=device)
-    seen = 0  # block rows that are checked, counted and added
-    for first, sums in block_sums(shard.tensor, rect, goal.block, goal.measure):
-        last = first + sums.shape[0]
-        if cut_count:
-            known.sums[first:last] = sums[:, cut_cols]
-            torch.eq(known.sums[first:last], 0, out=known.clean[first:last])
-        waiting.append(to_scores(sums, grid.row + first, widths, goal.data.shape, goal.block))
-        if (last - seen) * grid.cols < _COUNTED and last < grid.rows:
-            continue
-        piece = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-        _check(goal, shard, piece, grid.row + seen)
-        if cut_count < grid.cols:
-            bits = piece.view(torch.int32)
-            bits[:, cut_cols] = KEPT
-            bits[[i - seen for i in cut_rows if seen <= i < last]] = KEPT
-            if scratch.numel() < bits.numel():
-                scratch = torch.empty_like(bits).view(-1)
-            histogram += first_histogram(bits.view(-1), scratch)
-            segment.add(bits)
-        waiting, seen = [], last
-    for i in cut_rows:
-        inner = Rect((grid.row + i) * goal.block[0], rect.col, goal.block[0], rect.cols).intersect(
-            rect
-        )
-        assert inner is not None
-        rows = shard.tensor[inner.row - rect.row : inner.row_end - rect.row]
-        known.elements[grid.row + i] = element_scores(rows, goal.measure, (inner.row, inner.col))
+def _score_blocks(goal: Goal, shard: Shard, segment: Segment, cut: Partials | None) -> None:
+    """Fill ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and ``cut``
+    with what is known of those. Where all are cut, the segment stays empty until the decision."""
+    rect, grid = shard.rect, grid_of(shard.rect, goal.block)
+    histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=shard.tensor.device)
+    scratch = torch.empty(0, dtype=torch.int32, device=shard.tensor.device)
+    for first, piece in _score_pieces(goal, shard, segment.col_ids, cut):
+        _check(goal, shard, piece, grid.row + first)
+        bits = piece.view(torch.int32)
+        if cut is not None:
+            if cut.sums.shape[1] == grid.cols:
+                continue
+            bits[:, cut.cols] = KEPT
+            inside = [i - grid.row - first for i in cut.rows]
+            bits[[i for i in inside if 0 <= i < len(bits)]] = KEPT
+        if scratch.numel() < bits.numel():
+            scratch = torch.empty_like(bits).view(-1)
+        histogram += first_histogram(bits.view(-1), scratch)
+        segment.add(bits)
     segment.first_histogram = histogram
-    return known
+    for i in () if cut is None else cut.rows:
+        slab = Rect(i * goal.block[0], rect.col, goal.block[0], rect.cols)
+        inner = rect.intersect(slab)
+        assert cut is not None and inner is not None
+        rows = shard.tensor[inner.row - rect.row : inner.row_end - rect.row]
+        cut.elements[i] = element_scores(rows, goal.measure, (inner.row, inner.col))
+
+
+def _score_pieces(
+    goal: Goal, shard: Shard, columns: Tensor, cut: Partials | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first block row, counted from the shard's own first, and the scores of pieces that
+    are worth the calls on them; float32 ``(block rows, block columns)``."""
+    grid, shape = grid_of(shard.rect, goal.block), goal.data.shape
+    widths = block_widths(shape, goal.block, columns)
+    waiting: list[Tensor] = []
+    start = 0
+    for first, sums in block_sums(shard.tensor, shard.rect, goal.block, goal.measure):
+        last = first + sums.shape[0]
+        if cut is not None:
+            cut.note(first, sums)
+        waiting.append(to_scores(sums, grid.row + first, widths, shape, goal.block))
+        if (last - start) * grid.cols >= _COUNTED or last == grid.rows:
+            yield start, waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            waiting, start = [], last
 
 
 def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
-    """The scores of a shard that no border cuts, in one piece, and their histogram."""
-    grid = grid_of(shard.rect, goal.block)
-    segment = Segment(grid.row, torch.arange(grid.col, grid.col + grid.cols), goal.grid.cols)
-    _score_blocks(goal, shard, None, segment)
-    assert segment.first_histogram is not None
-    return torch.cat([bits for _, bits in segment.pieces()]), segment.first_histogram
+    """Return the scores of a shard that no border cuts, in one piece, and their histogram."""
+    segment = _segment(goal, shard, counts=True)
+    _score_blocks(goal, shard, segment, None)
+    return torch.cat([bits for _, bits in segment.pieces()]), segment.histogram()
 
 
 def _element_bits(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
-    """Scores of single elements, computed again in each pass: to keep them would take as much
-    memory as the weights."""
+    """Yield ``(start, scores)`` of single elements, int32, flat."""
     for first, sums in block_sums(shard.tensor, shard.rect, (1, 1), goal.measure):
         yield first * shard.rect.cols, sums.to(torch.float32).view(torch.int32).flatten()
 
@@ -308,10 +367,8 @@ def _check(goal: Goal, shard: Shard, scores: Tensor, first_row: int) -> None:
     if _fine(scores):
         return
     i, j = (~((scores >= 0) & (scores < torch.inf))).nonzero()[0].tolist()
-    row, col = (
-        (first_row + i) * goal.block[0],
-        (grid_of(shard.rect, goal.block).col + j) * goal.block[1],
-    )
+    row = (first_row + i) * goal.block[0]
+    col = (grid_of(shard.rect, goal.block).col + j) * goal.block[1]
     raise ValueError(
         f"Table {goal.data.name!r}: the block at row {row}, column {col} scores"
         f" {float(scores[i, j])}; scores must be finite and not negative, so no mask was changed."

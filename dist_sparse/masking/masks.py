@@ -8,6 +8,7 @@ same bit in every shard that it touches. Masks that are not constant on blocks u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -28,6 +29,22 @@ __all__ = [
     "unpack",
     "wide",
 ]
+
+_FEW = 1 << 8
+"""Bytes whose bits Python counts sooner than torch makes its first call."""
+
+_CHUNK = 1 << 20
+"""Elements expanded at a time."""
+
+_WRITTEN = 1 << 15
+"""Bytes of bits whose blocks are written at a time: their positions take up to 200 times as
+much."""
+
+_SMALL = 1 << 11
+"""Bytes of a mask whose blocks are looked up together with those of others."""
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the size of an element, for masking bit by bit: NaN becomes zero too."""
 
 _GATHER = 0x0102040810204080
 """Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in
@@ -101,24 +118,6 @@ def positions(packed: Tensor) -> Tensor:
     return touched[byte] * 8 + bit
 
 
-_FEW = 1 << 8
-"""Bytes whose bits Python counts sooner than torch makes its first call."""
-
-_CHUNK = 1 << 20
-"""Elements expanded at a time."""
-
-_WRITTEN = 1 << 15
-"""Bytes of bits whose blocks are written at a time: their positions take up to 200 times as
-much."""
-
-
-_SMALL = 1 << 11
-"""Bytes of a mask whose blocks are looked up together with those of others."""
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of the size of an element, for masking bit by bit: NaN becomes zero too."""
-
-
 @lru_cache(maxsize=16)
 def spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return, for each byte of a mask, the words of its ``8 * width`` columns:
@@ -135,12 +134,11 @@ def wide(matrix: Tensor) -> Tensor:
     """
     if not matrix.is_contiguous():
         return matrix
-    size, start = matrix.element_size(), matrix.storage_offset() * matrix.element_size()
+    size = matrix.element_size()
+    # A view as words must be aligned: its rows, its place in the storage, and the storage itself.
+    offsets = matrix.shape[1] * size, matrix.storage_offset() * size, matrix.data_ptr()
     for dtype in (torch.complex128, torch.int64):
-        if all(
-            count % dtype.itemsize == 0
-            for count in (matrix.shape[1] * size, start, matrix.data_ptr())
-        ):
+        if math.gcd(*offsets) % dtype.itemsize == 0:
             return matrix.view(dtype)
     return matrix
 
@@ -228,68 +226,68 @@ class BlockMask:
             out[rows].copy_(kept)
         return out
 
-    def element_chunks(
-        self, bits: Tensor | None = None, skip: int | None = None
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def element_chunks(self, only_removing: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """Yield the mask in chunks of the shard's rows: ``(rows, kept)`` with ``kept`` bool
         ``(len(rows), rect.cols)``.
 
         Args:
-            bits: other bits of the same grid to expand instead of the mask's own.
-            skip: leave out chunks in which every byte has this value.
+            only_removing: leave out chunks that keep everything; bits behind the last must be 1.
         """
-        bits = self.bits if bits is None else bits
         if self.blocks == 0:
             return
-        other = BlockMask(self.rect, self.block, bits)
-        device = bits.device
-        columns = (
-            torch.arange(self.rect.col, self.rect.col_end, device=device) // self.block[1]
-        ) - self.grid.col
-        if self.grid.rows == 1:  # every row is the same, however many there are
-            if skip is None or bool((bits != skip).any()):
-                step = max(1, _CHUNK // self.rect.cols)
-                kept = other.flags()[:, columns]
-                for top in range(0, self.rect.rows, step):
-                    rows = slice(top, min(top + step, self.rect.rows))
-                    yield rows, kept.expand(rows.stop - top, -1)
+        if self.grid.rows == 1:
+            if only_removing and bool((self.bits == 0xFF).all()):
+                return
+            # Every row is the same, however many there are.
+            kept = self._over_columns(self.flags())
+            step = max(1, _CHUNK // self.rect.cols)
+            for top in range(0, self.rect.rows, step):
+                rows = slice(top, min(top + step, self.rect.rows))
+                yield rows, kept.expand(rows.stop - top, -1)
             return
-        for first, last in self.row_chunks(_CHUNK // (self.block[0] * self.block[1])):
-            if skip is not None:
-                part = bits[first * self.grid.cols // 8 : -(-last * self.grid.cols // 8)]
-                if bool((part == skip).all()):
-                    continue
-            top = max((self.grid.row + first) * self.block[0], self.rect.row)
-            bottom = min((self.grid.row + last) * self.block[0], self.rect.row_end)
-            kept = other.flags(first, last)
-            if self.block[0] != 1:
-                kept = kept[
-                    torch.arange(top, bottom, device=device) // self.block[0]
-                    - self.grid.row
-                    - first
-                ]
-            if self.grid.cols != self.rect.cols:
-                kept = kept.expand(-1, self.rect.cols) if self.grid.cols == 1 else kept[:, columns]
-            yield slice(top - self.rect.row, bottom - self.rect.row), kept
+        height, cols = self.block[0], self.grid.cols
+        for first, last in self.row_chunks(_CHUNK // (height * self.block[1])):
+            part = self.bits[first * cols // 8 : -(-last * cols // 8)]
+            if only_removing and bool((part == 0xFF).all()):
+                continue
+            kept = self.flags(first, last)
+            top = max((self.grid.row + first) * height, self.rect.row)
+            bottom = min((self.grid.row + last) * height, self.rect.row_end)
+            if height > 1:
+                rows_of = torch.arange(top, bottom, device=kept.device) // height
+                kept = kept[rows_of - self.grid.row - first]
+            yield slice(top - self.rect.row, bottom - self.rect.row), self._over_columns(kept)
+
+    def _over_columns(self, kept: Tensor) -> Tensor:
+        """Return flags ``(rows, grid.cols)`` of blocks as those of their columns,
+        ``(rows, rect.cols)``."""
+        if self.grid.cols == self.rect.cols:
+            return kept
+        if self.grid.cols == 1:
+            return kept.expand(-1, self.rect.cols)
+        columns = torch.arange(self.rect.col, self.rect.col_end, device=kept.device)
+        return kept[:, columns // self.block[1] - self.grid.col]
 
     def apply_(self, tensor: Tensor) -> None:
         """Write zero to the removed elements of the live shard ``tensor``
         ``(rect.rows, rect.cols)``; NaN there becomes zero too."""
         live = tensor.data
-        if not self.in_one_pass or live.element_size() not in WORDS:
+        word = WORDS.get(live.element_size())
+        if not self.in_one_pass or word is None:
             self._zero(tensor, ~self.bits)
             return
         if self.grid.rows == 1:
-            word = WORDS[live.element_size()]
-            [(_, kept)] = BlockMask(
-                self.rect._replace(rows=1), self.block, self.bits
-            ).element_chunks()
+            one_row = BlockMask(self.rect._replace(rows=1), self.block, self.bits)
+            [(_, kept)] = one_row.element_chunks()
+            # 1 becomes -1: all bits of the word.
             live.view(word).bitwise_and_(kept.to(word).neg_())
             return
+        cols = self.grid.cols
+        width = 1 if cols == 1 else self.block[1]
+        # Whole bytes of bits.
         step = max(1, _CHUNK // max(1, self.rect.cols) // 8) * 8
         for first in range(0, self.rect.rows, step):
-            part = live[first : first + step].view(WORDS[live.element_size()])
-            cols, width = self.grid.cols, 1 if self.grid.cols == 1 else self.block[1]
+            part = live[first : first + step].view(word)
             at = self.bits[first * cols // 8 : -(-(first + len(part)) * cols // 8)].to(torch.int32)
             kept = spread(width, part.dtype, live.device).index_select(0, at)
             part &= kept.flatten()[: len(part) * width * cols].view(len(part), width * cols)
@@ -299,10 +297,10 @@ class BlockMask:
         """Whether :meth:`apply_` is one pass over the shard, several times quicker than a pass over
         scattered rows: a row of elements is a row of blocks, of one block or of whole bytes of
         bits, or all rows are the same."""
-        whole = self.grid.cols == 1 or (
-            self.grid.cols % 8 == 0 and self.rect.cols == self.grid.cols * self.block[1]
-        )
-        return (self.block[0] == 1 and whole) or self.grid.rows == 1
+        if self.grid.rows == 1 or self.block[0] != 1:
+            return self.grid.rows == 1
+        uncut = self.rect.cols == self.grid.cols * self.block[1]
+        return self.grid.cols == 1 or (uncut and self.grid.cols % 8 == 0)
 
     def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
         """Write zero to what this mask removes and is not known to be zero already: what
@@ -322,50 +320,55 @@ class BlockMask:
     ) -> None:
         """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. Many small
         masks are looked up at once."""
-        some: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
+        together: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
         size = 0
         for change in changes:
             mask, tensor, before, dirty = change
-            if (
-                mask.bits.numel() > _SMALL
-                or before.block != mask.block
-                or mask._rows_of_blocks(tensor.data) is None
-            ):
+            if not mask._is_small(tensor, before):
                 mask.apply_changed_(tensor, before, dirty)
                 continue
-            if some and (
-                size + mask.bits.numel() > _WRITTEN or some[0][0].bits.device != mask.bits.device
-            ):
-                _apply_together(some)
-                some, size = [], 0
-            some.append(change)
             size += mask.bits.numel()
-        _apply_together(some)
+            if together and (size > _WRITTEN or together[0][0].bits.device != mask.bits.device):
+                _apply_together(together)
+                together, size = [], mask.bits.numel()
+            together.append(change)
+        if together:
+            _apply_together(together)
+
+    def _is_small(self, tensor: Tensor, before: BlockMask) -> bool:
+        """Whether the mask is small enough to be looked up together with others."""
+        if self.bits.numel() > _SMALL or before.block != self.block:
+            return False
+        return self._rows_of_blocks(tensor.data) is not None
 
     def _rows_of_blocks(self, live: Tensor) -> Tensor | None:
         """``live`` as a matrix with a block in each row; None where its blocks are not
         contiguous."""
-        width = self.rect.cols if self.grid.cols == 1 else self.block[1]
-        whole = self.grid.cols == 1 or self.rect.col % width == self.rect.cols % width == 0
-        return (
-            live.view(-1, width) if self.block[0] == 1 and whole and live.is_contiguous() else None
-        )
+        if self.block[0] != 1 or not live.is_contiguous():
+            return None
+        if self.grid.cols == 1:
+            return live.view(-1, self.rect.cols)
+        width = self.block[1]
+        cut = self.rect.col % width or self.rect.cols % width
+        return None if cut else live.view(-1, width)
 
     def _zero(self, tensor: Tensor, gone: Tensor) -> None:
         """Write zero to the blocks whose bit is set in ``gone``."""
         # Autograd must not see the writes: a forward may be waiting for its backward.
         live = tensor.data
-        if (by_rows := self._rows_of_blocks(live)) is not None:
-            by_block = wide(by_rows)
-            for start in range(0, gone.numel(), _WRITTEN):
-                part = gone[start : start + _WRITTEN]
-                blocks = positions(part)
-                if blocks.numel():
-                    blocks += start * 8
-                    by_block.index_fill_(0, blocks[blocks < self.blocks], 0)
+        by_rows = self._rows_of_blocks(live)
+        if by_rows is None:
+            others = BlockMask(self.rect, self.block, ~gone)
+            for rows, kept in others.element_chunks(only_removing=True):
+                live[rows].masked_fill_(~kept, 0)
             return
-        for rows, kept in self.element_chunks(~gone, skip=0xFF):
-            live[rows].masked_fill_(~kept, 0)
+        by_block = wide(by_rows)
+        for start in range(0, gone.numel(), _WRITTEN):
+            blocks = positions(gone[start : start + _WRITTEN])
+            if blocks.numel():
+                blocks += start * 8
+                # Bits behind the last block may be set.
+                by_block.index_fill_(0, blocks[blocks < self.blocks], 0)
 
     def keeps(self, places: Tensor) -> Tensor:
         """Return kept flags, bool ``(n,)``, of the blocks at flat ``places``, integers ``(n,)``."""
@@ -383,22 +386,15 @@ class BlockMask:
         flips = (self.keeps(places) != kept).nonzero().view(-1)
         if not flips.numel():
             return self
-        # 0 to 1 by adding, 1 to 0 by subtracting it.
-        places, bit = (
-            places[flips],
-            torch.where(kept[flips], 1, -1),
-        )
-        return BlockMask(
-            self.rect,
-            self.block,
-            self.bits.index_add(0, places >> 3, (bit << (places & 7)).to(torch.uint8)),
-        )
+        places = places[flips]
+        # 0 to 1 by adding the bit, 1 to 0 by subtracting it.
+        bit = torch.where(kept[flips], 1, -1) << (places & 7)
+        bits = self.bits.index_add(0, places >> 3, bit.to(torch.uint8))
+        return BlockMask(self.rect, self.block, bits)
 
     def cut(self, rect: Rect) -> BlockMask:
         """Return the part of the mask over ``rect``, which must be within this shard."""
-        inner = grid_of(rect, self.block)
-        rows = slice(inner.row - self.grid.row, inner.row - self.grid.row + inner.rows)
-        cols = slice(inner.col - self.grid.col, inner.col - self.grid.col + inner.cols)
+        rows, cols = _within(grid_of(rect, self.block), self.grid)
         return BlockMask(rect, self.block, pack(self.flags()[rows, cols].flatten()))
 
     @staticmethod
@@ -415,15 +411,14 @@ class BlockMask:
         kept = torch.zeros(grid.rows, grid.cols, dtype=torch.bool, device=device)
         known = torch.zeros_like(kept)
         for piece in pieces:
-            rows = slice(piece.grid.row - grid.row, piece.grid.row - grid.row + piece.grid.rows)
-            cols = slice(piece.grid.col - grid.col, piece.grid.col - grid.col + piece.grid.cols)
+            at = _within(piece.grid, grid)
             flags = piece.flags().to(device)
-            if bool((known[rows, cols] & (kept[rows, cols] != flags)).any()):
+            if bool((known[at] & (kept[at] != flags)).any()):
                 raise ValueError(
                     f"The mask pieces of {rect} differ where they overlap, in {piece.rect}."
                 )
-            kept[rows, cols] = flags
-            known[rows, cols] = True
+            kept[at] = flags
+            known[at] = True
         if not bool(known.all()):
             raise ValueError(
                 f"The mask pieces do not cover {rect}: {int((~known).sum())} of {known.numel()}"
@@ -432,25 +427,29 @@ class BlockMask:
         return BlockMask(rect, block, pack(kept.flatten()))
 
 
+def _within(inner: Grid, outer: Grid) -> tuple[slice, slice]:
+    """Return the rows and columns of ``outer`` that ``inner`` covers."""
+    row, col = inner.row - outer.row, inner.col - outer.col
+    return slice(row, row + inner.rows), slice(col, col + inner.cols)
+
+
 def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:
-    if not changes:
-        return
-    gone = ~torch.cat([mask.bits for mask, *_ in changes])
-    gone &= torch.cat([before.bits for _, _, before, _ in changes])
-    gone |= torch.cat(
-        [torch.zeros_like(mask.bits) if dirty is None else dirty for mask, *_, dirty in changes]
-    )
-    starts = [
-        0,
-        *torch.tensor([mask.bits.numel() for mask, *_ in changes]).cumsum(0).mul_(8).tolist(),
-    ]
-    found = positions(gone)
-    # Bits behind may be set.
-    ends = [start + mask.blocks for start, (mask, *_) in zip(starts, changes, strict=False)]
-    places = torch.searchsorted(
-        found, torch.tensor([starts[:-1], ends], device=found.device)
-    ).T.tolist()
-    for (mask, tensor, _, _), start, (first, last) in zip(changes, starts, places, strict=False):
+    """:meth:`BlockMask.apply_changed_` of small masks: one search for all bits."""
+    kept, kept_before, not_clean = [], [], []
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for mask, _, before, dirty in changes:
+        kept.append(mask.bits)
+        kept_before.append(before.bits)
+        not_clean.append(torch.zeros_like(mask.bits) if dirty is None else dirty)
+        # Without the bits behind the last block, which may be set.
+        ranges.append((start, start + mask.blocks))
+        start += 8 * mask.bits.numel()
+    found = positions(~torch.cat(kept) & torch.cat(kept_before) | torch.cat(not_clean))
+    places = torch.searchsorted(found, torch.tensor(ranges, device=found.device)).tolist()
+    for (mask, tensor, _, _), (start, _), (first, last) in zip(
+        changes, ranges, places, strict=True
+    ):
         if first < last:
             rows = mask._rows_of_blocks(tensor.data)
             assert rows is not None

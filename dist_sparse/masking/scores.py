@@ -13,20 +13,22 @@ row know nothing of their neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 __all__ = [
+    "BATCH",
+    "SMALL",
     "Batch",
     "Measure",
     "WeightedSquares",
-    "batches",
     "block_sums",
     "block_widths",
     "element_scores",
@@ -63,9 +65,11 @@ CHUNK_ELEMENTS = 1 << 20
 keeps."""
 
 _LEAST_CHUNK = 1 << 18
+"""Fewest elements scored at a time, unless the shard has fewer."""
+
 _CHUNKS = 8
-"""A shard is scored in so many chunks, unless they are smaller than that: the first one writes into
-fresh memory, whose pages are mapped in while it does, which takes longer than scoring."""
+"""A shard is scored in so many chunks: the first one writes into fresh memory, whose pages are
+mapped in while it does, which takes longer than scoring."""
 
 _FEW = 16
 """Up to this width, adding strided slices is faster than a reduction over the last dimension."""
@@ -78,11 +82,11 @@ over threads."""
 def element_scores(
     chunk: Tensor, measure: Measure, offset: tuple[int, int], out: Tensor | None = None
 ) -> Tensor:
-    """Element scores of ``chunk`` ``(rows, cols)`` as a new float64 tensor of that shape (in
+    """Return element scores of ``chunk`` ``(rows, cols)`` as a new float64 tensor of that shape (in
     ``out``, if given)."""
-    buffer = (
-        torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device) if out is None else out
-    )
+    buffer = out
+    if buffer is None:
+        buffer = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device)
     if callable(measure):
         scored = measure(chunk, offset)
         if scored.shape != chunk.shape:
@@ -120,21 +124,17 @@ def block_sums(
         holds. ``sums`` is overwritten by the next chunk.
     """
     grid = grid_of(rect, block)
-    buffer = torch.empty(0, dtype=torch.float64, device=tensor.device)
-    folded = buffer
+    buffer = folded = torch.empty(0, dtype=torch.float64, device=tensor.device)
     for start, stop in row_chunks(rect, block):
         height = min(block[0], stop - start)
         total: Tensor | None = None
-        # Tall blocks are summed in pieces.
-        for first in range(start, stop, _LONG) if height > _LONG else (start,):
-            last = min(first + _LONG, stop) if height > _LONG else stop
-            if last - first > buffer.shape[0]:
-                buffer = torch.empty(
-                    last - first, rect.cols, dtype=torch.float64, device=tensor.device
-                )
-                folded = torch.empty(
-                    last - first, grid.cols, dtype=torch.float64, device=tensor.device
-                )
+        # A tall block, which is alone in its chunk, is summed in pieces.
+        step = min(stop - start, _LONG) if block[0] > _LONG else stop - start
+        if step > len(buffer):
+            buffer = buffer.new_empty(step, rect.cols)
+            folded = buffer.new_empty(step, grid.cols)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
             offset = rect.row + first, rect.col
             chunk = tensor[first:last] if of is None else tensor.index_select(0, of[first:last])
             scored = element_scores(chunk, measure, offset, out=buffer[: last - first])
@@ -155,13 +155,19 @@ def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
     if rect.numel == 0:
         return
     elements = min(CHUNK_ELEMENTS, max(_LEAST_CHUNK, rect.numel // _CHUNKS))
-    per_chunk = max(1, elements // (rect.cols * block[0]) if block[0] <= _LONG else 1) * block[0]
+    per_chunk = block[0]
+    if block[0] <= _LONG:
+        per_chunk *= max(1, elements // (rect.cols * block[0]))
     start = 0
     while start < rect.rows:
-        ahead = (rect.row + start) % block[0]  # rows of this block row above the shard
-        stop = min(rect.rows, start + (block[0] - ahead if ahead else per_chunk))
-        if not ahead and (rest := (stop - start) % block[0]) and stop - start > block[0]:
-            stop -= rest
+        above = (rect.row + start) % block[0]  # rows of this block row above the shard
+        if above:
+            stop = min(rect.rows, start + block[0] - above)
+        else:
+            stop = min(rect.rows, start + per_chunk)
+            rest = (stop - start) % block[0]
+            if rest < stop - start:
+                stop -= rest
         yield start, stop
         start = stop
 
@@ -191,57 +197,59 @@ def block_widths(shape: tuple[int, int], block: Block, columns: Tensor) -> Tenso
 
 
 def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor:
-    """Sums ``scored`` ``(rows, rect.cols)`` over the columns of each block, into ``out``
-    ``(rows, block columns)``."""
+    """Return the sums of ``scored`` ``(rows, rect.cols)`` over the columns of each block, in
+    ``out`` ``(rows, block columns)``."""
     if width == 1:
         return scored
-    # Columns that belong to a block begun left of the shard.
+    # Columns of a block begun left of the shard, of whole blocks, and of one begun in it.
     first = min(rect.cols, -rect.col % width)
     whole = (rect.cols - first) // width
-    left = 1 if first else 0
+    end = first + whole * width
+    at = 0
     if first:
         _fold(scored[:, None, :first], out[:, :1])
+        at = 1
     if whole:
-        body = scored[:, first : first + whole * width].unfold(1, width, width)
-        _fold(body, out[:, left : left + whole])
-    if first + whole * width < rect.cols:
-        _fold(scored[:, None, first + whole * width :], out[:, left + whole :])
+        _fold(scored[:, first:end].unfold(1, width, width), out[:, at : at + whole])
+    if end < rect.cols:
+        _fold(scored[:, None, end:], out[:, at + whole :])
     return out
 
 
 def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends on ``w``
-    alone: neighbours in pairs while ``w`` is even, then one by one. ``parts`` may be overwritten.
+    """Return the sum over the last dimension of ``parts`` ``(a, b, w)``, in an order that depends
+    on ``w`` alone: neighbours in pairs while ``w`` is even, then one by one. ``parts`` may be
+    overwritten.
 
     torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its
     order changes with the position of the column) nor for one long row (it may be split over
     threads): so the last dimension is made contiguous, and long ones are cut.
     """
     width = parts.shape[-1]
-    if width <= _FEW:
-        while width % 2 == 0 and width > 2:
-            parts, width = parts[..., 0::2].add_(parts[..., 1::2]), width // 2
-        if width == 1:
-            return parts[..., 0] if out is None else out.copy_(parts[..., 0])
-        total = torch.add(parts[..., 0], parts[..., 1], out=out)
-        for k in range(2, width):
-            total += parts[..., k]
-        return total
-    if parts.stride(-1) != 1:
-        parts = parts.contiguous()
-    total = (
-        torch.sum(parts[..., :_LONG], -1)
-        if out is None
-        else torch.sum(parts[..., :_LONG], -1, out=out)
-    )
-    for start in range(_LONG, width, _LONG):
+    if width > _FEW:
+        return _fold_long(parts.contiguous() if parts.stride(-1) != 1 else parts, out)
+    while width % 2 == 0 and width > 2:
+        parts, width = parts[..., 0::2].add_(parts[..., 1::2]), width // 2
+    if width == 1:
+        return parts[..., 0] if out is None else out.copy_(parts[..., 0])
+    total = torch.add(parts[..., 0], parts[..., 1], out=out)
+    for k in range(2, width):
+        total += parts[..., k]
+    return total
+
+
+def _fold_long(parts: Tensor, out: Tensor | None) -> Tensor:
+    first = parts[..., :_LONG]
+    # mypy: torch.sum has no overload with out=None.
+    total = torch.sum(first, -1) if out is None else torch.sum(first, -1, out=out)
+    for start in range(_LONG, parts.shape[-1], _LONG):
         total += parts[..., start : start + _LONG].sum(-1)
     return total
 
 
 def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int) -> Tensor:
-    """The ``zeros`` smallest elements of each chosen block; among equal scores those first in the
-    block's row-major order.
+    """Return the ``zeros`` smallest elements of each chosen block; among equal scores those first
+    in the block's row-major order.
 
     Args:
         scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks
@@ -259,61 +267,20 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     # Padding ranks behind every (finite) element.
     padded = scores.new_full((down * height, across * width), torch.inf)
     padded[:rows, :cols] = scores
-    blocks = (
-        padded.view(down, height, across, width)
-        .transpose(1, 2)
-        .reshape(down, across, height * width)
-    )
+    # (down, height, across, width) to one row of elements a block, and back.
+    blocks = padded.view(down, height, across, width).transpose(1, 2).flatten(2)
     smallest = blocks.argsort(dim=-1, stable=True)[..., :zeros]
-    gone = torch.zeros_like(blocks, dtype=torch.bool).scatter_(
-        -1, smallest, True
-    ) & chosen.unsqueeze(-1)
-    flat = (
-        gone.view(down, across, height, width)
-        .transpose(1, 2)
-        .reshape(down * height, across * width)
-    )
+    gone = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, smallest, True)
+    gone &= chosen.unsqueeze(-1)
+    flat = gone.view(down, across, height, width).transpose(1, 2).flatten(2).flatten(0, 1)
     return flat[:rows, :cols]
 
 
 SMALL = 1 << 14
-"""Elements of a shard that is batched."""
+"""Most elements of a shard that is batched."""
 
-_BATCH = 1 << 20
-"""Elements of a batch."""
-
-
-def batches(shards: Sequence[tuple[ShardedData, Shard, Block, Measure]]) -> Iterator[list[int]]:
-    """Group shards that can be scored together; yields their places in ``shards``. Others are in no
-    group.
-
-    The caller leaves out shards that a border cuts, and those that lose only some elements of a
-    block.
-    """
-    groups: dict[Any, list[int]] = {}
-    for i, (data, shard, block, measure) in enumerate(shards):
-        rect = shard.rect
-        if block[0] == 1 and block[1] > 1 and 0 < rect.numel <= SMALL and not callable(measure):
-            how = "weighted" if isinstance(measure, WeightedSquares) else measure
-            key = (
-                data.ranks,
-                data.shape[1],
-                rect.col,
-                rect.cols,
-                shard.tensor.device,
-                data.dtype,
-                block,
-                how,
-            )
-            groups.setdefault(key, []).append(i)
-    for group in groups.values():
-        start = elements = 0
-        for at, i in enumerate(group):
-            elements += shards[i][1].rect.numel
-            if elements > _BATCH:
-                yield group[start:at]
-                start, elements = at, shards[i][1].rect.numel
-        yield group[start:]
+BATCH = 1 << 20
+"""Most elements of a batch."""
 
 
 @dataclass(eq=False)
@@ -334,59 +301,52 @@ class Batch:
 
     @staticmethod
     def of(shards: Sequence[Shard], width: int, block: Block, measures: Sequence[Measure]) -> Batch:
-        """Score shards that :func:`batches` has put together, of tables of ``width`` columns; a
-        measure for each."""
+        """Score shards of tables of ``width`` columns, alike in all but their rows; a measure for
+        each."""
         first = shards[0]
         grid = grid_of(first.rect, block)
-        whole_bytes = next(rows for rows in (1, 2, 4, 8) if rows * grid.cols % 8 == 0)
-        filling = first.tensor.new_zeros(whole_bytes, first.rect.cols)
+        device = first.tensor.device
+        # Each shard starts at a whole byte of flags: its mask is cut from those of the batch.
+        align = 8 // math.gcd(8, grid.cols)
+        filling = first.tensor.new_zeros(align, first.rect.cols)
         parts: list[Tensor] = []
         starts: list[int] = []
         gaps: list[int] = []
         at = 0
         for shard in shards:
-            rows, rest = shard.rect.rows, -shard.rect.rows % whole_bytes
             starts.append(at)
-            parts.append(shard.tensor)
-            if rest:
-                parts.append(filling[:rest])
-                gaps += range(at + rows, at + rows + rest)
-            at += rows + rest
+            rest = -shard.rect.rows % align
+            parts += [shard.tensor, filling[:rest]]
+            at += shard.rect.rows + rest
+            gaps += range(at - rest, at)
         everything = torch.cat(parts)
         measure = _of_batch(shards, measures, starts, at)
         rect = Rect(0, first.rect.col, at, first.rect.cols)
-        device = everything.device
-        widths = block_widths(
-            (at, width), block, torch.arange(grid.col, grid.col + grid.cols, device=device)
-        )
-        scores = [
-            to_scores(sums, start, widths, (at, width), block)
-            for start, sums in block_sums(everything, rect, block, measure)
-        ]
+        columns = torch.arange(grid.col, grid.col + grid.cols, device=device)
+        widths = block_widths((at, width), block, columns)
+        scores = []
+        for start, sums in block_sums(everything, rect, block, measure):
+            scores.append(to_scores(sums, start, widths, (at, width), block))
         together = scores[0] if len(scores) == 1 else torch.cat(scores)
-        return Batch(
-            together,
-            starts,
-            [shard.rect.rows for shard in shards],
-            torch.tensor(gaps, dtype=torch.int64, device=device),
-        )
+        heights = [shard.rect.rows for shard in shards]
+        return Batch(together, starts, heights, torch.tensor(gaps, dtype=torch.int64).to(device))
 
     def part(self, i: int) -> Tensor:
-        """The scores of one shard, a view ``(rows, block columns)``."""
+        """Return the scores of one shard, a view ``(rows, block columns)``."""
         return self.scores[self.starts[i] : self.starts[i] + self.rows[i]]
 
 
 def _of_batch(
     shards: Sequence[Shard], measures: Sequence[Measure], starts: Sequence[int], rows: int
 ) -> Measure:
-    """The measure of all rows of a batch, which has the factors of its shards."""
-    first = measures[0]
-    if not isinstance(first, WeightedSquares):
-        return first
+    """Return the measure of all rows of a batch, which has the factors of its shards."""
+    if not isinstance(measures[0], WeightedSquares):
+        return measures[0]
     found = []
     for shard, measure in zip(shards, measures, strict=True):
         assert isinstance(measure, WeightedSquares)
         found.append(measure.factors(shard.tensor, (shard.rect.row, shard.rect.col)))
+    # Factors of a row, or of each element: expanded where the tables differ.
     factors = found[0].new_zeros(rows, max(each.shape[1] for each in found))
     for start, each in zip(starts, found, strict=True):
         factors[start : start + len(each)] = each

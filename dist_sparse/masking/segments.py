@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ __all__ = [
     "REMOVED",
     "REMOVED_CLEAN",
     "Index",
+    "JointPart",
     "JointScores",
     "Segment",
+    "bucket_counts",
     "first_histogram",
 ]
 
@@ -36,10 +39,10 @@ KEPT = 0x7FFFFFFF
 """In the place of a score that is decided elsewhere: never among the smallest."""
 
 REMOVED = -1
-"""Likewise, of a block that was decided to be removed: always below the threshold."""
+"""In the place of the score of a cut block that its owner removes: always below the threshold."""
 
 REMOVED_CLEAN = -2
-"""Likewise, when this shard's part of the block is zero already."""
+"""As REMOVED, where this shard's part of the block is zero already."""
 
 LEADING_BUCKETS = 2048
 """The leading 11 of the 31 bits that a score has."""
@@ -49,11 +52,18 @@ HISTOGRAM = 1 + LEADING_BUCKETS
 
 
 class Index(Protocol):
-    """See :class:`~dist_sparse.masking.indexed.IndexedScores`."""
+    """See :class:`~dist_sparse.masking.cached.indexed.IndexedScores`."""
 
     def counts(self, prefix: int, before: int, shift: int, buckets: int) -> Tensor | None: ...
 
     def within(self, least: int, most: int) -> Tensor | None: ...
+
+
+class JointPart(NamedTuple):
+    """Scores of one of several small tables, which share a tensor."""
+
+    scores: JointScores
+    number: int
 
 
 class Segment:
@@ -67,17 +77,16 @@ class Segment:
         col_ids: global block column of each column, int64 ``(cols,)``.
         grid_cols: block columns of the whole table; the global index of a block is
             ``row * grid_cols + col_id``.
-        read: instead of pieces, makes an iterator over ``(start, bits)`` chunks; called once per
-            pass.
+        read: makes an iterator over ``(start, bits)`` chunks, used instead of pieces; called once
+            per pass.
         counts: whether this rank owns these blocks; replicas are thresholded, not counted.
 
     Attributes:
-        first_histogram: that of the scores, where a scorer has summed it.
-        joint: where else the scores are, together with those of other tables, and the number of the
-            table there.
-        index: what finds some of the scores without a pass over them.
-        tied: positions of scores at the threshold, once found; None if they were not looked for or
-            are too many to keep.
+        first_histogram: the histogram of the scores, if the scorer has summed it.
+        joint: where the scores are stored if they share a tensor with those of other tables.
+        index: finds some of the scores without a pass over them.
+        tied: flat positions of scores at the threshold, int64, ascending, once found; None if they
+            were not looked for or are too many to store.
     """
 
     def __init__(
@@ -89,15 +98,11 @@ class Segment:
         read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
         counts: bool = True,
     ) -> None:
-        self.first_row, self.col_ids, self.grid_cols, self.counts = (
-            first_row,
-            col_ids,
-            grid_cols,
-            counts,
-        )
+        self.first_row, self.col_ids, self.grid_cols = first_row, col_ids, grid_cols
+        self.counts = counts
         self.first_histogram: Tensor | None = None
         self.tied: Tensor | None = None
-        self.joint: tuple[JointScores, int] | None = None
+        self.joint: JointPart | None = None
         self.index: Index | None = None
         self._read = read
         self._pieces: list[Tensor] = []
@@ -118,7 +123,7 @@ class Segment:
 
     @property
     def blocks(self) -> int:
-        """How many scores have been added."""
+        """Number of scores added."""
         return self._rows * self.col_ids.numel()
 
     def rows(self, first: int, last: int) -> Tensor:
@@ -136,37 +141,52 @@ class Segment:
         for first, bits in self.pieces():
             yield first * self.col_ids.numel(), bits.view(-1)
 
+    def histogram(self) -> Tensor:
+        """Return :func:`first_histogram` of all scores."""
+        if self.first_histogram is not None:
+            return self.first_histogram
+        counts = torch.zeros(HISTOGRAM, dtype=torch.int64, device=self.col_ids.device)
+        for _, bits in self.chunks():
+            counts += first_histogram(bits)
+        return counts
+
     def ids(self, positions: Tensor) -> Tensor:
         """Global block indices of flat ``positions``, int64, same shape."""
         cols = self.col_ids.numel()
-        return (positions // cols + self.first_row) * self.grid_cols + self.col_ids[
-            positions % cols
-        ]
+        rows = positions // cols + self.first_row
+        return rows * self.grid_cols + self.col_ids[positions % cols]
 
     def find_tied(self, threshold: int) -> None:
-        """Keep in ``tied`` the flat positions of the scores that are exactly ``threshold``, int64,
-        ascending."""
-        if (
-            self.index is not None
-            and (places := self.index.within(threshold, threshold)) is not None
-        ):
-            self.tied = places.long().sort().values
+        """Set ``tied`` to the positions of the scores that are exactly ``threshold``."""
+        near = None if self.index is None else self.index.within(threshold, threshold)
+        if near is not None:
+            self.tied = near.long().sort().values
             return
         found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
-        self.tied = torch.cat(found) if found else self.col_ids.new_zeros(0)
+        self.tied = torch.cat([self.col_ids.new_zeros(0), *found])
+
+    def tied_within(self, start: int, bits: Tensor, threshold: int) -> Tensor:
+        """Return the places in the chunk ``bits``, which starts at ``start``, of the scores that
+        are exactly ``threshold``, int64, ascending."""
+        if self.tied is None:
+            return (bits == threshold).nonzero().flatten()
+        ends = torch.tensor([start, start + bits.numel()], device=bits.device)
+        first, end = torch.searchsorted(self.tied, ends).tolist()
+        return self.tied[first:end] - start
 
 
+@dataclass(eq=False)
 class JointScores:
     """The scores of several small tables, one after the other, so that they are counted in one
     pass.
 
     Args:
         bits: int32 ``(sum of sizes,)``; KEPT where there is no block.
-        sizes: int64 ``(tables,)``, how many of them belong to each table.
+        sizes: number of scores of each table, int64 ``(tables,)``.
     """
 
-    def __init__(self, bits: Tensor, sizes: Tensor) -> None:
-        self.bits, self.sizes = bits, sizes
+    bits: Tensor
+    sizes: Tensor
 
     def tables(self) -> Tensor:
         """The number of the table of each score, int64 ``(scores,)``. Not kept: it is twice as
@@ -185,8 +205,8 @@ class JointScores:
     def histograms(
         self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int
     ) -> Tensor:
-        """For the given tables, how many of their scores other than 0 that have the prefix (all
-        bits from ``before`` on) fall into each bucket of the next bits: int64
+        """Return, for the given tables, how many of their scores other than 0 that have the prefix
+        (all bits from ``before`` on) fall into each bucket of the next bits: int64
         ``(len(numbers), buckets)``."""
         device, count = self.bits.device, self.sizes.numel()
         wanted = torch.full((count,), -1, dtype=torch.int32)
@@ -195,38 +215,38 @@ class JointScores:
         place[numbers] = torch.arange(len(numbers))
         tables = self.tables()
         inside = ((self.bits >> before) == wanted.to(device)[tables]) & (self.bits != 0)
-        at = place.to(device)[tables[inside]] * buckets + (
-            (self.bits[inside] >> shift) & (buckets - 1)
-        )
+        next_bits = (self.bits[inside] >> shift) & (buckets - 1)
+        at = place.to(device)[tables[inside]] * buckets + next_bits
         return torch.bincount(at, minlength=len(numbers) * buckets).view(-1, buckets)
 
 
-def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """The first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: how many are 0, then by
-    leading bits those that are not. A scorer may sum it while the chunk is in the cache.
+def bucket_counts(bits: Tensor, shift: int, buckets: int) -> Tensor:
+    """Return how many of ``bits`` ``(n,)`` fall into each bucket of the ``log2(buckets)`` bits
+    above ``shift``, int64 ``(buckets,)``."""
+    return torch.bincount((bits >> shift) & (buckets - 1), minlength=buckets)
 
-    Zeros are apart because what was removed before scores 0: a threshold among them is found at
-    once.
+
+def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """Return the first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: the number of
+    zeros, then other scores by leading bits. A scorer may sum it while the chunk is in the cache.
+
+    Zeros are apart because removed blocks score 0: a threshold among them is found at once.
 
     Args:
         bits: int32 ``(n,)``.
         scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are
             kept would leave holes in the heap.
     """
-    leading = torch.bitwise_right_shift(
-        bits, LEADING_SHIFT, out=None if scratch is None else scratch[: bits.numel()]
-    )
-    # Adding to the same bucket twice in a row is slow.
-    copies = 4 if bits.is_cpu and bits.numel() % 64 == 0 else 1
-    if copies > 1:
-        leading.view(-1, 64).add_(
-            torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS)
-        )
-    counts = (
-        torch.bincount(leading, minlength=copies * LEADING_BUCKETS)
-        .view(copies, LEADING_BUCKETS)
-        .sum(0)
-    )
+    out = None if scratch is None else scratch[: bits.numel()]
+    leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
+    copies = 1
+    if bits.is_cpu and bits.numel() % 64 == 0:
+        # Adding to the same bucket twice in a row is slow: neighbours count in different copies.
+        copies = 4
+        lanes = torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS)
+        leading.view(-1, 64).add_(lanes)
+    counts = torch.bincount(leading, minlength=copies * LEADING_BUCKETS)
+    counts = counts.view(copies, LEADING_BUCKETS).sum(0)
     zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
     counts[0] -= zeros[0]
     return torch.cat([zeros, counts])

@@ -1,17 +1,17 @@
 """Exact k-th smallest score over all ranks.
 
-Scores are non-negative float32, kept as their int32 bit patterns, which order alike; equal scores
+Scores are non-negative float32, stored as their int32 bit patterns, which order alike; equal scores
 are ordered by global block index. The k-th smallest (score, index) is found by narrowing: a
 histogram of the leading bits is summed over ranks, the bucket that holds the k-th is kept, and the
-next bits are looked at among its members only. Three rounds find the 31 bits of a score, for all
-tables side by side in one message each; up to three more find the index where scores tie at the
+next round counts its members only, by the next bits. Three rounds find the 31 bits of a score, for
+all tables side by side in one message each; up to three more find the index where scores tie at the
 threshold over several ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -25,14 +25,17 @@ from dist_sparse.masking.segments import (
     LEADING_BUCKETS,
     NOT_FINITE,
     Index,
+    JointPart,
     JointScores,
     Segment,
-    first_histogram,
+    bucket_counts,
 )
+from dist_sparse.masking.thresholds import EVERYTHING, NOTHING, Threshold
 from dist_sparse.records import LEADING_SHIFT
 
-__all__ = ["Candidates", "Threshold", "select_smallest"]
+__all__ = ["Candidates", "select_smallest"]
 
+# (shift, buckets): 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
 
 _PRESENT = 1 << 44
@@ -40,16 +43,19 @@ _PRESENT = 1 << 44
 (2**44 blocks, 2**19 ranks fit)."""
 
 _CHUNK = 1 << 19
+"""Up to so many tied scores are stored by their places."""
+
+Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class Candidates:
-    """The blocks of one table, of which the ``k`` with the smallest scores are removed.
+    """The blocks of one table, the ``k`` smallest of which are removed.
 
     Args:
         name: of the table, for messages.
-        k: how many blocks to remove.
-        blocks: how many blocks the whole table has.
+        k: number of blocks to remove.
+        blocks: number of blocks of the whole table.
         segments: the scores that this rank knows; over all ranks every block is counted once.
         spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell
             by itself whether it sees all ties.
@@ -62,53 +68,6 @@ class Candidates:
     spread_replicas: bool = False
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """A block is removed when its score is below ``bits``, or equal to it with a global index of at
-    most ``last`` (None: any)."""
-
-    bits: int
-    last: int | None
-    histogram: Tensor | None = field(default=None, compare=False, repr=False)
-    """The scores of all ranks: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None
-    where nothing or everything is removed."""
-    removed: int | None = field(default=None, compare=False)
-    """How many blocks are removed; None where nothing or everything is."""
-
-    @property
-    def score(self) -> float | None:
-        """The largest score that is removed; None where nothing or everything is."""
-        if self in (_NOTHING, _EVERYTHING):
-            return None
-        return float(torch.tensor(self.bits, dtype=torch.int32).view(torch.float32))
-
-    def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
-        """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of
-        ``segment``."""
-        if self.last is None:
-            return bits <= self.bits
-        removed = bits <= self.bits
-        if segment.tied is None:
-            where = (bits == self.bits).nonzero().flatten()
-        else:
-            ends = torch.tensor([start, start + bits.numel()], device=bits.device)
-            first, end = torch.searchsorted(segment.tied, ends).tolist()
-            where = segment.tied[first:end] - start
-        removed[where[segment.ids(where + start) > self.last]] = False
-        return removed
-
-    def removes_at(self, segment: Segment, places: Tensor, bits: Tensor) -> Tensor:
-        """As :meth:`removes`, of the scores ``bits`` at flat ``places`` of ``segment``."""
-        removed = bits <= self.bits
-        if self.last is not None:
-            removed &= (bits < self.bits) | (segment.ids(places.long()) <= self.last)
-        return removed
-
-
-_NOTHING = Threshold(bits=0, last=-1)
-_EVERYTHING = Threshold(bits=KEPT - 1, last=None)
-
-
 def select_smallest(
     candidates: Sequence[Candidates],
     group: Group,
@@ -116,8 +75,8 @@ def select_smallest(
     pool: Pool | None = None,
 ) -> list[Threshold]:
     """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks.
-    Collective over ``group``: every rank must call it. With a ``pool`` of the tables of which ``k``
-    is not 0, ``k`` is the most.
+    Collective over ``group``: every rank must call it. With a ``pool`` of the tables whose ``k``
+    is not 0, ``k`` is the maximum.
 
     At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose
     threshold ties over ranks. None of the sizes depends on the number of scores. ``rider`` is
@@ -126,281 +85,301 @@ def select_smallest(
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
     """
-    answers = [_NOTHING if table.k <= 0 else _EVERYTHING for table in candidates]
-    asked = [
-        i for i, table in enumerate(candidates) if table.k > 0 and (pool or table.k < table.blocks)
-    ]
-    searches = {
-        i: _Search(
-            candidates[i].k,
-            partial(_counted, candidates[i]),
-            first=_first(candidates[i]),
-            joint=_joint(candidates[i]),
-            index=_index(candidates[i]),
-        )
-        for i in asked
-    }
-    if pool is not None:
-        pool.join(list(searches.values()))
-    reduce = partial(group.all_reduce, rider=rider)
-    _narrow(list(searches.values()), _ROUNDS, reduce, [candidates[i].name for i in asked], pool)
-    over_ranks: dict[int, _Search] = {}
+    thresholds: list[Threshold] = []
+    searches: dict[int, _ScoreSearch] = {}
+    for i, table in enumerate(candidates):
+        thresholds.append(NOTHING if table.k <= 0 else EVERYTHING)
+        # Only a pool can keep blocks of a table that it may remove as a whole.
+        if table.k > 0 and (pool or table.k < table.blocks):
+            searches[i] = _ScoreSearch(table)
+    if not searches:
+        return thresholds
+    _find_scores(list(searches.values()), partial(group.all_reduce, rider=rider), pool)
+    _split_ties([search for search in searches.values() if search.splits_ties], group)
     for i, search in searches.items():
-        table, bits = candidates[i], search.last
-        removed = search.below + search.left
-        answers[i] = Threshold(bits=bits, last=None, histogram=search.first_counts, removed=removed)
-        if search.left == search.inside:
-            continue  # all that tie at the threshold are removed
-        if search.left == 0:  # and here all stay: the pool has reached its bytes
-            answers[i] = (
-                replace(answers[i], bits=bits - 1) if bits else replace(answers[i], last=-1)
-            )
-            continue
+        thresholds[i] = search.threshold()
+    return thresholds
+
+
+def _find_scores(searches: list[_ScoreSearch], reduce: Reduce, pool: Pool | None) -> None:
+    """Find the score of every threshold. Collective."""
+    if pool is not None:
+        pool.join(searches)
+    first, *others = _ROUNDS
+    counts = _run_round(searches, *first, reduce, pool)
+    _refuse_not_finite(counts, searches)
+    for search, row in zip(searches, counts, strict=True):
+        search.first_counts = row
+    _narrow(searches, others, reduce, pool)
+
+
+def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
+    """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
+    not all. Collective over ``group`` where ties are on several ranks."""
+    alone: list[_TieSearch] = []
+    over_ranks: list[_TieSearch] = []
+    for search in split:
+        table, bits = search.table, search.last
         if search.inside <= _CHUNK:
             for segment in table.segments:
                 segment.find_tied(bits)
         if search.holders > 1 or table.spread_replicas:
-            over_ranks[i] = _Search(search.left, partial(_ties, table, bits, counted=True))
-            continue
-        # One rank owns all that tie. It, and any replica of it, sees them all and finds the order
-        # alone; the others see none.
-        ties = _Search(search.left, partial(_ties, table, bits, counted=False))
-        _narrow([ties], _index_rounds(table.blocks), lambda counts: counts)
-        answers[i] = replace(answers[i], last=ties.last)
-    if over_ranks:
-        _narrow(
-            list(over_ranks.values()),
-            _index_rounds(max(candidates[i].blocks for i in over_ranks)),
-            group.all_reduce,
-        )
-        for i, ties in over_ranks.items():
-            answers[i] = replace(answers[i], last=ties.last)
-    return answers
+            counted = [segment for segment in table.segments if segment.counts]
+            over_ranks.append(_TieSearch(search, counted))
+        else:
+            # One rank owns all that tie. It, and any replica of it, sees them all and finds the
+            # order alone; the others see none.
+            alone.append(_TieSearch(search, table.segments))
+    for ties in alone:
+        _narrow([ties], _index_rounds(ties.scores.table.blocks), _of_this_rank)
+    most = max((ties.scores.table.blocks for ties in over_ranks), default=1)
+    _narrow(over_ranks, _index_rounds(most), group.all_reduce)
+    for ties in [*alone, *over_ranks]:
+        ties.scores.last_index = ties.last
+
+
+def _of_this_rank(counts: Tensor) -> Tensor:
+    return counts
 
 
 class _Search:
-    """The narrowing of one table: the leading bits found so far, and how many of those that share
-    them are wanted.
+    """Narrowing of one table: the leading bits of the k-th smallest key found so far, and how many
+    of the keys that share them are wanted.
 
     Args:
-        k: how many keys are wanted.
-        keys: makes an iterator over chunks of this rank's keys; called once per round until few
-            enough are left to be kept.
-        first: the first round's histogram with zeros apart, of keys whose histogram is known
-            already.
-        joint: where else the keys are, together with those of other tables, and the number of the
-            table there.
-        index: of the keys, if they are scores that have one.
+        wanted: number of keys wanted.
 
     Attributes:
         last: the largest key that is removed, once found.
-        left: how many are wanted of the ``inside`` keys of the last bucket, which are on
+        left: number of keys wanted of the ``inside`` keys of the last bucket, which are on
             ``holders`` ranks.
-        below: how many are before it.
+        below: number of keys before them.
         done: all or nothing of what shares the prefix is wanted, or there are no more bits: no
             further round is needed.
+        prefix: the bits found so far.
+        shift: how many bits are not found yet; None before the first round.
+        joint: where the keys are stored if they share a tensor with those of other tables.
     """
 
-    def __init__(
-        self,
-        k: int,
-        keys: Callable[[], Iterator[Tensor]],
-        first: Tensor | None = None,
-        joint: tuple[JointScores, int] | None = None,
-        index: Index | None = None,
-    ) -> None:
-        self.left, self.last, self.inside, self.holders, self.below = k, 0, 0, 0, 0
+    def __init__(self, wanted: int) -> None:
+        self.left, self.last, self.inside, self.holders, self.below = wanted, 0, 0, 0, 0
         self.done = False
-        self._keys, self._first = keys, first
-        self._prefix = 0
-        self._shift: int | None = None
+        self.prefix = 0
+        self.shift: int | None = None
+        self.joint: JointPart | None = None
         self._few: list[Tensor] | None = None
-        self.first_counts: Tensor | None = None
-        self.joint = joint
-        self._index = index
 
-    @property
-    def prefix(self) -> tuple[int, int] | None:
-        """The bits found so far, and how many are not; None before the first round."""
-        return None if self._shift is None else (self._prefix, self._shift)
+    def keys(self) -> Iterator[Tensor]:
+        """Yield this rank's keys in chunks; called once per round until few enough are left to be
+        stored."""
+        raise NotImplementedError
 
     def histogram(self, shift: int, buckets: int) -> Tensor:
-        """How many of the keys that have the prefix fall into each bucket of the next bits, int64
-        on the CPU: ``(buckets,)``, or one more in front for zeros if the first histogram was given
-        with them apart."""
-        if self._shift is None and self._first is not None:
-            return self._first
-        if self._index is not None and self._shift is not None:
-            known = self._index.counts(self._prefix, self._shift, shift, buckets)
-            if known is not None:
-                return known
+        """Return how many keys that have the prefix fall into each bucket of the next bits, int64
+        ``(buckets,)`` on the CPU."""
         counts = torch.zeros(buckets, dtype=torch.int64)
-        few: list[Tensor] | None = [] if self._few is None else None
+        few: list[Tensor] | None = None if self._few else []
         seen = found = 0
-        for chunk in self._few if self._few is not None else self._keys():
-            inside = (
-                chunk
-                if self._shift is None
-                else chunk[(chunk >> self._shift).eq_(self._prefix).to(torch.bool)]
-            )
-            if self._first is not None and self._prefix == 0:
-                inside = inside[inside != 0]  # zeros have a bucket of their own
-            if inside.numel():
-                counts += torch.bincount((inside >> shift) & (buckets - 1), minlength=buckets).cpu()
+        for chunk in self._few or self.keys():
+            inside = self._with_prefix(chunk)
+            counts += bucket_counts(inside, shift, buckets).cpu()
             seen, found = seen + chunk.numel(), found + inside.numel()
+            if found * 8 > max(seen, _CHUNK):
+                few = None  # storing them would take too much memory
             if few is not None:
-                most = _CHUNK if self._shift is None else max(seen, _CHUNK)
-                few = None if found * 8 > most else [*few, inside]
-        if few is not None:
-            self._few = few
+                few.append(inside)
+        self._few = few or self._few
         return counts
+
+    def _with_prefix(self, keys: Tensor) -> Tensor:
+        if self.shift is None:
+            return keys
+        return keys[(keys >> self.shift).eq_(self.prefix).to(torch.bool)]
 
     def descend(
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
     ) -> None:
         """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
-        zeros_apart = self._shift is None and self._first is not None
-        self.left, self.inside, self.holders, self._shift = (
-            self.left - below,
-            inside,
-            holders,
-            shift,
-        )
+        self.left -= below
         self.below += below
-        if zeros_apart and bucket == 0:
-            self.done = True
-            return
-        self._prefix = self._prefix * buckets + bucket - zeros_apart
-        self.last = ((self._prefix + 1) << shift) - 1
+        self.inside, self.holders, self.shift = inside, holders, shift
+        self.prefix = self.prefix * buckets + bucket
+        self.last = ((self.prefix + 1) << shift) - 1
         self.done = self.left == self.inside or shift == 0
+
+
+class _ScoreSearch(_Search):
+    """Search for the score of a table's threshold.
+
+    Zeros have a bucket of their own in the first round: what was removed before scores 0, so a
+    threshold among them needs no further round.
+
+    Attributes:
+        first_counts: the histogram of the first round over all ranks.
+        last_index: the last index removed among the blocks that tie; None is all of them.
+    """
+
+    def __init__(self, table: Candidates) -> None:
+        super().__init__(table.k)
+        self.table = table
+        self.last_index: int | None = None
+        self.first_counts: Tensor | None = None
+        self.counted = [segment for segment in table.segments if segment.counts]
+        self._index: Index | None = None
+        if len(self.counted) == 1:
+            self.joint, self._index = self.counted[0].joint, self.counted[0].index
+
+    def keys(self) -> Iterator[Tensor]:
+        for segment in self.counted:
+            for _, bits in segment.chunks():
+                yield bits
+
+    def histogram(self, shift: int, buckets: int) -> Tensor:
+        """As :meth:`_Search.histogram`; in the first round with one more bucket in front, for
+        zeros."""
+        if self.shift is None:
+            return self._first_histogram()
+        if self._index is not None:
+            known = self._index.counts(self.prefix, self.shift, shift, buckets)
+            if known is not None:
+                return known
+        return super().histogram(shift, buckets)
+
+    def _first_histogram(self) -> Tensor:
+        if self.joint is not None:
+            return self.counted[0].histogram()
+        counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
+        for segment in self.counted:
+            counts += segment.histogram().cpu()
+        # Something else decides about these blocks.
+        counts[1 + (KEPT >> LEADING_SHIFT)] = 0
+        return counts
+
+    def _with_prefix(self, keys: Tensor) -> Tensor:
+        inside = super()._with_prefix(keys)
+        return inside[inside != 0] if self.prefix == 0 else inside
+
+    def descend(
+        self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
+    ) -> None:
+        first = self.shift is None
+        super().descend(shift, buckets, bucket - first, below, inside, holders)
+        if first and bucket == 0:
+            self.prefix = self.last = 0
+            self.done = True
+
+    @property
+    def splits_ties(self) -> bool:
+        """Whether some of the blocks at the threshold are removed, but not all."""
+        return 0 < self.left < self.inside
+
+    def threshold(self) -> Threshold:
+        """Return the threshold, once it is found."""
+        bits, last = self.last, self.last_index
+        if self.left == 0 < self.inside:
+            # The pool has reached its bytes below this score: all blocks that have it stay.
+            bits, last = (bits - 1, None) if bits else (0, -1)
+        return Threshold(bits, last, histogram=self.first_counts, removed=self.below + self.left)
+
+
+class _TieSearch(_Search):
+    """Search for the last index that is removed, among the blocks that score exactly the threshold.
+
+    Args:
+        scores: the search that has found the threshold.
+        segments: where to look for ties.
+    """
+
+    def __init__(self, scores: _ScoreSearch, segments: Iterable[Segment]) -> None:
+        super().__init__(scores.left)
+        self.scores, self._segments = scores, segments
+
+    def keys(self) -> Iterator[Tensor]:
+        """Yield the global indices of the tied blocks."""
+        for segment in self._segments:
+            if segment.tied is not None:
+                yield segment.ids(segment.tied)
+                continue
+            for start, bits in segment.chunks():
+                yield segment.ids((bits == self.scores.last).nonzero().flatten() + start)
 
 
 def _narrow(
     searches: Sequence[_Search],
-    rounds: Sequence[tuple[int, int]],
-    reduce: Callable[[Tensor], Tensor],
-    names: Sequence[str] | None = None,
+    rounds: Iterable[tuple[int, int]],
+    reduce: Reduce,
     pool: Pool | None = None,
 ) -> None:
-    """Run all searches side by side: one ``reduce`` of the stacked histograms
-    ``(searches, buckets)`` a round, and one host sync. All ranks know which searches are done."""
+    """Run rounds of all searches until all are done, which every rank knows."""
     for shift, buckets in rounds:
-        asked = [search for search in searches if not search.done]
-        if not asked:
+        active = [search for search in searches if not search.done]
+        if not active:
             return
-        counts = _histograms(asked, shift, buckets)
-        counts = reduce(counts.add_((counts > 0).to(torch.int64).mul_(_PRESENT)))
-        holders = counts
-        counts = counts & (_PRESENT - 1)
-        if names is not None and asked[0].prefix is None:
-            _refuse_not_finite(counts, names)
-            for search, row_of in zip(asked, counts, strict=True):
-                search.first_counts = row_of
-        upto = counts.cumsum(1)
-        wanted = torch.tensor([search.left for search in asked]).unsqueeze(1)
-        bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
-        if pool is not None:
-            pool.limit(asked, upto, bucket)
-        inside, holders = (
-            counts.gather(1, bucket),
-            holders.gather(1, bucket) >> _PRESENT.bit_length() - 1,
-        )
-        table = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
-        for search, row in zip(asked, table, strict=True):
-            search.descend(shift, buckets, *row)
-        if pool is not None:
-            pool.share(last=shift == 0 or (counts.shape[1] == HISTOGRAM and pool.bucket == 0))
+        _run_round(active, shift, buckets, reduce, pool)
+
+
+def _run_round(
+    searches: Sequence[_Search], shift: int, buckets: int, reduce: Reduce, pool: Pool | None
+) -> Tensor:
+    """Run one round of all searches: one ``reduce`` of their histograms, and one host sync.
+
+    Returns:
+        The histograms over all ranks, int64 ``(searches, buckets)``.
+    """
+    own = _histograms(searches, shift, buckets)
+    marked = reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
+    counts = marked & (_PRESENT - 1)
+    upto = counts.cumsum(1)
+    wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
+    bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
+    if pool is not None:
+        pool.limit(searches, upto, bucket)
+    inside = counts.gather(1, bucket)
+    holders = marked.gather(1, bucket) >> _PRESENT.bit_length() - 1
+    chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
+    for search, row in zip(searches, chosen, strict=True):
+        search.descend(shift, buckets, *row)
+    if pool is not None:
+        # All scores of the first round's first bucket are 0.
+        equal = shift == 0 or (counts.shape[1] == HISTOGRAM and pool.bucket == 0)
+        pool.share(last=equal)
+    return counts
 
 
 def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor:
-    """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: those of small tables in
-    one pass."""
-    if searches[0].prefix is None:
-        return torch.stack([search.histogram(shift, buckets) for search in searches])
-    counts = torch.zeros(len(searches), buckets, dtype=torch.int64)
-    joint: dict[JointScores, list[int]] = {}
+    """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: of small tables in one
+    pass."""
+    before = searches[0].shift  # the same for all: they are in the same round
+    joint: dict[JointScores, dict[int, int]] = {}
+    rows: list[Tensor] = []
     for i, search in enumerate(searches):
-        if search.joint is None:
-            counts[i] = search.histogram(shift, buckets)
+        if search.joint is None or before is None:
+            rows.append(search.histogram(shift, buckets))
         else:
-            joint.setdefault(search.joint[0], []).append(i)
-    for scores, rows in joint.items():
-        numbers, prefixes, befores = [], [], set()
-        for i in rows:
-            where, found = searches[i].joint, searches[i].prefix
-            assert where is not None and found is not None
-            numbers.append(where[1])
-            prefixes.append(found[0])
-            befores.add(found[1])
-        [before] = befores  # all are in the same round
-        counts[rows] = scores.histograms(numbers, prefixes, before, shift, buckets).cpu()
+            rows.append(torch.empty(buckets, dtype=torch.int64))
+            joint.setdefault(search.joint.scores, {})[i] = search.joint.number
+    counts = torch.stack(rows)
+    for scores, numbers in joint.items():
+        assert before is not None
+        prefixes = [searches[i].prefix for i in numbers]
+        found = scores.histograms([*numbers.values()], prefixes, before, shift, buckets)
+        counts[[*numbers]] = found.cpu()
     return counts
 
 
-def _refuse_not_finite(counts: Tensor, names: Sequence[str]) -> None:
+def _refuse_not_finite(counts: Tensor, searches: Sequence[_ScoreSearch]) -> None:
     bad = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1).tolist()
-    for name, number in zip(names, bad, strict=True):
+    for search, number in zip(searches, bad, strict=True):
         if number:
             raise ValueError(
-                f"Table {name!r}: {number} block scores exceed float32 once their parts are added;"
-                " must be finite."
+                f"Table {search.table.name!r}: {number} block scores exceed float32 once their"
+                " parts are added; must be finite."
             )
-
-
-def _counted(table: Candidates) -> Iterator[Tensor]:
-    for segment in table.segments:
-        if segment.counts:
-            for _, bits in segment.chunks():
-                yield bits
-
-
-def _joint(table: Candidates) -> tuple[JointScores, int] | None:
-    counted = [segment for segment in table.segments if segment.counts]
-    return counted[0].joint if len(counted) == 1 else None
-
-
-def _index(table: Candidates) -> Index | None:
-    counted = [segment for segment in table.segments if segment.counts]
-    return counted[0].index if len(counted) == 1 else None
-
-
-def _first(table: Candidates) -> Tensor:
-    if (
-        len(table.segments) == 1
-        and table.segments[0].counts
-        and table.segments[0].joint is not None
-    ):
-        assert table.segments[0].first_histogram is not None
-        return table.segments[0].first_histogram
-    counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
-    for segment in table.segments:
-        if segment.counts:
-            known = segment.first_histogram
-            parts = (
-                [known]
-                if known is not None
-                else (first_histogram(bits) for _, bits in segment.chunks())
-            )
-            for part in parts:
-                counts += part.cpu()
-    counts[1 + (KEPT >> LEADING_SHIFT)] = 0
-    return counts
-
-
-def _ties(table: Candidates, threshold: int, *, counted: bool) -> Iterator[Tensor]:
-    """Global indices of the blocks that score exactly ``threshold``: those this rank owns, or all
-    that it sees."""
-    for segment in table.segments:
-        if segment.tied is not None and (segment.counts or not counted):
-            yield segment.ids(segment.tied)
-        elif segment.counts or not counted:
-            for start, bits in segment.chunks():
-                yield segment.ids((bits == threshold).nonzero().flatten() + start)
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:
-    """Shifts and bucket counts that find an index below ``blocks`` in the fewest rounds of 2048
-    buckets, at most 3."""
+    """Return shifts and bucket counts that find an index below ``blocks`` in the fewest rounds of
+    2048 buckets, at most 3."""
     need = max(1, (blocks - 1).bit_length())
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from dist_sparse.masking.block_scores import Goal, ScoredTable
-from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Written
+from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import Rect, Shard
 
@@ -42,7 +42,7 @@ class Keeper:
                 that is known.
             measure: how a shard of a table is scored; None if only whole shards can be.
             masks: of the shards of a table, with which the weights have been masked.
-            full_every: as in :class:`~dist_sparse.masking.kept_scores.Keeping`.
+            full_every: as in :class:`~dist_sparse.masking.cached.kept_scores.Keeping`.
         """
         before, self._scores = self._scores, {}
         found = dict(goals)

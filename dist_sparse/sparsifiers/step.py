@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Facts, Group, Parcels, Rider, group_over
-from dist_sparse.masking.block_masks import MadeMasks, NewMask
-from dist_sparse.masking.kept_scores import Written
+from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.thresholds import NewMask
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.lookups import lookups_here

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
 from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
-from dist_sparse.masking import kept_scores
-from dist_sparse.masking.kept_scores import KeptScores
+from dist_sparse.masking.cached import kept_scores
+from dist_sparse.masking.cached.kept_scores import KeptScores
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, set_weights, weights
 from tests.dist.enforcing import Run, kernels, loss_of, optimizer_of, pieces
 from tests.dist.plugin import on_ranks

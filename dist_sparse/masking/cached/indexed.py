@@ -1,4 +1,4 @@
-"""Scores of which few change at a time, indexed so that a selection does not pass over all of them.
+"""Incrementally updated scores, indexed near the threshold.
 
 Of the three rounds of a selection, the counts of the first two are corrected for the scores that
 change; the third, ties and the blocks between two thresholds need only the scores near the
@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.segments import first_histogram
+from dist_sparse.masking.segments import bucket_counts, first_histogram
 from dist_sparse.records import LEADING_SHIFT
 
 __all__ = ["IndexedScores"]
 
 _CHUNK: Final = 1 << 18
-"""Scores looked at together: they stay in the cache."""
+"""Scores read at a time: they stay in the cache."""
 
 _SAMPLE: Final = 1 << 12
 """Scores from which the range of those near the threshold is estimated."""
@@ -56,20 +56,13 @@ class IndexedScores:
         self.histogram += first_histogram(new) - first_histogram(old)
         self.bits.view(-1).index_copy_(0, places, new)
         if not self._used:
+            # No selection has asked since the last change: to update them costs more than it saves.
             self._bucket = self._near = None
-        if self._bucket is not None:
-            self._bucket.counts.add_(_next_counts(new, self._bucket)).sub_(
-                _next_counts(old, self._bucket)
-            )
-        if self._near is not None:
-            low, high, near = self._near
-            entering = _within(new, low, high) & ~_within(old, low, high)
-            near = near.masked_select(_within(self.at(near), low, high))
-            near = torch.cat([near, places.masked_select(entering).to(near.dtype)])
-            self._near = (
-                _Near(low, high, near) if near.numel() * _MANY < self.bits.numel() else None
-            )
         self._used = False
+        if self._bucket is not None:
+            self._bucket.counts.add_(self._bucket.count_of(new)).sub_(self._bucket.count_of(old))
+        if self._near is not None:
+            self._near = self._moved(self._near, places, old, new)
 
     def at(self, places: Tensor) -> Tensor:
         """Return the scores at flat ``places``, int32 ``(n,)``."""
@@ -80,20 +73,10 @@ class IndexedScores:
         on) fall into each bucket of the next bits, int64 ``(buckets,)``; None if a pass over all
         scores is as quick."""
         if before == LEADING_SHIFT:
-            if self._bucket is None or self._bucket[:3] != (prefix, shift, buckets):
-                self._bucket = _Bucket(
-                    prefix, shift, buckets, torch.zeros(buckets, dtype=torch.int64)
-                )
-                for part in torch.split(self.bits.view(-1), _CHUNK):
-                    self._bucket.counts.add_(_next_counts(part, self._bucket))
-            self._used = True
-            return self._bucket.counts
+            return self._second_round(prefix, shift, buckets)
+        # Zeros have a bucket of their own in the first round.
         places = self.within(max(1, prefix << before), ((prefix + 1) << before) - 1)
-        return (
-            None
-            if places is None
-            else torch.bincount((self.at(places) >> shift) & (buckets - 1), minlength=buckets)
-        )
+        return None if places is None else bucket_counts(self.at(places), shift, buckets)
 
     def within(self, least: int, most: int) -> Tensor | None:
         """Return the flat places of the scores from ``least`` to ``most``, int32 or int64 ``(n,)``,
@@ -101,30 +84,49 @@ class IndexedScores:
         near = self._near
         if near is None or least <= near.low or most > near.high:
             near = self._find_near(least, most)
-            if near is None:
-                return None
+        if near is None:
+            return None
         self._near, self._used = near, True
         return near.places.masked_select(_within(self.at(near.places), least - 1, most))
 
+    def _second_round(self, prefix: int, shift: int, buckets: int) -> Tensor:
+        bucket = self._bucket
+        if bucket is None or bucket[:3] != (prefix, shift, buckets):
+            bucket = _Bucket(prefix, shift, buckets, torch.zeros(buckets, dtype=torch.int64))
+            for part in torch.split(self.bits.view(-1), _CHUNK):
+                bucket.counts.add_(bucket.count_of(part))
+        self._bucket, self._used = bucket, True
+        return bucket.counts
+
+    def _moved(self, near: _Near, places: Tensor, old: Tensor, new: Tensor) -> _Near | None:
+        """Return ``near`` once some scores have changed; None if it holds too many now."""
+        low, high, known = near
+        entering = _within(new, low, high) & ~_within(old, low, high)
+        staying = known.masked_select(_within(self.at(known), low, high))
+        found = torch.cat([staying, places.masked_select(entering).to(known.dtype)])
+        return _Near(low, high, found) if self._is_few(found) else None
+
     def _find_near(self, least: int, most: int) -> _Near | None:
+        """Return the scores from ``least`` to ``most`` and some around them; None for too many."""
         flat = self.bits.view(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].sort().values
         margin = len(sample) // _MARGIN
-        first, end = torch.searchsorted(
-            sample, torch.tensor([least, most + 1], dtype=torch.int32)
-        ).tolist()
+        ends = torch.tensor([least, most + 1], dtype=torch.int32)
+        first, end = torch.searchsorted(sample, ends).tolist()
         if (end - first) * _MANY > len(sample):
             return None
         low = min(least - 1, int(sample[max(0, first - margin)]))
         high = max(most, int(sample[min(len(sample) - 1, end + margin)]))
-        found = [
-            _within(part, low, high).nonzero().view(-1).add_(i * _CHUNK)
-            for i, part in enumerate(torch.split(flat, _CHUNK))
-        ]
+        found = []
+        for i, part in enumerate(torch.split(flat, _CHUNK)):
+            found.append(_within(part, low, high).nonzero().view(-1).add_(i * _CHUNK))
         places = torch.cat(found)
-        if places.numel() * _MANY >= flat.numel():
+        if not self._is_few(places):
             return None
         return _Near(low, high, places.to(torch.int32) if flat.numel() < 1 << 31 else places)
+
+    def _is_few(self, places: Tensor) -> bool:
+        return places.numel() * _MANY < self.bits.numel()
 
 
 class _Bucket(NamedTuple):
@@ -136,6 +138,13 @@ class _Bucket(NamedTuple):
     buckets: int
     counts: Tensor
 
+    def count_of(self, bits: Tensor) -> Tensor:
+        """Return how many of some scores are counted in each bucket."""
+        inside = bits[(bits >> LEADING_SHIFT).eq_(self.prefix).to(torch.bool)]
+        if self.prefix == 0:
+            inside = inside[inside != 0]  # zeros have a bucket of their own
+        return bucket_counts(inside, self.shift, self.buckets)
+
 
 class _Near(NamedTuple):
     """The flat places of the scores above ``low`` and up to ``high``, in no order."""
@@ -143,13 +152,6 @@ class _Near(NamedTuple):
     low: int
     high: int
     places: Tensor
-
-
-def _next_counts(bits: Tensor, bucket: _Bucket) -> Tensor:
-    inside = bits[(bits >> LEADING_SHIFT).eq_(bucket.prefix).to(torch.bool)]
-    if bucket.prefix == 0:
-        inside = inside[inside != 0]  # zeros have a bucket of their own
-    return torch.bincount((inside >> bucket.shift) & (bucket.buckets - 1), minlength=bucket.buckets)
 
 
 def _within(bits: Tensor, low: int, high: int) -> Tensor:

@@ -1,0 +1,249 @@
+"""Score cache of one shard: a mask update scores only the rows written since the last one.
+
+For blocks one row high and at least 32 columns wide, of large shards whose every write is seen: 4
+bytes a block, the histogram of the scores, and the places of those near the threshold while it
+moves. Scores and masks are those of scoring every row, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dist_sparse.masking.cached.indexed import IndexedScores
+from dist_sparse.masking.masks import BlockMask, positions
+from dist_sparse.masking.scores import CHUNK_ELEMENTS, block_sums, block_widths, to_scores
+from dist_sparse.masking.segments import NOT_FINITE, Segment
+from dist_sparse.masking.thresholds import DirtyRule, NewMask, Threshold, mask_of_blocks
+from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
+
+__all__ = ["LARGE", "Keeping", "KeptScores", "RowMeasure", "Written"]
+
+RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
+"""How an element is scored. A callable takes some rows of a shard, ``(n, columns)``, and their
+numbers in it, int64 ``(n,)``, and returns element scores, float64 of the same shape."""
+
+LARGE = 1 << 22
+"""Minimum elements of a shard for caching scores. To score all rows of a smaller one takes up to
+2.5 ms in a mask update, to note which rows were written up to 0.1 ms in each of the many backwards
+between two updates."""
+
+_MANY: Final = 4
+"""If one row in so many was written, one pass over all rows is as quick."""
+
+_PIECE: Final = 1 << 18
+"""Scores in a piece of a segment: they stay in the cache."""
+
+
+class Written(Protocol):
+    """The rows of a shard that may have been written since :meth:`clear`."""
+
+    def rows(self) -> Tensor | None:
+        """Return their numbers, int64 ``(n,)``, ascending; None if it may be any."""
+        ...
+
+    def add(self, rows: Tensor) -> None:
+        """Add some, int64 ``(n,)``."""
+        ...
+
+    def clear(self) -> None:
+        """Forget them."""
+        ...
+
+
+class KeptScores:
+    """Scores of the blocks of one shard.
+
+    Args:
+        written: of the shard.
+
+    Attributes:
+        written: see above.
+        scores: of all blocks; changed by :meth:`update` alone.
+        age: calls of :meth:`update` since every row was last scored.
+    """
+
+    def __init__(self, written: Written) -> None:
+        self.scores = IndexedScores(
+            torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        )
+        self.age = 0
+        self.written = written
+        self._known: Any = None
+        # The mask last made with its threshold, and the places scored since.
+        self._made: tuple[BlockMask, Threshold] | None = None
+        self._since: list[Tensor] = []
+
+    @staticmethod
+    def fits(rect: Rect, block: Block) -> bool:
+        """Return whether scores of such a shard are worth keeping."""
+        return block[0] == 1 and min(block[1], rect.cols) >= 32 and rect.numel >= LARGE
+
+    def update(
+        self,
+        shard: Shard,
+        shape: tuple[int, int],
+        block: Block,
+        keeping: Keeping,
+        score_all: Callable[[], tuple[Tensor, Tensor]],
+    ) -> None:
+        """Score the rows that were written; or every row, if it may be any, or if something else
+        has changed.
+
+        Args:
+            shard: live.
+            shape: of the whole table.
+            block: one row high.
+            keeping: of the table.
+            score_all: returns the scores of all rows and their histogram. What it raises leaves
+                nothing known.
+        """
+        known = shard.tensor.data_ptr(), shard.rect, shape, block, keeping.of[shard.rect]
+        rows: Tensor | None = None
+        if known == self._known and self.age + 1 < keeping.full_every:
+            rows = self.written.rows()
+        if self._score(shard, shape, block, keeping, rows):
+            self.age += 1
+        else:
+            # Forget first: score_all() may raise.
+            self._known = self._made = None
+            self._since = []
+            self.scores = IndexedScores(*score_all())
+            self._known, self.age = known, 0
+        self.written.clear()
+
+    def fill(self, segment: Segment) -> None:
+        """Give the scores to a segment."""
+        bits = self.scores.bits
+        for piece in torch.split(bits, max(1, _PIECE // bits.shape[1])):
+            segment.add(piece)
+        segment.first_histogram, segment.index = self.scores.histogram, self.scores
+
+    def new_mask(
+        self,
+        rect: Rect,
+        block: Block,
+        segment: Segment,
+        threshold: Threshold,
+        rule: DirtyRule | None,
+    ) -> NewMask:
+        """Return the new mask of the shard: made from the last one and what may have changed since,
+        or by a pass over all scores where that is as quick.
+
+        Args:
+            rect, block: of the mask.
+            segment: of the scores.
+            threshold: of the table.
+            rule: finds removed blocks that are not zero yet; None if there are none.
+        """
+        if self.age > 0:
+            rule = None  # the enforcer sees all writes: it has zeroed what was removed before
+        mask = self._changed_mask(segment, threshold) if rule is None else None
+        dirty: Tensor | None = None
+        if mask is None:
+            mask, dirty = mask_of_blocks(rect, block, segment, threshold, rule)
+        if dirty is not None:
+            # They are about to be zeroed, whether the masks before removed them or not.
+            self.written.add(positions(dirty) // mask.grid.cols)
+        self._made, self._since = (mask, threshold), []
+        return NewMask(mask, dirty)
+
+    def _changed_mask(self, segment: Segment, threshold: Threshold) -> BlockMask | None:
+        """Return the last mask with the bits that may have changed; itself, if none has. None if
+        there is no last mask, or if a pass over all scores is as quick."""
+        if self._made is None:
+            return None
+        mask, before = self._made
+        changed = [*self._since]
+        if threshold != before:
+            low, high = sorted((before, threshold), key=lambda each: each.bits)
+            # With an index limit at the lower score, some of the blocks that tie there may flip.
+            limits = {each.last for each in (before, threshold) if each.bits == low.bits}
+            least = low.bits + 1 if limits == {None} else low.bits
+            between = self.scores.within(least, high.bits)
+            if between is None:
+                return None
+            changed.append(between)
+        for places in changed:
+            removed = threshold.removes_at(segment, places, self.scores.at(places))
+            mask = mask.changed(places, ~removed)
+        return mask
+
+    def _score(
+        self,
+        shard: Shard,
+        shape: tuple[int, int],
+        block: Block,
+        keeping: Keeping,
+        rows: Tensor | None,
+    ) -> bool:
+        """Score these rows. False, with nothing changed, if it may be any row, if there are many,
+        or if a score is negative or not finite."""
+        if rows is None or rows.numel() * _MANY >= shard.rect.rows:
+            return False
+        mask, measure = keeping.masks[shard.rect], keeping.measure[shard.rect]
+        zeros = rows[:0]
+        if isinstance(measure, str) and mask.grid.cols == 1 and mask.block == block:
+            # What the mask removes was zeroed before weights are scored, whatever has written it.
+            kept = mask.keeps(rows)
+            rows, zeros = rows.masked_select(kept), rows.masked_select(~kept)
+        places = torch.cat([zeros, rows])
+        if not len(places):
+            return True
+        cols = grid_of(shard.rect, block).cols
+        scored = _scores_of_rows(shard, shape, block, measure, rows)
+        new = torch.cat([torch.zeros(len(zeros), cols), *scored]).view(torch.int32).view(-1)
+        least, most = new.aminmax()  # negative floats are negative as integers too
+        if int(least) < 0 or int(most) >= NOT_FINITE:
+            return False
+        if cols > 1:
+            places = (places.unsqueeze(1) * cols + torch.arange(cols)).view(-1)
+        self.scores.replace(places, new)
+        self._since.append(places)
+        if sum(map(len, self._since)) * _MANY > self.scores.bits.numel():
+            # Scored often without a mask made from it.
+            self._made, self._since = None, []
+        return True
+
+
+def _scores_of_rows(
+    shard: Shard, shape: tuple[int, int], block: Block, measure: RowMeasure, rows: Tensor
+) -> list[Tensor]:
+    """Return the scores of some rows of a shard, float32 ``(n, block columns)`` each."""
+    grid = grid_of(shard.rect, block)
+    widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
+    weights = shard.tensor.detach()
+    found = []
+    for some in torch.split(rows, max(1, CHUNK_ELEMENTS // shard.rect.cols)):
+        rect = Rect(0, shard.rect.col, len(some), shard.rect.cols)
+        if isinstance(measure, str):
+            parts = block_sums(weights, rect, block, measure, of=some)
+        else:
+            scored = measure(weights.index_select(0, some), some)
+            parts = block_sums(scored, rect, block, "given")
+        for _, sums in parts:
+            found.append(to_scores(sums, 0, widths, (len(sums), shape[1]), block))
+    return found
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The kept scores of the shards of one table, and how rows that were written are scored.
+
+    Args:
+        scores: of the shards whose scores are kept.
+        measure: how the elements of each are scored.
+        of: what else decides about the scores of each: if it changes, every row is scored.
+        masks: the present mask of each: what it removes is zero.
+        full_every: every row is scored at least in one of so many updates.
+    """
+
+    scores: Mapping[Rect, KeptScores]
+    measure: Mapping[Rect, RowMeasure]
+    of: Mapping[Rect, object]
+    masks: Mapping[Rect, BlockMask]
+    full_every: int
