@@ -396,10 +396,14 @@ class BlockMask:
 
     def cut(self, rect: Rect) -> BlockMask:
         """Return the part of the mask over ``rect``, which must be within this shard."""
+        if rect == self.rect:
+            return self
         inner = grid_of(rect, self.block)
-        rows = slice(inner.row - self.grid.row, inner.row - self.grid.row + inner.rows)
-        cols = slice(inner.col - self.grid.col, inner.col - self.grid.col + inner.cols)
-        return BlockMask(rect, self.block, pack(self.flags()[rows, cols].flatten()))
+        top, left = inner.row - self.grid.row, inner.col - self.grid.col
+        # flags() begins at a byte.
+        first = top // 8 * 8
+        flags = self.flags(first, top + inner.rows)[top - first :, left : left + inner.cols]
+        return BlockMask(rect, self.block, pack(flags.flatten()))
 
     @staticmethod
     def assemble(

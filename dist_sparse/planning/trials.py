@@ -172,7 +172,6 @@ def _remove_rows(model: nn.Module, levels: Mapping[str, float], world: Group) ->
     sparsifier = _Trained(model, levels)
     if world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
         sparsifier.scored_by = "norm"
-    preview = sparsifier.preview(levels)
-    for name, masks in preview.masks.items():
-        for mask, shard in zip(masks, preview.located[name].shards, strict=True):
-            mask.apply_(shard.tensor)
+    for name, level in levels.items():
+        sparsifier.data_groups[name]["sparsity_level"] = level
+    sparsifier.step()

@@ -8,7 +8,8 @@ groups and tilings are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.facts import to_json
-from dist_sparse.groups import Facts, Group, agreeing, group_over
+from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.digest import shared_bits
-from dist_sparse.sparsifiers.moving import Tiling, assembled, brought, to_write
 from dist_sparse.sparsifiers.pieces import (
+    Tiling,
+    assembled,
     block_of,
     copy_counts,
     counts_from,
@@ -29,9 +31,22 @@ from dist_sparse.sparsifiers.pieces import (
     new_counts,
     saved_counts,
     saved_mask,
+    send_counts,
+    send_masks,
+    written,
 )
 from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.shards import Block, Shard, ShardedData, Source, Span, overlapping, owners
+from dist_sparse.tables.shards import (
+    Block,
+    Rect,
+    Shard,
+    ShardedData,
+    Source,
+    Span,
+    grid_of,
+    overlapping,
+    owners,
+)
 
 __all__ = ["PackedStore"]
 
@@ -40,7 +55,13 @@ Ranks = tuple[int, ...] | None
 
 @dataclass
 class _Table:
-    """One registered table: where its bits were stored for, and the bits."""
+    """One registered table: the tiling that its bits were stored for, and the bits.
+
+    Attributes:
+        counted: dtype of ``counts``, known on ranks without a shard too; None without counts.
+        removed: blocks that the masks remove over all ranks, if known.
+        updates: mask updates since registration.
+    """
 
     source: Source
     shape: tuple[int, int]
@@ -53,6 +74,41 @@ class _Table:
     samples: list[Tensor] | None = None
     removed: int | None = 0
     updates: int = 0
+
+    def send_masks(self, parcels: Parcels, rank: int, new: Tiling) -> Callable[[], list[BlockMask]]:
+        return send_masks(parcels, rank, self.masks, self.block, self.tiling, new)
+
+    def send_counts(
+        self, parcels: Parcels, rank: int, new: Tiling
+    ) -> Callable[[], list[tuple[Rect, Tensor]]]:
+        if self.counts is None or self.counted is None:
+            return list
+        return send_counts(parcels, rank, self.counts, self.counted, self.tiling, new)
+
+    def put_together(
+        self,
+        data: ShardedData,
+        masks: Sequence[BlockMask],
+        counts: Sequence[tuple[Rect, Tensor]],
+    ) -> None:
+        """Replace masks and counts by those of the shards of ``data``, from pieces."""
+        self.masks = [
+            assembled(shard.rect, self.block, masks, shard.tensor.device) for shard in data.shards
+        ]
+        self.tiling, self.samples = data.tiling, None
+        if self.counted is not None:
+            self.counts = new_counts(data, self.counted)
+            for rect, count in counts:
+                copy_counts(self.counts, [shard.rect for shard in data.shards], count, rect)
+
+    def written(self, owned: Sequence[Rect]) -> list[tuple[Rect, Rect]]:
+        """Return the owned rectangles of a rank, each with the one that it writes for it."""
+        pairs = [(rect, written(rect, self.block, self.shape)) for rect in owned]
+        return [(rect, to) for rect, to in pairs if to.numel]
+
+    def needs_bits_of_others(self, rect: Rect, to: Rect) -> bool:
+        """Whether the last byte that the owner of ``rect`` writes holds bits of other shards."""
+        return grid_of(to, self.block).col_end > grid_of(rect, self.block).col_end
 
 
 class PackedStore:
@@ -120,19 +176,22 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        entries = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
-        entries += [(span, name) for name, spans in self._spans.items() for span in spans]
-        old = len(entries)
-        entries += [(span, data.name) for data in located for span in _spans(data)]
+        known = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
+        for name, spans in self._spans.items():
+            known += [(span, name) for span in spans]
+        new = [(span, data.name) for data in located for span in _spans(data)]
+        entries = [*known, *new]
         for i, j in overlapping([span for span, _ in entries]):
-            (span, known), name = entries[i], entries[j][1]
-            if j < old or known == name:
-                continue
-            # The memory may have a new owner.
-            if known not in self or span in _spans(self.find(known)):
+            (span, first), second = entries[i], entries[j][1]
+            if j >= len(known) and first != second and self._still_holds(first, span):
                 raise ValueError(
-                    f"Table {name!r} is registered already, as {known!r}: they share memory."
+                    f"Table {second!r} is registered already, as {first!r}: they share memory."
                 )
+
+    def _still_holds(self, name: str, span: Span) -> bool:
+        """Whether memory that was noted for ``name`` is still its own: the weights of a sharded
+        table may have moved since, and the memory have a new owner."""
+        return name not in self or span in _spans(self.find(name))
 
     def add(
         self,
@@ -176,19 +235,19 @@ class PackedStore:
         names: dict[int, list[str]] = {}
         for name, table in self._tables.items():
             names.setdefault(id(table.source), []).append(name)
-        located = {
-            data.name: data for source in self.sources for data in source.locate(names[id(source)])
-        }
-        missing = [name for name in self._tables if name not in located]
-        if missing:
+        found: dict[str, ShardedData] = {}
+        for source in self.sources:
+            found |= {data.name: data for data in source.locate(names[id(source)])}
+        if missing := [name for name in self._tables if name not in found]:
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
-                f" {sorted(located)}."
+                f" {sorted(found)}."
             )
-        for name in self._tables:
-            self._check_shape(located[name])
+        located = {name: found[name] for name in self._tables}
+        for data in located.values():
+            self._check_shape(data)
         self._spans = {name: _spans(data) for name, data in located.items()}
-        return {name: located[name] for name in self._tables}
+        return located
 
     def current(self, action: str | None = None) -> dict[str, ShardedData]:
         """:meth:`locate`, and bring the masks to their shards: collective if shards have moved.
@@ -224,21 +283,23 @@ class PackedStore:
         for ranks, names in self.groups.items():
             if tables := [located[name] for name in names if name in moved]:
                 self._move(tables, group_over(ranks))
-        for name, data in located.items():
-            table = self._tables[name]
-            if any(
-                m.bits.device != s.tensor.device
-                for m, s in zip(table.masks, data.shards, strict=True)
-            ):
-                self.version += 1
-                table.samples = None
-                table.masks = [
-                    BlockMask(mask.rect, mask.block, mask.bits.to(shard.tensor.device))
-                    for mask, shard in zip(table.masks, data.shards, strict=True)
-                ]
-                if table.counts is not None:
-                    shards = zip(table.counts, data.shards, strict=True)
-                    table.counts = [count.to(shard.tensor.device) for count, shard in shards]
+        for data in located.values():
+            self._follow_devices(data)
+
+    def _follow_devices(self, data: ShardedData) -> None:
+        table = self._tables[data.name]
+        devices = [shard.tensor.device for shard in data.shards]
+        if [mask.bits.device for mask in table.masks] == devices:
+            return
+        self.version += 1
+        table.samples = None
+        table.masks = [
+            BlockMask(mask.rect, mask.block, mask.bits.to(device))
+            for mask, device in zip(table.masks, devices, strict=True)
+        ]
+        if table.counts is not None:
+            counts = zip(table.counts, devices, strict=True)
+            table.counts = [count.to(device) for count, device in counts]
 
     # Masks.
 
@@ -263,13 +324,9 @@ class PackedStore:
             ]
         return table.samples
 
-    def all_masks(self) -> dict[str, list[BlockMask]]:
-        """Return :meth:`masks` of every table."""
-        return {name: table.masks for name, table in self._tables.items()}
-
     def block(self, name: str) -> Block:
-        """Return what one bit of the table's masks stands for; known on ranks without a shard
-        too."""
+        """Return the block that one bit of the table's masks covers, known on ranks without a
+        shard too."""
         return self._tables[name].block
 
     def replace(
@@ -290,9 +347,7 @@ class PackedStore:
         assert all(mask.block == block for mask in masks)
         assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
         table = self._tables[data.name]
-        if any(new is not old for new, old in zip(masks, table.masks, strict=False)) or len(
-            masks
-        ) != len(table.masks):
+        if list(map(id, masks)) != list(map(id, table.masks)):
             self.version += 1
             table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
@@ -338,9 +393,7 @@ class PackedStore:
         """Return the masked weights of this rank's only shard, a new tensor; raises as
         :meth:`mask`."""
         weight = self.weight(name)
-        return torch.where(
-            self.mask(name) != 0, weight, torch.zeros((), dtype=weight.dtype, device=weight.device)
-        )
+        return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
     def apply(self, located: Mapping[str, ShardedData]) -> None:
@@ -355,28 +408,21 @@ class PackedStore:
         """Return the counterparts of the located tables in a copy of their model, or in a mapping
         from fully qualified (or registered) names to whole tensors. Local; raises ValueError if one
         is missing or sharded otherwise."""
-        copies = {}
         if isinstance(other, nn.Module):
             copies = {data.fqn: data for data in model_source(other, dense=True).locate()}
-        found = {}
+            found = {name: copies.get(data.fqn) for name, data in located.items()}
+        else:
+            found = {name: _whole_tensor(other, data) for name, data in located.items()}
+        counterparts = {}
         for name, data in located.items():
-            copy = copies.get(data.fqn)
-            if isinstance(other, Mapping):
-                tensor = other.get(data.fqn or name, other.get(name))
-                if tensor is not None and all(
-                    shard.rect.numel == tensor.numel() for shard in data.shards
-                ):
-                    shards = tuple(
-                        Shard(shard.rect, tensor.data.view(data.shape)) for shard in data.shards
-                    )
-                    copy = replace(data, shards=shards)
+            copy = found[name]
             if copy is None or copy.tiling != data.tiling:
                 raise ValueError(
                     f"Table {name!r} ({data.fqn}) is not in the copy, or is sharded otherwise"
                     " there."
                 )
-            found[name] = copy
-        return found
+            counterparts[name] = copy
+        return counterparts
 
     def squash(self, name: str, data: ShardedData, *, write: bool) -> None:
         """Forget one table; if ``write``, zero its removed weights first."""
@@ -393,14 +439,16 @@ class PackedStore:
         of masks: then collective."""
         writes: dict[str, list[BlockMask]] = {}
         for ranks, names in self.groups.items():
-            writes |= to_write({name: self._tables[name] for name in names}, group_over(ranks))
-        known = ("shape", "block", "updates", "removed")
-        tables = {
-            name: {**{key: getattr(table, key) for key in known}, "config": configs[name]}
-            for name, table in self._tables.items()
-        }
-        masks, counts = {}, {}
+            writes |= self._masks_to_write(names, group_over(ranks))
+        tables, masks, counts = {}, {}, {}
         for name, table in self._tables.items():
+            tables[name] = {
+                "shape": table.shape,
+                "block": table.block,
+                "updates": table.updates,
+                "removed": table.removed,
+                "config": configs[name],
+            }
             masks[name] = saved_mask(table.shape, table.block, writes[name], table.masks)
             if table.counts is not None and table.counted is not None:
                 rank = group_over(table.ranks).rank
@@ -409,7 +457,31 @@ class PackedStore:
                     table.shape[0], table.counted, rects, owned, table.counts
                 )
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
+        # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
+
+    def _masks_to_write(self, names: Sequence[str], group: Group) -> dict[str, list[BlockMask]]:
+        """Return the parts of each mask that this rank writes to a checkpoint: see
+        :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
+        bytes of a mask: then collective over the group."""
+        found: dict[str, list[BlockMask]] = {}
+        parcels, arriving = Parcels(group), {}
+        for name in names:
+            table = self._tables[name]
+            parts = [table.written(owned) for owned in owners(table.tiling)]
+            if any(table.needs_bits_of_others(*part) for part in itertools.chain(*parts)):
+                new = tuple(tuple(to for _, to in held) for held in parts)
+                arriving[name] = new[group.rank], table.send_masks(parcels, group.rank, new)
+            else:
+                masks = {mask.rect: mask for mask in table.masks}
+                found[name] = [masks[rect].cut(to) for rect, to in parts[group.rank]]
+        cpu = torch.device("cpu")
+        if arriving:
+            parcels.exchange(cpu)
+        for name, (rects, read) in arriving.items():
+            pieces, block = read(), self._tables[name].block
+            found[name] = [assembled(rect, block, pieces, cpu) for rect in rects]
+        return found
 
     def prepare(
         self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
@@ -438,8 +510,9 @@ class PackedStore:
                 " before loading."
             )
         masks = {name: masks_from(located[name], entry) for name, entry in saved.items()}
-        for name, dtype in self._counted.items():
-            counts_from(located[name], saved[name], dtype)
+        for name, table in self._tables.items():
+            if table.counted is not None:
+                counts_from(located[name], saved[name], table.counted)
         return masks
 
     def load(
@@ -447,16 +520,11 @@ class PackedStore:
     ) -> None:
         """Put masks from :meth:`prepare` in place."""
         for name, loaded in masks.items():
-            entry = saved[name]
-            self.replace(
-                located[name],
-                loaded,
-                block_of(entry),
-                entry.get("removed"),
-                entry.get("updates", 0),
-            )
-            if (dtype := self._counted.get(name)) is not None:
-                self._tables[name].counts = counts_from(located[name], entry, dtype)
+            data, entry, table = located[name], saved[name], self._tables[name]
+            updates = entry.get("updates", 0)
+            self.replace(data, loaded, block_of(entry), entry.get("removed"), updates)
+            if table.counted is not None:
+                table.counts = counts_from(data, entry, table.counted)
 
     def note_loaded(
         self,
@@ -470,19 +538,13 @@ class PackedStore:
         for facts, names in noted:
             facts.on_drift = _refuse_drift
             for name in names:
-                if name in masks:
-                    data, block = located[name], block_of(saved[name])
-                    entry = [saved[name].get(key) for key in ("updates", "removed")]
-                    facts[f"the state of table {name!r}"] = [block, configs[name], *entry]
-                    facts.replicas |= shared_bits(
-                        data, block, masks[name], group_over(data.ranks).rank
-                    )
-
-    @property
-    def _counted(self) -> dict[str, torch.dtype]:
-        return {
-            name: table.counted for name, table in self._tables.items() if table.counted is not None
-        }
+                if name not in masks:
+                    continue
+                data, entry = located[name], saved[name]
+                block, rank = block_of(entry), group_over(data.ranks).rank
+                values = [entry.get(key) for key in ("updates", "removed")]
+                facts[f"the state of table {name!r}"] = [block, configs[name], *values]
+                facts.replicas |= shared_bits(data, block, masks[name], rank)
 
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
@@ -503,18 +565,26 @@ class PackedStore:
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
         self.version += 1
-        parts, counted = brought(self._tables, {data.name: data.tiling for data in tables}, group)
+        parcels = Parcels(group)
+        arriving = {}
         for data in tables:
             table = self._tables[data.name]
-            table.masks = [
-                assembled(shard.rect, table.block, parts[data.name], shard.tensor.device)
-                for shard in data.shards
-            ]
-            table.tiling, table.samples = data.tiling, None
-            if table.counted is not None:
-                table.counts = new_counts(data, table.counted)
-                for rect, count in counted[data.name]:
-                    copy_counts(table.counts, [shard.rect for shard in data.shards], count, rect)
+            masks = table.send_masks(parcels, group.rank, data.tiling)
+            counts = table.send_counts(parcels, group.rank, data.tiling)
+            arriving[data.name] = masks, counts
+        parcels.exchange(torch.device("cpu"))
+        for data in tables:
+            masks, counts = arriving[data.name]
+            self._tables[data.name].put_together(data, masks(), counts())
+
+
+def _whole_tensor(tensors: Mapping[str, Tensor], data: ShardedData) -> ShardedData | None:
+    """Return a table as stored in a mapping from names to whole tensors, if it is there."""
+    tensor = tensors.get(data.fqn or data.name, tensors.get(data.name))
+    if tensor is None or any(shard.rect.numel != tensor.numel() for shard in data.shards):
+        return None
+    whole = tensor.data.view(data.shape)
+    return replace(data, shards=tuple(Shard(shard.rect, whole) for shard in data.shards))
 
 
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
