@@ -9,7 +9,7 @@ groups and tilings are the same on every rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,6 @@ from dist_sparse.sparsifiers.pieces import (
     Tiling,
     assembled,
     block_of,
-    copy_counts,
     counts_from,
     masks_from,
     new_counts,
@@ -48,7 +47,7 @@ from dist_sparse.tables.shards import (
     owners,
 )
 
-__all__ = ["PackedStore"]
+__all__ = ["Loaded", "PackedStore"]
 
 Ranks = tuple[int, ...] | None
 
@@ -58,7 +57,7 @@ class _Table:
     """One registered table: the tiling that its bits were stored for, and the bits.
 
     Attributes:
-        counted: dtype of ``counts``, known on ranks without a shard too; None without counts.
+        counted: dtype of ``counts``; None where lookups are not counted.
         removed: blocks that the masks remove over all ranks, if known.
         updates: mask updates since registration.
     """
@@ -69,7 +68,7 @@ class _Table:
     tiling: Tiling
     block: Block
     masks: list[BlockMask]
-    counts: list[Tensor] | None
+    counts: list[Tensor]
     counted: torch.dtype | None
     samples: list[Tensor] | None = None
     removed: int | None = 0
@@ -78,28 +77,26 @@ class _Table:
     def send_masks(self, parcels: Parcels, rank: int, new: Tiling) -> Callable[[], list[BlockMask]]:
         return send_masks(parcels, rank, self.masks, self.block, self.tiling, new)
 
-    def send_counts(
-        self, parcels: Parcels, rank: int, new: Tiling
-    ) -> Callable[[], list[tuple[Rect, Tensor]]]:
-        if self.counts is None or self.counted is None:
-            return list
-        return send_counts(parcels, rank, self.counts, self.counted, self.tiling, new)
-
-    def put_together(
-        self,
-        data: ShardedData,
-        masks: Sequence[BlockMask],
-        counts: Sequence[tuple[Rect, Tensor]],
-    ) -> None:
-        """Replace masks and counts by those of the shards of ``data``, from pieces."""
-        self.masks = [
-            assembled(shard.rect, self.block, masks, shard.tensor.device) for shard in data.shards
-        ]
-        self.tiling, self.samples = data.tiling, None
+    def move(self, parcels: Parcels, rank: int, data: ShardedData) -> Callable[[], None]:
+        """Pack masks and counts for their new holders. Return a function that puts what arrives in
+        place."""
+        read_masks = self.send_masks(parcels, rank, data.tiling)
+        read_counts = None
         if self.counted is not None:
-            self.counts = new_counts(data, self.counted)
-            for rect, count in counts:
-                copy_counts(self.counts, [shard.rect for shard in data.shards], count, rect)
+            read_counts = send_counts(
+                parcels, rank, self.counts, self.counted, self.tiling, data.tiling
+            )
+
+        def put_together() -> None:
+            pieces = read_masks()
+            self.masks = [
+                assembled(rect, self.block, pieces, weights.device) for rect, weights in data.shards
+            ]
+            if read_counts is not None and self.counted is not None:
+                self.counts = new_counts(data, self.counted, read_counts())
+            self.tiling, self.samples = data.tiling, None
+
+        return put_together
 
     def written(self, owned: Sequence[Rect]) -> list[tuple[Rect, Rect]]:
         """Return the owned rectangles of a rank, each with the one that it writes for it."""
@@ -111,19 +108,30 @@ class _Table:
         return grid_of(to, self.block).col_end > grid_of(rect, self.block).col_end
 
 
-class PackedStore:
-    """The registered sharded tables of one sparsifier, in the order in which they were added.
+@dataclass(frozen=True)
+class Loaded:
+    """What a state has of this rank's part of one table, checked.
 
-    Attributes:
-        version: changes whenever a mask is replaced, added or dropped.
+    Args:
+        data: the table as it is stored now.
+        removed: blocks that the masks removed over all ranks when they were saved, if known.
     """
+
+    data: ShardedData
+    block: Block
+    masks: list[BlockMask]
+    counts: list[Tensor]
+    removed: int | None
+    updates: int
+
+
+class PackedStore:
+    """The registered sharded tables of one sparsifier, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
         self._groups: dict[Ranks, list[str]] | None = None
-        self._spans: dict[str, list[Span]] = {}
         self._edited: tuple[str, Tensor] | None = None
-        self.version = 0
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -177,21 +185,15 @@ class PackedStore:
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
         known = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
-        for name, spans in self._spans.items():
-            known += [(span, name) for span in spans]
-        new = [(span, data.name) for data in located for span in _spans(data)]
-        entries = [*known, *new]
+        # The memory of now: weights may have moved since they were registered.
+        known += _spans(map(self.find, self._tables))
+        entries = [*known, *_spans(located)]
         for i, j in overlapping([span for span, _ in entries]):
-            (span, first), second = entries[i], entries[j][1]
-            if j >= len(known) and first != second and self._still_holds(first, span):
+            first, second = entries[i][1], entries[j][1]
+            if j >= len(known) and first != second:
                 raise ValueError(
                     f"Table {second!r} is registered already, as {first!r}: they share memory."
                 )
-
-    def _still_holds(self, name: str, span: Span) -> bool:
-        """Whether memory that was noted for ``name`` is still its own: the weights of a sharded
-        table may have moved since, and the memory have a new owner."""
-        return name not in self or span in _spans(self.find(name))
 
     def add(
         self,
@@ -205,23 +207,24 @@ class PackedStore:
         of that dtype."""
         for data in located:
             block = blocks[data.name]
-            masks = [
-                BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards
-            ]
-            counts = None if counted is None else new_counts(data, counted)
             self._tables[data.name] = _Table(
-                source, data.shape, data.ranks, data.tiling, block, masks, counts, counted
+                source=source,
+                shape=data.shape,
+                ranks=data.ranks,
+                tiling=data.tiling,
+                block=block,
+                masks=[
+                    BlockMask.full(rect, block, weights.device) for rect, weights in data.shards
+                ],
+                counts=[] if counted is None else new_counts(data, counted),
+                counted=counted,
             )
-            self._spans[data.name] = _spans(data)
         self._groups = None
-        self.version += 1
 
     def drop(self, name: str) -> None:
         """Forget one table, and its source once none of its tables is left."""
         del self._tables[name]
-        self._spans.pop(name, None)
         self._groups = None
-        self.version += 1
 
     # Where the tables are.
 
@@ -246,7 +249,6 @@ class PackedStore:
         located = {name: found[name] for name in self._tables}
         for data in located.values():
             self._check_shape(data)
-        self._spans = {name: _spans(data) for name, data in located.items()}
         return located
 
     def current(self, action: str | None = None) -> dict[str, ShardedData]:
@@ -291,13 +293,12 @@ class PackedStore:
         devices = [shard.tensor.device for shard in data.shards]
         if [mask.bits.device for mask in table.masks] == devices:
             return
-        self.version += 1
         table.samples = None
         table.masks = [
             BlockMask(mask.rect, mask.block, mask.bits.to(device))
             for mask, device in zip(table.masks, devices, strict=True)
         ]
-        if table.counts is not None:
+        if table.counted is not None:
             counts = zip(table.counts, devices, strict=True)
             table.counts = [count.to(device) for count, device in counts]
 
@@ -311,7 +312,8 @@ class PackedStore:
     def counts(self, name: str) -> list[Tensor] | None:
         """Return how often training has looked up each row of this rank's shards, live:
         ``(rect.rows,)``, int32, or float64 where counts decay; None if that is not counted."""
-        return self._tables[name].counts
+        table = self._tables[name]
+        return None if table.counted is None else table.counts
 
     def samples(self, name: str) -> list[Tensor]:
         """Return what an enforcer has sampled of the lookups of this rank's shards since their
@@ -345,10 +347,10 @@ class PackedStore:
             updates: mask updates since registration; None is one more than before.
         """
         assert all(mask.block == block for mask in masks)
-        assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
+        assert [mask.rect for mask in masks] == [shard.rect for shard in data.shards]
         table = self._tables[data.name]
         if list(map(id, masks)) != list(map(id, table.masks)):
-            self.version += 1
+            # A mask update that changes nothing keeps the masks themselves.
             table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
         table.updates = table.updates + 1 if updates is None else updates
@@ -379,9 +381,8 @@ class PackedStore:
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
         """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as
         :meth:`mask`."""
-        return [
-            ((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._masks_in_place(name)
-        ]
+        masks = self._masks_in_place(name)
+        return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in masks]
 
     def weight(self, name: str) -> Tensor:
         """Return the live weights of this rank's only shard; raises as :meth:`mask`."""
@@ -427,8 +428,7 @@ class PackedStore:
     def squash(self, name: str, data: ShardedData, *, write: bool) -> None:
         """Forget one table; if ``write``, zero its removed weights first."""
         if write:
-            for mask, shard in zip(self.masks(name), data.shards, strict=True):
-                mask.apply_(shard.tensor)
+            self.apply({name: data})
         self.drop(name)
 
     # Saving.
@@ -450,7 +450,7 @@ class PackedStore:
                 "config": configs[name],
             }
             masks[name] = saved_mask(table.shape, table.block, writes[name], table.masks)
-            if table.counts is not None and table.counted is not None:
+            if table.counted is not None:
                 rank = group_over(table.ranks).rank
                 rects, owned = table.tiling[rank], owners(table.tiling)[rank]
                 counts[name] = saved_counts(
@@ -485,9 +485,9 @@ class PackedStore:
 
     def prepare(
         self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
-    ) -> dict[str, list[BlockMask]]:
-        """Return the masks of this rank's shards from saved pieces. Checks everything, changes
-        nothing, local.
+    ) -> dict[str, Loaded]:
+        """Return masks and counts of this rank's shards from saved pieces. Checks everything,
+        changes nothing, local.
 
         Args:
             saved: the tables of a :meth:`state_dict`, by name: see
@@ -509,42 +509,40 @@ class PackedStore:
                 f"The state has masks of tables {unknown} that are not registered: call add_model()"
                 " before loading."
             )
-        masks = {name: masks_from(located[name], entry) for name, entry in saved.items()}
-        for name, table in self._tables.items():
-            if table.counted is not None:
-                counts_from(located[name], saved[name], table.counted)
-        return masks
-
-    def load(
-        self, located: Mapping[str, ShardedData], masks: Mapping[str, list[BlockMask]], saved: Any
-    ) -> None:
-        """Put masks from :meth:`prepare` in place."""
-        for name, loaded in masks.items():
-            data, entry, table = located[name], saved[name], self._tables[name]
-            updates = entry.get("updates", 0)
-            self.replace(data, loaded, block_of(entry), entry.get("removed"), updates)
-            if table.counted is not None:
-                table.counts = counts_from(data, entry, table.counted)
+        loaded = {}
+        for name, entry in saved.items():
+            data, counted = located[name], self._tables[name].counted
+            loaded[name] = Loaded(
+                data=data,
+                masks=masks_from(data, entry),
+                block=block_of(entry),
+                counts=[] if counted is None else counts_from(data, entry, counted),
+                removed=entry.get("removed"),
+                updates=entry.get("updates", 0),
+            )
+        return loaded
 
     def note_loaded(
         self,
         noted: Sequence[tuple[Facts, list[str]]],
-        located: Mapping[str, ShardedData],
-        masks: Mapping[str, list[BlockMask]],
-        saved: Mapping[str, Any],
+        loaded: Mapping[str, Loaded],
         configs: Mapping[str, Any],
     ) -> None:
-        """Note what must be equal on all ranks before masks from :meth:`prepare` are loaded."""
+        """Note what must be equal on all ranks before a state is loaded."""
         for facts, names in noted:
             facts.on_drift = _refuse_drift
-            for name in names:
-                if name not in masks:
-                    continue
-                data, entry = located[name], saved[name]
-                block, rank = block_of(entry), group_over(data.ranks).rank
-                values = [entry.get(key) for key in ("updates", "removed")]
-                facts[f"the state of table {name!r}"] = [block, configs[name], *values]
-                facts.replicas |= shared_bits(data, block, masks[name], rank)
+            for name in filter(loaded.__contains__, names):
+                one = loaded[name]
+                values = [one.block, configs[name], one.updates, one.removed]
+                facts[f"the state of table {name!r}"] = values
+                rank = group_over(one.data.ranks).rank
+                facts.replicas |= shared_bits(one.data, one.block, one.masks, rank)
+
+    def load(self, loaded: Mapping[str, Loaded]) -> None:
+        """Put what :meth:`prepare` has returned in place."""
+        for name, one in loaded.items():
+            self.replace(one.data, one.masks, one.block, one.removed, one.updates)
+            self._tables[name].counts = one.counts
 
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
@@ -564,18 +562,11 @@ class PackedStore:
         return self.masks(name)
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
-        self.version += 1
         parcels = Parcels(group)
-        arriving = {}
-        for data in tables:
-            table = self._tables[data.name]
-            masks = table.send_masks(parcels, group.rank, data.tiling)
-            counts = table.send_counts(parcels, group.rank, data.tiling)
-            arriving[data.name] = masks, counts
+        arriving = [self._tables[data.name].move(parcels, group.rank, data) for data in tables]
         parcels.exchange(torch.device("cpu"))
-        for data in tables:
-            masks, counts = arriving[data.name]
-            self._tables[data.name].put_together(data, masks(), counts())
+        for put_together in arriving:
+            put_together()
 
 
 def _whole_tensor(tensors: Mapping[str, Tensor], data: ShardedData) -> ShardedData | None:
@@ -602,5 +593,11 @@ def _check_single(name: str, shards: int) -> None:
         )
 
 
-def _spans(data: ShardedData) -> list[Span]:
-    return [Span.of(shard.tensor) for shard in data.shards if shard.tensor.numel()]
+def _spans(tables: Iterable[ShardedData]) -> list[tuple[Span, str]]:
+    spans = []
+    for data in tables:
+        for shard in data.shards:
+            # Empty tensors have no memory to share.
+            if shard.tensor.numel():
+                spans.append((Span.of(shard.tensor), data.name))
+    return spans

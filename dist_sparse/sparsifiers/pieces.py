@@ -9,7 +9,7 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ __all__ = [
     "Tiling",
     "assembled",
     "block_of",
-    "copy_counts",
     "counts_from",
     "entries_of",
     "masks_from",
@@ -47,6 +46,14 @@ Tiling = tuple[tuple[Rect, ...], ...]
 MOST_COUNTED = 1 << 30
 """Lookups of a row from which on more make no difference. Half of the range of int32, so that as
 many again can be counted before a clamp."""
+
+
+class _Route(NamedTuple):
+    """From the owners in one tiling to the holders in another; ``rank`` is this rank."""
+
+    rank: int
+    old: Tiling
+    new: Tiling
 
 
 # Exchange. Both sides derive the order of messages from the tilings, so only bits are sent.
@@ -68,14 +75,14 @@ def send_masks(
         A function that gives pieces that cover this rank's rectangles of ``new``, once the parcels
         have been exchanged.
     """
-    owned, held = owners(old), dict(zip(old[rank], masks, strict=True))
-    for receiver, wanted in enumerate(new):
-        for rect, source in _common(owned[rank], wanted):
-            parcels.send(receiver, held[source].cut(rect).bits)
-    expected = []
-    for sender, theirs in enumerate(owned):
-        for rect, _ in _common(theirs, new[rank]):
-            expected.append((rect, parcels.expect(sender, (grid_of(rect, block).bytes,))))
+    held = dict(zip(old[rank], masks, strict=True))
+    expected = _send(
+        parcels,
+        _Route(rank, old, new),
+        lambda rect, source: held[source].cut(rect).bits,
+        lambda rect: grid_of(rect, block).bytes,
+        torch.uint8,
+    )
     # Copies: a view would keep the received bytes of all tables alive.
     return lambda: [BlockMask(rect, block, read().clone()) for rect, read in expected]
 
@@ -89,16 +96,36 @@ def send_counts(
     new: Tiling,
 ) -> Callable[[], list[tuple[Rect, Tensor]]]:
     """Pack a table's lookup counts, one number per row, as :func:`send_masks` packs its masks."""
-    owned, held = owners(old), dict(zip(old[rank], counts, strict=True))
-    for receiver, wanted in enumerate(new):
-        for rect, source in _common(owned[rank], wanted):
-            first = rect.row - source.row
-            parcels.send(receiver, held[source][first : first + rect.rows])
+    held = dict(zip(old[rank], counts, strict=True))
+    expected = _send(
+        parcels,
+        _Route(rank, old, new),
+        lambda rect, source: held[source][rect.row - source.row : rect.row_end - source.row],
+        lambda rect: rect.rows,
+        dtype,
+    )
+    return lambda: [(rect, read()) for rect, read in expected]
+
+
+def _send(
+    parcels: Parcels,
+    route: _Route,
+    part: Callable[[Rect, Rect], Tensor],
+    length: Callable[[Rect], int],
+    dtype: torch.dtype,
+) -> list[tuple[Rect, Callable[[], Tensor]]]:
+    """Pack the parts of this rank's rectangles for other holders. Return what arrives, by
+    rectangle."""
+    owned = owners(route.old)
+    for receiver, wanted in enumerate(route.new):
+        for rect, source in _common(owned[route.rank], wanted):
+            parcels.send(receiver, part(rect, source))
+    # The senders loop over the same rectangles in the same order.
     expected = []
     for sender, theirs in enumerate(owned):
-        for rect, _ in _common(theirs, new[rank]):
-            expected.append((rect, parcels.expect(sender, (rect.rows,), dtype)))
-    return lambda: [(rect, read()) for rect, read in expected]
+        for rect, _ in _common(theirs, route.new[route.rank]):
+            expected.append((rect, parcels.expect(sender, (length(rect),), dtype)))
+    return expected
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -348,7 +375,7 @@ def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype)
     Raises:
         ValueError: a piece has no counts, or invalid ones.
     """
-    found = new_counts(data, dtype)
+    pieces = []
     for piece in entry["pieces"]:
         rect, saved = Rect(*piece["rect"]), piece.get("counts")
         if saved is None:
@@ -360,8 +387,8 @@ def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype)
                 f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 or float64"
                 " >= 0."
             )
-        copy_counts(found, [shard.rect for shard in data.shards], saved, rect)
-    return found
+        pieces.append((rect, saved))
+    return new_counts(data, dtype, pieces)
 
 
 def _valid_counts(saved: object, rows: int) -> bool:
@@ -372,22 +399,20 @@ def _valid_counts(saved: object, rows: int) -> bool:
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
 
 
-def new_counts(data: ShardedData, dtype: torch.dtype) -> list[Tensor]:
-    """Return a count of 0 for each row of this rank's shards: ``(rect.rows,)`` on the shard's
-    device."""
-    return [
-        torch.zeros(shard.rect.rows, dtype=dtype, device=shard.tensor.device)
-        for shard in data.shards
-    ]
-
-
-def copy_counts(counts: Sequence[Tensor], rects: Sequence[Rect], rows: Tensor, rect: Rect) -> None:
-    """Copy the counts ``rows`` of ``rect`` into the counts of the shards ``rects`` that overlap
-    it."""
-    for count, own in zip(counts, rects, strict=True):
-        if (common := own.intersect(rect)) is not None:
-            into, first = common.row - own.row, common.row - rect.row
-            count[into : into + common.rows] = rows[first : first + common.rows]
+def new_counts(
+    data: ShardedData, dtype: torch.dtype, pieces: Sequence[tuple[Rect, Tensor]] = ()
+) -> list[Tensor]:
+    """Return the lookup counts of this rank's shards from pieces, 0 in other rows: ``(rect.rows,)``
+    on the shard's device."""
+    counts = []
+    for own, weights in data.shards:
+        count = torch.zeros(own.rows, dtype=dtype, device=weights.device)
+        for rect, piece in pieces:
+            if (common := own.intersect(rect)) is not None:
+                into, first = common.row - own.row, common.row - rect.row
+                count[into : into + common.rows] = piece[first : first + common.rows]
+        counts.append(count)
+    return counts
 
 
 def _first_byte(mask: BlockMask) -> tuple[int, int]:

@@ -13,9 +13,8 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.dense_store import DenseStore
-from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.sparsifiers.packed_store import Loaded, PackedStore
 from dist_sparse.sparsifiers.pieces import entries_of, tables_of
 from dist_sparse.sparsifiers.stats import count_removed
 from dist_sparse.sparsifiers.step import Enforcer
@@ -69,9 +68,7 @@ def prepare_load(
     :meth:`dist_sparse.BaseDataSparsifier.load_state_dict`.
     """
     dense, packed = sparsifier.dense_store, sparsifier.packed_store
-    located: dict[str, ShardedData] = {}
-    entries: dict[str, dict[str, Any]] = {}
-    masks: dict[str, list[BlockMask]] = {}
+    loaded: dict[str, Loaded] = {}
     with packed.agreeing("load_state_dict()") as noted:
         configs, saved = saved_configs(saved), _whole(saved)
         _refuse_plain_data(sparsifier, saved["state"])
@@ -80,20 +77,19 @@ def prepare_load(
         if strict:
             blocks = {name: packed.block(name) for name in packed.names}
             entries = entries_of(saved["sharded"], blocks) if saved["sharded"] else {}
-            located = packed.locate()
-            masks = packed.prepare(entries, located)
-        for name in masks:
+            loaded = packed.prepare(entries, packed.locate())
+        for name, one in loaded.items():
             _check_complete(name, configs[name], sparsifier.defaults)
-            sparsifier.check_config(located[name], configs[name])
-        packed.note_loaded(noted, located, masks, entries, configs)
-    if masks:
-        _check_removed(count_removed(packed, located, masks), entries)
+            sparsifier.check_config(one.data, configs[name])
+        packed.note_loaded(noted, loaded, configs)
+    if loaded:
+        _check_removed(packed, loaded)
 
     def commit() -> dict[str, dict[str, Any]]:
-        loaded = {*commit_dense(), *masks}
-        packed.load(located, masks, entries)
+        names = {*commit_dense(), *loaded}
+        packed.load(loaded)
         kept = {} if strict else sparsifier.data_groups
-        return {**{name: config for name, config in configs.items() if name in loaded}, **kept}
+        return {**{name: config for name, config in configs.items() if name in names}, **kept}
 
     return commit
 
@@ -111,14 +107,15 @@ def _refuse_plain_data(sparsifier: Loadable, state: Mapping[str, Any]) -> None:
         )
 
 
-def _check_removed(removed: Mapping[str, int], entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare sums over all ranks with the saved ones. The same on every rank, so that all raise or
-    none."""
-    for name, count in removed.items():
-        if entries[name].get("removed") not in (None, count):
+def _check_removed(packed: PackedStore, loaded: Mapping[str, Loaded]) -> None:
+    """Compare the sums over all ranks with the saved ones. Collective."""
+    counts = count_removed(packed, {name: (one.data, one.masks) for name, one in loaded.items()})
+    for name, count in counts.items():
+        # The same on every rank, so that all raise or none.
+        if loaded[name].removed not in (None, count):
             raise ValueError(
                 f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
-                f"{entries[name]['removed']} when they were saved. Nothing was changed."
+                f"{loaded[name].removed} when they were saved. Nothing was changed."
             )
 
 

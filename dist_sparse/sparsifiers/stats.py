@@ -99,13 +99,11 @@ def target_of(config: Mapping[str, Any]) -> float | None:
 
 
 def count_removed(
-    packed: PackedStore,
-    located: Mapping[str, ShardedData],
-    masks: Mapping[str, Sequence[BlockMask]],
+    packed: PackedStore, tables: Mapping[str, tuple[ShardedData, Sequence[BlockMask]]]
 ) -> dict[str, int]:
     """Return how many blocks these masks remove from each table. Collective over the tables'
     groups: one all-reduce each."""
-    return _sum(packed, {name: _count(masks[name], data)[0] for name, data in located.items()})
+    return _sum(packed, {name: _count(masks, data)[0] for name, (data, masks) in tables.items()})
 
 
 def count_revived(packed: PackedStore, dense: DenseStore) -> dict[str, int]:
