@@ -23,7 +23,6 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from dist_sparse import checks
-from dist_sparse.sparsifiers.moving import mask_bytes
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, grid_of, resolve_block
 from dist_sparse.text import number_of, size, table_lines
@@ -215,7 +214,9 @@ def _predict(
         messages.clear()
         sparsifier.step()
         masks = sum(
-            mask_bytes(shard.rect, blocks[data.name]) for data in located for shard in data.shards
+            grid_of(shard.rect, blocks[data.name]).bytes
+            for data in located
+            for shard in data.shards
         )
         scores = 0
         for data in located:

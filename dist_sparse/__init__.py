@@ -45,7 +45,7 @@ _MODULE_OF = {
     "SparseTraining": "training.sparsify",
     "TableStats": "records",
     "compact": "compaction.compact",
-    "describe": "sparsifiers.stats",
+    "describe": "sparsifiers.description",
     "export": "serving.export",
     "frontier": "planning.frontier",
     "load_served": "serving.served",

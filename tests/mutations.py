@@ -60,7 +60,7 @@ MUTATIONS = [
     # -- sparsifiers
     # -----------------------------------------------------------------------------------------------------
     M("sparsifiers/step.py", "            mask.data = before\n", "            pass\n", "tests/dist/test_bad_values.py -k plain_data"),
-    M("sparsifiers/step.py", "                recorder.forget(ranks)", "                pass", "tests/dist/test_record.py -k late_error"),
+    M("sparsifiers/step.py", "            recorder.forget(ranks)", "            pass", "tests/dist/test_record.py -k late_error"),
     M("sparsifiers/step.py", "made[name].append(NewMask(new, ~new.bits))", "made[name].append(NewMask(new, None))", "tests/dist/test_custom.py -k own_update_mask"),
     M("sparsifiers/digest.py", "hash_tensor(shard.tensor), holders[0] == rank,", "hash_tensor(shard.tensor), True,", "tests/dist/test_golden.py -k 2-data_parallel"),
     # -- groups

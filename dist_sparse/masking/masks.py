@@ -394,8 +394,14 @@ class BlockMask:
 
     def cut(self, rect: Rect) -> BlockMask:
         """Return the part of the mask over ``rect``, which must be within this shard."""
-        rows, cols = _within(grid_of(rect, self.block), self.grid)
-        return BlockMask(rect, self.block, pack(self.flags()[rows, cols].flatten()))
+        if rect == self.rect:
+            return self
+        inner = grid_of(rect, self.block)
+        top, left = inner.row - self.grid.row, inner.col - self.grid.col
+        # flags() begins at a byte.
+        first = top // 8 * 8
+        flags = self.flags(first, top + inner.rows)[top - first :, left : left + inner.cols]
+        return BlockMask(rect, self.block, pack(flags.flatten()))
 
     @staticmethod
     def assemble(

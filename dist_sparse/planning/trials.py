@@ -149,10 +149,9 @@ def _remove_rows(
         sparsifier = _Trained(model, levels)
         if world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
             sparsifier.scored_by = "norm"
-        preview = sparsifier.preview(levels)
-        for name, masks in preview.masks.items():
-            for mask, shard in zip(masks, preview.located[name].shards, strict=True):
-                mask.apply_(shard.tensor)
+        for name, level in levels.items():
+            sparsifier.data_groups[name]["sparsity_level"] = level
+        sparsifier.step()
 
 
 def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[str, Tensor]:

@@ -178,7 +178,7 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
-    revived = count_revived(sparsifier, registered)
+    revived = count_revived(sparsifier.packed_store, sparsifier.dense_store, registered)
     with group_over(world_ranks()).agreeing("export()"):
         for name, number in revived.items():
             if number and name in tables:

@@ -13,7 +13,8 @@ import abc
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 
 from dist_sparse.groups import Facts, Group, Rider, group_over, world_ranks
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.sparsifiers.configs import model_overrides
+from dist_sparse.records import TableStats
+from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_buffer_name, check_name
-from dist_sparse.sparsifiers.inspection import Inspection
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
@@ -45,7 +46,10 @@ _MOST_SHOWN, _FEW_SHOWN = 10, 3
 """Data groups in a repr: up to ten are all listed, as by the ancestor; of more the first three."""
 
 
-class BaseDataSparsifier(Inspection, abc.ABC):
+Found = TypeVar("Found")
+
+
+class BaseDataSparsifier(abc.ABC):
     """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
 
     Args:
@@ -89,6 +93,8 @@ class BaseDataSparsifier(Inspection, abc.ABC):
 
     counts_lookups = trains_removed = False
     count_dtype = torch.int32
+    edits_masks = True
+    """Whether a mask update edits the present masks of sharded tables; a score replaces them."""
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
@@ -149,26 +155,32 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         check_buffer_name(name)
         if name in self.packed_store:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
-        known = name in self.dense_store
-        group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
-        mask = group.get("mask")
-        mask = torch.ones_like(weight) if mask is None else mask
-        if known:
+        if name in self.dense_store:
+            group = self._overlaid(self.data_groups[name], config)
             warnings.warn(
                 "Replacing existing data of the same name. - Did you mean a different name?",
                 stacklevel=2,
             )
-            if reuse_mask:
-                mask = self.get_mask(name)
-                if mask.shape != weight.shape:
-                    raise AssertionError(
-                        "to retain the old mask, the shape of the new data must be the same as the"
-                        " previous one"
-                    )
+        else:
+            group = self._overlaid(self.defaults, config)
+            reuse_mask = False
+        mask = self._fitting_mask(name, weight) if reuse_mask else group.get("mask")
+        if mask is None:
+            mask = torch.ones_like(weight)
         masked = self.dense_store.add(name, weight, mask, group.get("parametrization", Masked))
         self.data_groups.pop(name, None)
         self.data_groups[name] = group
         return masked
+
+    def _fitting_mask(self, name: str, weight: Tensor) -> Tensor:
+        """Return the mask of data that is about to be replaced."""
+        mask = self.get_mask(name)
+        if mask.shape != weight.shape:
+            raise AssertionError(
+                "to retain the old mask, the shape of the new data must be the same as the"
+                " previous one"
+            )
+        return mask
 
     def add_model(
         self,
@@ -204,20 +216,16 @@ class BaseDataSparsifier(Inspection, abc.ABC):
             source = model_source(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             self.packed_store.check_new(located, self.dense_store.tensors())
-            configs = {
-                name: self._overlaid(self.defaults, given)
-                for name, given in model_overrides(located, config, self.defaults).items()
-            }
+            rules = _rules(config or {}, self.defaults)
+            for glob in rules:
+                _refuse_unmatched(glob, located)
+            configs = {}
             for data in located:
-                given = configs[data.name]
+                given = self._overlaid(self.defaults, _overrides(rules, data))
                 self.check_config(data, given)
-                facts[f"table {data.name!r}"] = [
-                    data.shape,
-                    str(data.dtype),
-                    data.ranks,
-                    data.tiling,
-                    given,
-                ]
+                configs[data.name] = given
+                where = [data.shape, str(data.dtype), data.ranks, data.tiling]
+                facts[f"table {data.name!r}"] = [*where, given]
         self._register(source, located, configs)
         return [data.name for data in located]
 
@@ -280,12 +288,6 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         For subclasses."""
         facts["sparsifier.counts_lookups"] = self.counts_lookups
 
-    @property
-    def reads_masks(self) -> bool:
-        """Whether a mask update may read or edit the present masks. Those that replace them whole
-        need no copy of the old ones."""
-        return True
-
     def score_tables(
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
     ) -> Any:
@@ -325,6 +327,113 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         located = self.packed_store.current()
         self.packed_store.apply(located if to is None else self.packed_store.found_in(to, located))
 
+    # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
+    # ranks make the same call.
+
+    def get_mask(self, name: str) -> Tensor:
+        """Return the mask, 1 = kept, 0 = removed.
+
+        Of plain data it is the live object, whose in-place edits count; of a sharded table this
+        rank's only shard, unpacked (int8); inside :meth:`update_mask` the one being updated.
+
+        Raises:
+            ValueError: unknown, or a table with several shards or none on this rank, or with shards
+                that have moved since the last step.
+        """
+        return self._store(name).mask(name)
+
+    def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
+        """Return this rank's pieces of a mask: ``((row, column) offset, int8 mask)`` of each shard,
+        in their order.
+
+        Raises:
+            ValueError: unknown name, or the shards have moved since the last step.
+        """
+        return self._store(name).local_masks(name)
+
+    def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:
+        """Return the global mask, int8 ``(rows, columns)``. Collective over the ranks of a sharded
+        table. For tests and inspection.
+
+        Raises:
+            ValueError: unknown name, the mask would take more than ``max_bytes``, or another rank
+                asks for another.
+        """
+        if name in self.packed_store:
+            return stats.full_mask(self.packed_store, name, max_bytes)
+        return self.get_mask(name).to(torch.int8)
+
+    def table_stats(self) -> list[TableStats]:
+        """Return counts of every registered name, the same on every rank. Collective if sharded
+        tables are registered: one all-reduce after an exchange of status."""
+        found = stats.table_stats(self.packed_store, self.dense_store, self.data_groups)
+        return list(self._in_order(found).values())
+
+    def dead_rows(self) -> dict[str, int]:
+        """Return the number of rows with nothing left, by name, the same on every rank. Exact for
+        tables cut by columns too. Collective as :meth:`table_stats`, with an all-to-all more where
+        tables are cut by columns."""
+        return self._in_order(stats.dead_rows(self.packed_store, self.dense_store))
+
+    def count_revived(self) -> dict[str, int]:
+        """Return how many removed weights are not zero, by name, all replicas counted; squashed
+        names are left out. Collective as :meth:`table_stats`.
+
+        Weights are read as they are stored. With an enforcer attached, what optimizers have revived
+        since the last forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
+        """
+        return self._in_order(stats.count_revived(self.packed_store, self.dense_store))
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return a hash of every global mask. It depends on shape and mask alone, not on sharding,
+        blocks or ranks. Collective as :meth:`table_stats`."""
+        found = stats.fingerprints(self.packed_store, self.dense_store, "fingerprint()")
+        return self._in_order(found)
+
+    def audit(self) -> dict[str, str]:
+        """Return :meth:`fingerprint`, after comparing the masks of all holders (replicas, and the
+        bits of blocks that a shard border cuts) and masks with weights. Collective as
+        :meth:`table_stats`; reads all weights once, in chunks.
+
+        Without an enforcer, optimizers revive removed weights: a UserWarning says how many are not
+        zero, plain data left out. With one, what has been revived since the last forward is zeroed
+        first.
+
+        Raises:
+            ValueError: on every rank; names table, place and ranks that differ; or, with an
+                enforcer attached, how many removed weights of which table are not zero: they were
+                written through ``.data`` or by other code whose writes torch does not count.
+
+        Example::
+
+            >>> import torch
+            >>> from dist_sparse import DataNormSparsifier
+            >>> table = torch.nn.EmbeddingBag(10, 4)
+            >>> sparsifier = DataNormSparsifier(
+            ...     sparsity_level=0.5, sparse_block_shape="row", norm="L2"
+            ... )
+            >>> names = sparsifier.add_model(table)
+            >>> sparsifier.step()
+            >>> list(sparsifier.audit())
+            ['weight']
+        """
+        settle = None if self.enforcer is None else self.enforcer.settle
+        return self._in_order(stats.audit(self.packed_store, self.dense_store, settle))
+
+    def record(self) -> Recorder:
+        """Return a recorder of what mask updates change in sharded tables, from now on: one a
+        sparsifier, made at the first call. Every rank must call it, or none; does not
+        communicate."""
+        self.recorder = self.recorder or Recorder()
+        return self.recorder
+
+    def stop_recording(self) -> None:
+        """Forget :meth:`record`'s recorder. Every rank must call it, or none; does not
+        communicate."""
+        self.recorder = None
+
+    # The end of masks, and their states.
+
     def squash_mask(
         self,
         *args: Any,
@@ -345,18 +454,17 @@ class BaseDataSparsifier(Inspection, abc.ABC):
                 nothing is squashed.
         """
         chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
-        for name in chosen:
-            if self._store(name) is self.dense_store and leave_parametrized:
+        plain = [name for name in chosen if self._store(name) is self.dense_store]
+        sharded = [name for name in chosen if name in self.packed_store]
+        if leave_parametrized:
+            for name in plain:
                 self.dense_store.check_squash(name)
-        located = (
-            self.packed_store.current() if any(name in self.packed_store for name in chosen) else {}
-        )
-        for name in chosen:
-            if name in located:
-                self.packed_store.squash(name, located[name], write=leave_parametrized)
-                del self.data_groups[name]
-            else:
-                self.dense_store.squash(name, write=leave_parametrized)
+        located = self.packed_store.current() if sharded else {}
+        for name in sharded:
+            self.packed_store.squash(name, located[name], write=leave_parametrized)
+            del self.data_groups[name]
+        for name in plain:
+            self.dense_store.squash(name, write=leave_parametrized)
         self._renew()
 
     def state_dict(self) -> dict[str, Any]:
@@ -453,6 +561,17 @@ class BaseDataSparsifier(Inspection, abc.ABC):
         """
         return (1, 1)
 
+    def _store(self, name: str) -> DenseStore | PackedStore:
+        if name not in self.data_groups:
+            raise ValueError(
+                f"data with specified name does not exist: {name!r}; known are"
+                f" {list(self.data_groups)}"
+            )
+        return self.packed_store if name in self.packed_store else self.dense_store
+
+    def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
+        return {name: found[name] for name in self.data_groups if name in found}
+
     def _settle(self) -> None:
         """Before weights are returned."""
         if self.enforcer is not None:
@@ -501,3 +620,47 @@ class BaseDataSparsifier(Inspection, abc.ABC):
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of ``config``, changed to what the caller passed."""
         return {**copy.deepcopy(dict(config)), **given}
+
+
+Rules = Mapping[str, Mapping[str, Any]]
+"""Glob over table names and fully qualified names -> overrides."""
+
+
+def _rules(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Rules:
+    """Return the overrides of a model's tables by glob, whether they were given by glob or for
+    all."""
+    by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
+    if any(by_glob) and not all(by_glob):
+        raise ValueError(
+            f"Invalid config={dict(config)!r}: must map either keys to values or globs to such"
+            " mappings, not both."
+        )
+    rules: Rules = config if any(by_glob) else {"*": config}
+    for overrides in rules.values():
+        if unknown := sorted(set(overrides) - set(defaults)):
+            raise ValueError(
+                f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
+                f" {sorted(defaults)}."
+            )
+    return rules
+
+
+def _refuse_unmatched(glob: str, located: Sequence[ShardedData]) -> None:
+    if not any(_matches(data, glob) for data in located):
+        raise ValueError(
+            f"Invalid config: {glob!r} matches no table; there are"
+            f" {[data.name for data in located]}."
+        )
+
+
+def _overrides(rules: Rules, data: ShardedData) -> dict[str, Any]:
+    """Return the overrides of one table; of several globs that match, later ones win."""
+    given: dict[str, Any] = {}
+    for glob, overrides in rules.items():
+        if _matches(data, glob):
+            given |= copy.deepcopy(dict(overrides))
+    return given
+
+
+def _matches(data: ShardedData, glob: str) -> bool:
+    return fnmatchcase(data.name, glob) or (data.fqn is not None and fnmatchcase(data.fqn, glob))

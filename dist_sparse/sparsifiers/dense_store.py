@@ -33,7 +33,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the effective weight, of the shape and dtype of ``x``."""
         mask = self.check(x)
-        return torch.where(mask != 0, mask * x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(mask != 0, mask * x, x.new_zeros(()))
 
     def check(self, x: Tensor) -> Tensor:
         """Return the mask if it fits ``x``; raise ValueError otherwise."""
@@ -85,7 +85,7 @@ class DenseStore:
         """
         check_memory(name, weight)
         if name in self:
-            # Raises before the old data is released.
+            # A trial in another container raises before the old data is released.
             _attach(Container(), name, weight, mask, parametrization)
             self.drop(name)
         _attach(self.container, name, weight, mask, parametrization)
@@ -133,22 +133,25 @@ class DenseStore:
 
     def check_squash(self, name: str) -> None:
         """Raise what masking ``name`` would raise."""
-        if self.is_masked(name):
-            layers = list(_parametrizations(self.container, name).children())
-            if len(layers) == 1 and isinstance(layers[0], Masked):
-                layers[0].check(self.weight(name))
-            else:
-                with torch.no_grad():
-                    self.effective(name)
+        if not self.is_masked(name):
+            return
+        layers = list(_parametrizations(self.container, name).children())
+        if len(layers) == 1 and isinstance(layers[0], Masked):
+            # Only shapes can be wrong: no need for the masked data.
+            layers[0].check(self.weight(name))
+        else:
+            with torch.no_grad():
+                self.effective(name)
 
     def squash(self, name: str, *, write: bool) -> None:
         """Drop the mask of ``name``; if ``write``, write the masked data into the user's own tensor
         first."""
-        if self.is_masked(name):
-            if write:
-                with torch.no_grad():
-                    self.weight(name).data.copy_(self.effective(name))
-            parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
+        if not self.is_masked(name):
+            return
+        if write:
+            with torch.no_grad():
+                self.weight(name).data.copy_(self.effective(name))
+        parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the
@@ -210,32 +213,22 @@ def check_name(name: object) -> str:
 
 
 def check_buffer_name(name: str) -> None:
-    """Refuse what plain data can't be called: torch's parametrizations keep its mask in a dict of
-    modules.
+    """Refuse a name that plain data can't have.
 
     Raises:
-        KeyError: it is an attribute of one.
+        KeyError: it is an attribute of torch's containers.
     """
-    if _is_attribute(name):
+    # Parametrizations are kept in a ModuleDict, which has "items", and add attributes of their own.
+    if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
         raise KeyError(f"Invalid {name=}: torch's containers have an attribute of that name.")
 
 
 def as_matrix(mask: Tensor) -> Tensor:
     """Return a mask as ``(rows, columns)``: one dimension as a row, more than two with the first
     ones as rows."""
-    return (
-        mask
-        if mask.dim() == 2
-        else mask.reshape(1, -1)
-        if mask.dim() < 2
-        else mask.reshape(-1, mask.shape[-1])
-    )
-
-
-def _is_attribute(name: str) -> bool:
-    """Of a module, of the dict in which parametrizations are kept ("items"), or of a parametrized
-    module."""
-    return hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__")
+    if mask.dim() == 2:
+        return mask
+    return mask.reshape(1, -1) if mask.dim() < 2 else mask.reshape(-1, mask.shape[-1])
 
 
 def _attach(
@@ -270,16 +263,14 @@ def _original(container: Container, name: str) -> Tensor:
 def _converted(
     state: Mapping[str, Mapping[str, Any]], *, sparse: bool
 ) -> dict[str, dict[str, Any]]:
-    """A deep copy of the per-name state with masks as sparse COO, the ancestor's format for saving,
-    or dense."""
+    """Return a deep copy of the per-name state with masks as sparse COO, the ancestor's format for
+    saving, or dense."""
     converted: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():
-        converted[name] = {
-            key: copy.deepcopy(value) for key, value in entry.items() if key != "mask"
-        }
-        mask = entry.get("mask")
-        if mask is not None:
-            mask = mask.detach()
+        rest = {key: value for key, value in entry.items() if key != "mask"}
+        converted[name] = copy.deepcopy(rest)
+        if entry.get("mask") is not None:
+            mask = entry["mask"].detach()
             converted[name]["mask"] = mask.to_sparse_coo() if sparse else mask.to_dense().clone()
     return converted
 
@@ -291,12 +282,7 @@ def _fill(
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Fill a container from a saved state; squashed names stay squashed, and a parametrization of
-    the user's gets the buffers that it had.
-
-    Masks of the ancestor's ``DataNormSparsifier`` may have lost or gained dimensions of size 1.
-    Under the default parametrization, which could not use them, they take the shape of their data,
-    in ``state`` too.
-    """
+    the user's gets the buffers that it had."""
     for name, entry in state.items():
         if name not in configs:
             raise RuntimeError(
@@ -309,21 +295,25 @@ def _fill(
         if entry.get("mask") is None:
             raise RuntimeError(f"Error loading {name!r}: the state has data for it but no mask.")
         data = data.detach().clone()
-        parametrization = configs[name].get("parametrization", Masked)
-        if "parametrization" not in configs[name] and _real(entry["mask"]) == _real(data):
-            entry["mask"] = entry["mask"].reshape(data.shape)
+        if "parametrization" not in configs[name]:
+            entry["mask"] = _with_shape_of(data, entry["mask"])
         if name in tensors:
+            # Squashed when it was saved.
             container.register_buffer(name, data)
-        else:
-            _attach(container, name, data, entry["mask"], parametrization)
-            kept = {
-                key.removeprefix(prefix): value
-                for key, value in tensors.items()
-                if key.startswith(f"{prefix}0.")
-            }
-            _parametrizations(container, name).load_state_dict(kept, strict=False)
+            continue
+        parametrization = configs[name].get("parametrization", Masked)
+        _attach(container, name, data, entry["mask"], parametrization)
+        first = f"{prefix}0."
+        kept = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(first)}
+        _parametrizations(container, name).load_state_dict(kept, strict=False)
+
+
+def _with_shape_of(data: Tensor, mask: Tensor) -> Tensor:
+    """Return a mask in the shape of its data. The ancestor's ``DataNormSparsifier`` may have
+    dropped or added dimensions of size 1, which the default parametrization can't use."""
+    return mask.reshape(data.shape) if _real(mask) == _real(data) else mask
 
 
 def _real(tensor: Tensor) -> list[int]:
-    """Its shape without the dimensions of size 1."""
+    """Return the shape without the dimensions of size 1."""
     return [size for size in tensor.shape if size != 1]

@@ -9,6 +9,7 @@ the bits. It detects accidents, not attacks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,10 @@ __all__ = [
 ]
 
 _ROWS, _COLS = 0x51, 0xC3
-_STEP = 1 << 16
+# Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
 _MIX = 0x1E3779B97F4A7C15
+# Blocks, and bytes, at a time: temporary tensors of int64 stay small.
+_STEP = 1 << 16
 _HASHED = 1 << 22
 
 
@@ -59,17 +62,14 @@ def hash_tensor(tensor: Tensor) -> int:
         part = raw[start : start + _HASHED]
         if rest := -part.numel() % 8:
             part = torch.cat([part, part.new_zeros(rest)])
-        words = (
-            part.view(torch.int64)
-            if part.storage_offset() % 8 == 0
-            else part.clone().view(torch.int64)
-        )
-        mixed = (
-            torch.arange(start // 8, start // 8 + words.numel(), device=words.device)
-            .mul_(_MIX)
-            .bitwise_xor_(words)
-        )
+        if part.storage_offset() % 8:
+            # A view as int64 must begin at a word.
+            part = part.clone()
+        words = part.view(torch.int64)
+        mixed = torch.arange(start // 8, start // 8 + words.numel(), device=words.device)
+        mixed.mul_(_MIX).bitwise_xor_(words)
         for shift in (32, 29):
+            # Torch shifts int64 with its sign: the bits shifted in are cleared.
             mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(_MIX)
         total += int((mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum())
     return total % (1 << 64)
@@ -77,10 +77,8 @@ def hash_tensor(tensor: Tensor) -> int:
 
 def shape_hash(shape: tuple[int, int]) -> int:
     """Return a number that tells shapes apart."""
-    return int(
-        _mix(torch.tensor([shape[0]]), _ROWS ^ 0xFF) * 3
-        + _mix(torch.tensor([shape[1]]), _COLS ^ 0xFF)
-    )
+    rows, cols = (torch.tensor([size]) for size in shape)
+    return int(_mix(rows, _ROWS ^ 0xFF) * 3 + _mix(cols, _COLS ^ 0xFF))
 
 
 def shared_weights(data: ShardedData, rank: int) -> dict[str, Replica]:
@@ -90,15 +88,27 @@ def shared_weights(data: ShardedData, rank: int) -> dict[str, Replica]:
     for shard in data.shards:
         holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
         if len(holders) > 1:
-            found[place_of(data.name, shard.rect)] = Replica(
+            found[f"{data.name} {shard.rect}"] = Replica(
                 hash_tensor(shard.tensor), holders[0] == rank, len(holders)
             )
     return found
 
 
-def place_of(name: str, rect: Rect) -> str:
-    """Return the name of a shard in messages."""
-    return f"{name} {rect}"
+class _Borders(NamedTuple):
+    """The rows and columns of blocks that some shard border cuts."""
+
+    block: Block
+    rows: frozenset[int]
+    cols: frozenset[int]
+
+    @staticmethod
+    def of(data: ShardedData, block: Block) -> _Borders:
+        rects = data.rects
+        return _Borders(
+            block,
+            frozenset(rect.row // block[0] for rect in rects if rect.row % block[0]),
+            frozenset(rect.col // block[1] for rect in rects if rect.col % block[1]),
+        )
 
 
 def shared_bits(
@@ -107,51 +117,57 @@ def shared_bits(
     """Return hashes of the mask bits that group rank ``rank`` holds in common with others, by
     place; local.
 
-    Common are the bits of replicas, and those of blocks that a shard border cuts.
+    Common are the bits of replicas, and the bits of blocks that a shard border cuts.
 
     Raises:
         ValueError: two shards of this rank differ in such a bit.
     """
-    rects = data.rects
-    cut_rows = frozenset(r.row // block[0] for r in rects if r.row % block[0])
-    cut_cols = frozenset(r.col // block[1] for r in rects if r.col % block[1])
-    if not (cut_rows or cut_cols or data.replicated):
+    borders = _Borders.of(data, block)
+    if not (borders.rows or borders.cols or data.replicated):
         return {}
-    holders: dict[str, list[int]] = {}
-    for r, held in enumerate(data.tiling):
-        for place, _ in (
-            found for rect in held for found in _places(data.name, rect, block, cut_rows, cut_cols)
-        ):
-            holders.setdefault(place, []).append(r)
-    found: dict[str, Replica] = {}
+    holders = _holders(data, borders)
+    hashes: dict[str, int] = {}
     for mask in masks:
-        for place, index in _places(data.name, mask.rect, block, cut_rows, cut_cols):
-            if len(holders[place]) < 2:
+        for place, index in _places(data.name, mask.rect, borders):
+            if len(holders[place]) == 1:
                 continue
             value = hash_tensor(mask.bits if index is None else mask.flags()[index])
-            if place in found and found[place].hash != value:
+            if hashes.setdefault(place, value) != value:
                 raise ValueError(
                     f"Masks differ between their holders. {place}: two shards of rank {rank}"
                     " differ."
                 )
-            ranks = sorted(set(holders[place]))
+    found = {}
+    for place, value in hashes.items():
+        # A place that only shards of this rank share has been compared above.
+        if len(ranks := sorted(set(holders[place]))) > 1:
             found[place] = Replica(value, ranks[0] == rank, len(ranks))
-    return {place: replica for place, replica in found.items() if replica.holders > 1}
+    return found
+
+
+def _holders(data: ShardedData, borders: _Borders) -> dict[str, list[int]]:
+    """Return the group ranks that hold each place, once for each of their shards there."""
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(data.tiling):
+        for rect in held:
+            for place, _ in _places(data.name, rect, borders):
+                holders.setdefault(place, []).append(rank)
+    return holders
 
 
 def _places(
-    name: str, rect: Rect, block: Block, cut_rows: frozenset[int], cut_cols: frozenset[int]
+    name: str, rect: Rect, borders: _Borders
 ) -> Iterator[tuple[str, tuple[slice | int, ...] | None]]:
-    """What a shard may share: all of it (None), and its block rows and columns that some border
-    cuts, each with an index into its flags."""
-    grid = grid_of(rect, block)
+    """Yield the parts of a shard that others may hold too: all of it (None), and its block rows and
+    columns that some border cuts, each with an index into its flags."""
+    grid = grid_of(rect, borders.block)
     yield f"table {name!r}, shard {rect}", None
-    for i in sorted(cut_rows & set(range(grid.row, grid.row + grid.rows))):
+    for i in sorted(borders.rows & set(range(grid.row, grid.row + grid.rows))):
         yield (
             f"table {name!r}, block row {i}, {grid.cols} block columns from {grid.col} on",
             (i - grid.row,),
         )
-    for j in sorted(cut_cols & set(range(grid.col, grid.col + grid.cols))):
+    for j in sorted(borders.cols & set(range(grid.col, grid.col + grid.cols))):
         yield (
             f"table {name!r}, block column {j}, {grid.rows} block rows from {grid.row} on",
             (slice(None), j - grid.col),

@@ -22,7 +22,7 @@ from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.sparsifiers.keeping import Scored
 from dist_sparse.sparsifiers.lookups import FUSED
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
-from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Preview
+from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope
 from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
 
 __all__ = ["SCORES", "ImportanceSparsifier", "Score"]
@@ -36,9 +36,9 @@ removed already."""
 
 
 class _Known(NamedTuple):
-    """What is known of the rows of a shard: ``total``, ``(rows,)``, ``(rows, 1)`` or
-    ``(rows, columns)``, counts from ``initial`` on and up to ``most``; divided by ``share`` it is
-    that of an element."""
+    """Lookups or summed gradients of a shard's rows: ``total``, of shape ``(rows,)``,
+    ``(rows, 1)`` or ``(rows, columns)``, counts from ``initial`` on and up to ``most``; divided by
+    ``share`` it is the value of an element."""
 
     rect: Rect
     total: Tensor
@@ -47,9 +47,11 @@ class _Known(NamedTuple):
     most: float = math.inf
 
     def of_rows(self, rows: slice | Tensor) -> Tensor:
-        """Return it for an element of these rows, float64 ``(rows, 1)`` or ``(rows, columns)``."""
+        """Return the value of an element of these rows, float64 ``(rows, 1)`` or
+        ``(rows, columns)``."""
         known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
-        if self.most < math.inf:  # the shards of a row are clamped at different times
+        if self.most < math.inf:
+            # The shards of a row are clamped at different times, but must score alike.
             known.clamp_(max=self.most)
         if self.initial != 0:
             known.sub_(self.initial)
@@ -59,18 +61,15 @@ class _Known(NamedTuple):
 class ImportanceSparsifier(DataNormSparsifier):
     """Removes the blocks that matter least to training: by norm, by lookups, or by Adagrad's sums.
 
-    ========================
-    ==========================================================================================
-    ``score``                 of an element ``w``
-    ========================
-    ==========================================================================================
-    ``"norm"``                ``w * w`` or ``|w|``, as :class:`~dist_sparse.DataNormSparsifier`
-    ``"frequency"``           lookups of its row in training, divided by the table's width
-    ``"accumulator"``         ``G``, the squared gradients that Adagrad has summed for it
-    ``"norm_accumulator"``    ``w * w * (G + 2**-100)``: of a row of row-wise Adagrad its norm times
-    the root of ``G``
-    ========================
-    ==========================================================================================
+    ====================== ================================================================
+    ``score``              of an element ``w``
+    ====================== ================================================================
+    ``"norm"``             ``w * w`` or ``|w|``, as :class:`~dist_sparse.DataNormSparsifier`
+    ``"frequency"``        lookups of its row in training, divided by the table's width
+    ``"accumulator"``      ``G``, the squared gradients that Adagrad has summed for it
+    ``"norm_accumulator"`` ``w * w * (G + 2**-100)``: of a row of row-wise Adagrad its norm
+                           times the root of ``G``
+    ====================== ================================================================
 
     ``G`` is read from the optimizer: FBGEMM's (row-wise) Adagrad, TorchRec's ``RowWiseAdagrad``, or
     torch's Adagrad, minus its initial value. Rows that no batch has touched have zero ``G`` and
@@ -95,6 +94,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         decay: after each mask update, counts are multiplied by it, so that old traffic counts less:
             counts are float64 then, 8 bytes per row. At 1, all traffic since ``attach()`` counts
             equally, and counts are left as they are. Fixed once a table is registered.
+        scope, floors: see the attributes of :class:`~dist_sparse.extend.ScoreSparsifier`.
 
     Attributes:
         scored_by: the score; may be replaced between mask updates, on all ranks, except by
@@ -120,6 +120,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         tensor([0, 1, 0, 1, 1, 0], dtype=torch.int8)
     """
 
+    _measured_fast = True
+
     def __init__(
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
@@ -130,6 +132,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         *,
         score: Score = "norm_accumulator",
         decay: float = 1.0,
+        scope: Scope = "table",
+        floors: Mapping[str, float] | None = None,
     ) -> None:
         self.scored_by = checks.choice("score", score, SCORES)
         self.counts_lookups = self.scored_by == "frequency"
@@ -142,6 +146,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than"
                 " 'L2'."
             )
+        self.scope, self.floors = scope, {} if floors is None else floors
         self._known: dict[str, list[_Known]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
@@ -152,8 +157,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         return self.scored_by == "accumulator"
 
     @property
-    # Without a norm, score() is called.
-    def measure(self) -> Literal["L1", "L2"] | None:  # type: ignore[override]
+    def measure(self) -> Literal["L1", "L2"] | None:
+        # Without a norm, score() is called.
         return super().measure if self.scored_by == "norm" else None
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
@@ -161,22 +166,17 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
         of_rows = self._of_rows(name, data, offset)
-        return (
-            _by_norm(data, of_rows)
-            if self.scored_by == "norm_accumulator"
-            else of_rows.expand(data.shape)
-        )
+        if self.scored_by == "norm_accumulator":
+            return _by_norm(data, of_rows)
+        return of_rows.expand(data.shape)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        if (
-            self.scored_by != "norm_accumulator"
-            or type(self).score is not ImportanceSparsifier.score
-        ):
+        if not self._measured_fast or self.scored_by != "norm_accumulator":
             return super().element_measure(name, config)
         return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
-        if self.scored_by == "norm":
+        if not self._measured_fast or self.scored_by == "norm":
             return super().row_measure(name, shard)
         if self.scored_by != "norm_accumulator":
             # Counts decay in all rows; what is reset changes in rows that nothing has written.
@@ -184,11 +184,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         known = next(known for known in self._known[name] if known.rect == shard.rect)
         # Backwards write the sums too, in the rows that they write; torch counts all other writes,
         # such as a load.
-        return lambda data, rows: _by_norm(data, known.of_rows(rows)), (
-            known.total.data_ptr(),
-            known.total._version,
-            known.initial,
-        )
+        state = known.total.data_ptr(), known.total._version, known.initial
+        return lambda data, rows: _by_norm(data, known.of_rows(rows)), state
 
     def score_tables(
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
@@ -210,12 +207,6 @@ class ImportanceSparsifier(DataNormSparsifier):
             for counts in self.packed_store.counts(name) or ():
                 counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
-    def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
-        try:
-            return super().preview(level)
-        finally:
-            self._known = {}
-
     def audit(self) -> dict[str, str]:
         try:
             return super().audit()
@@ -226,16 +217,19 @@ class ImportanceSparsifier(DataNormSparsifier):
         super().note(facts, located)
         facts["sparsifier.scored_by"] = self.scored_by
         facts["sparsifier.decay"] = self.decay
-        for data in located:  # replicas must score alike
-            rank = rank_in(data.ranks)
-            for rect, total, *_ in (
-                self._known.get(data.name, ()) if data.replicated and not data.copied else ()
-            ):
-                holders = [r for r, held in enumerate(data.tiling) if rect in held]
-                place = f"optimizer state of {data.name} {rect}"
-                facts.replicas[place] = Replica(
-                    hash_tensor(total), holders[0] == rank, len(holders)
-                )
+        for data in located:
+            # Replicas must score alike; copies are trained apart, and the first one's masks count.
+            if data.replicated and not data.copied:
+                facts.replicas |= self._known_replicas(data)
+
+    def _known_replicas(self, data: ShardedData) -> dict[str, Replica]:
+        rank = rank_in(data.ranks)
+        found = {}
+        for known in self._known.get(data.name, ()):
+            holders = [r for r, held in enumerate(data.tiling) if known.rect in held]
+            place = f"optimizer state of {data.name} {known.rect}"
+            found[place] = Replica(hash_tensor(known.total), holders[0] == rank, len(holders))
+        return found
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:
@@ -247,7 +241,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         return super().check_config(data, config)
 
     def check_known(self) -> None:
-        """Refuse tables of which the score is not known on this rank. Local.
+        """Refuse tables whose score is not known on this rank. Local.
 
         Raises:
             ValueError: as in ``step()``; names the table.
@@ -260,32 +254,32 @@ class ImportanceSparsifier(DataNormSparsifier):
         rank. Local."""
         if self.scored_by not in ("accumulator", "norm_accumulator"):
             return []
-        summed = self.sums()
-        located = self.packed_store.locate().items()
-        return [
-            name
-            for name, data in located
-            if any(s.tensor.data_ptr() not in summed for s in data.shards)
-        ]
+        summed, unknown = self.sums(), []
+        for name, data in self.packed_store.locate().items():
+            if any(shard.tensor.data_ptr() not in summed for shard in data.shards):
+                unknown.append(name)
+        return unknown
 
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
-        """What is known of the rows of this rank's shards."""
+        """Return lookups or sums of the rows of this rank's shards."""
         totals = self.sums()
-        found: dict[str, list[_Known]] = {}
-        for name, data in located.items():
-            if self.scored_by == "frequency":
-                counts = zip(data.shards, self.packed_store.counts(name) or (), strict=True)
-                found[name] = [
-                    _Known(s.rect, count, share=data.shape[1], most=MOST_COUNTED)
-                    for s, count in counts
-                ]
-            else:
-                found[name] = [_summed(name, shard, totals) for shard in data.shards]
-        return found
+        if self.scored_by == "frequency":
+            return {name: self._counted(data) for name, data in located.items()}
+        return {
+            name: [_summed(name, shard, totals) for shard in data.shards]
+            for name, data in located.items()
+        }
+
+    def _counted(self, data: ShardedData) -> list[_Known]:
+        counts = self.packed_store.counts(data.name) or ()
+        return [
+            _Known(shard.rect, count, share=data.shape[1], most=MOST_COUNTED)
+            for shard, count in zip(data.shards, counts, strict=True)
+        ]
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
         """Return the squared gradients that Adagrad has summed, and their initial value, by the
-        address of the weights: those that the enforcer knows.
+        address of the weights, as the enforcer knows them.
 
         Raises:
             ValueError: no enforcer is attached.
@@ -299,14 +293,14 @@ class ImportanceSparsifier(DataNormSparsifier):
         return self.enforcer.accumulators()
 
     def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
-        """What is known of an element of the rows of a chunk, float64 ``(rows, 1)`` or
+        """Return the value of an element of the rows of a chunk, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
         known = self._known_at(name, data, offset)
         first = offset[0] - known.rect.row
         return known.of_rows(slice(first, first + len(data)))
 
     def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
-        """What is known of the shard of a chunk that begins at ``offset``."""
+        """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
         if name not in self.dense_store:
             here = Rect(*offset, 1, 1)
             return next(
@@ -328,7 +322,7 @@ def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:
 
 
 def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> _Known:
-    """What Adagrad has summed for a shard.
+    """Return the sums of a shard's Adagrad.
 
     Raises:
         ValueError: no Adagrad steps it.

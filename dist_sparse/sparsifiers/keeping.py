@@ -1,5 +1,4 @@
-"""Which scores a sparsifier keeps between mask updates: those of shards of which an enforcer sees
-every write."""
+"""Score cache for shards whose writes the enforcer tracks."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from dist_sparse.tables.shards import Rect, Shard
 __all__ = ["Keeper", "Scored", "check_kept"]
 
 Scored = tuple[RowMeasure, object]
-"""How elements of a shard are scored, and what else decides about their scores, for comparison with
-the last time."""
+"""How elements of a shard are scored, and anything else that decides about their scores: if it
+differs from the last time, kept scores are out of date."""
 
 
 class Keeper:
-    """The kept scores of one sparsifier."""
+    """The scores that one sparsifier keeps between mask updates."""
 
     def __init__(self) -> None:
         self._scores: dict[tuple[str, Rect], KeptScores] = {}
@@ -38,8 +37,8 @@ class Keeper:
 
         Args:
             goals: by the name of the table.
-            written: the rows that were written, by the address of the weights, of shards of which
-                that is known.
+            written: the rows that were written, by the address of the weights; only of shards whose
+                every write is seen.
             measure: how a shard of a table is scored; None if only whole shards can be.
             masks: of the shards of a table, with which the weights have been masked.
             full_every: as in :class:`~dist_sparse.masking.cached.kept_scores.Keeping`.
@@ -50,28 +49,25 @@ class Keeper:
             if goal.by_element or goal.whole_columns or goal.data.replicated:
                 continue
             kept: dict[Rect, KeptScores] = {}
-            known: dict[Rect, Scored] = {}
+            measures: dict[Rect, RowMeasure] = {}
+            of: dict[Rect, object] = {}
             present: dict[Rect, BlockMask] = {}
             for shard, mask in zip(goal.data.shards, masks(name), strict=True):
-                seen = (
-                    written.get(shard.tensor.data_ptr())
-                    if KeptScores.fits(shard.rect, goal.block)
-                    else None
-                )
-                how = None if seen is None else measure(name, shard)
-                if seen is not None and how is not None:
-                    scores = before.get((name, shard.rect))
-                    scores = (
-                        KeptScores(seen) if scores is None or scores.written is not seen else scores
-                    )
-                    kept[shard.rect] = self._scores[name, shard.rect] = scores
-                    known[shard.rect], present[shard.rect] = how, mask
+                seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
+                if seen is None or not KeptScores.fits(rect, goal.block):
+                    continue
+                if (how := measure(name, shard)) is None:
+                    continue
+                scores = before.get((name, rect))
+                if scores is None or scores.written is not seen:
+                    # Rows written before ``seen`` began are unknown: nothing that was kept counts.
+                    scores = KeptScores(seen)
+                self._scores[name, rect] = kept[rect] = scores
+                measures[rect], of[rect] = how
+                present[rect] = mask
             if kept:
-                measures = {rect: how for rect, (how, _) in known.items()}
-                of = {rect: what for rect, (_, what) in known.items()}
-                found[name] = replace(
-                    goal, keeping=Keeping(kept, measures, of, present, full_every)
-                )
+                keeping = Keeping(kept, measures, of, present, full_every)
+                found[name] = replace(goal, keeping=keeping)
         return found
 
 
@@ -81,12 +77,13 @@ def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
     Raises:
         ValueError: they differ; names table and row.
     """
-    keeping = table.goal.keeping if table.cuts is None else None  # of cut blocks no scores are kept
-    for rect, kept in () if keeping is None else keeping.scores.items():
-        wrong = (
-            kept.scores.bits.view(-1)
-            != torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
-        ).nonzero()
+    keeping = table.goal.keeping
+    if keeping is None or table.cuts is not None:
+        # No scores of cut blocks are kept.
+        return
+    for rect, kept in keeping.scores.items():
+        expected = torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
+        wrong = (kept.scores.bits.view(-1) != expected).nonzero()
         if len(wrong):
             row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
             raise ValueError(

@@ -8,7 +8,8 @@ groups and tilings are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,30 +18,49 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.facts import to_json
-from dist_sparse.groups import Facts, Group, agreeing, group_over
+from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.digest import shared_bits
-from dist_sparse.sparsifiers.moving import Tiling, assembled, brought, to_write
 from dist_sparse.sparsifiers.pieces import (
+    Tiling,
+    assembled,
     block_of,
-    copy_counts,
     counts_from,
     masks_from,
     new_counts,
     saved_counts,
     saved_mask,
+    send_counts,
+    send_masks,
+    written,
 )
 from dist_sparse.tables.modules import model_source
-from dist_sparse.tables.shards import Block, Shard, ShardedData, Source, Span, overlapping, owners
+from dist_sparse.tables.shards import (
+    Block,
+    Rect,
+    Shard,
+    ShardedData,
+    Source,
+    Span,
+    grid_of,
+    overlapping,
+    owners,
+)
 
-__all__ = ["PackedStore"]
+__all__ = ["Loaded", "PackedStore"]
 
 Ranks = tuple[int, ...] | None
 
 
 @dataclass
 class _Table:
-    """One registered table: where its bits were stored for, and the bits."""
+    """One registered table: the tiling that its bits were stored for, and the bits.
+
+    Attributes:
+        counted: dtype of ``counts``; None where lookups are not counted.
+        removed: blocks that the masks remove over all ranks, if known.
+        updates: mask updates since registration.
+    """
 
     source: Source
     shape: tuple[int, int]
@@ -48,26 +68,70 @@ class _Table:
     tiling: Tiling
     block: Block
     masks: list[BlockMask]
-    counts: list[Tensor] | None
+    counts: list[Tensor]
     counted: torch.dtype | None
     samples: list[Tensor] | None = None
     removed: int | None = 0
     updates: int = 0
 
+    def send_masks(self, parcels: Parcels, rank: int, new: Tiling) -> Callable[[], list[BlockMask]]:
+        return send_masks(parcels, rank, self.masks, self.block, self.tiling, new)
+
+    def move(self, parcels: Parcels, rank: int, data: ShardedData) -> Callable[[], None]:
+        """Pack masks and counts for their new holders. Return a function that puts what arrives in
+        place."""
+        read_masks = self.send_masks(parcels, rank, data.tiling)
+        read_counts = None
+        if self.counted is not None:
+            read_counts = send_counts(
+                parcels, rank, self.counts, self.counted, self.tiling, data.tiling
+            )
+
+        def put_together() -> None:
+            pieces = read_masks()
+            self.masks = [
+                assembled(rect, self.block, pieces, weights.device) for rect, weights in data.shards
+            ]
+            if read_counts is not None and self.counted is not None:
+                self.counts = new_counts(data, self.counted, read_counts())
+            self.tiling, self.samples = data.tiling, None
+
+        return put_together
+
+    def written(self, owned: Sequence[Rect]) -> list[tuple[Rect, Rect]]:
+        """Return the owned rectangles of a rank, each with the one that it writes for it."""
+        pairs = [(rect, written(rect, self.block, self.shape)) for rect in owned]
+        return [(rect, to) for rect, to in pairs if to.numel]
+
+    def needs_bits_of_others(self, rect: Rect, to: Rect) -> bool:
+        """Whether the last byte that the owner of ``rect`` writes holds bits of other shards."""
+        return grid_of(to, self.block).col_end > grid_of(rect, self.block).col_end
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a state has of this rank's part of one table, checked.
+
+    Args:
+        data: the table as it is stored now.
+        removed: blocks that the masks removed over all ranks when they were saved, if known.
+    """
+
+    data: ShardedData
+    block: Block
+    masks: list[BlockMask]
+    counts: list[Tensor]
+    removed: int | None
+    updates: int
+
 
 class PackedStore:
-    """The registered sharded tables of one sparsifier, in the order in which they were added.
-
-    Attributes:
-        version: changes whenever a mask is replaced, added or dropped.
-    """
+    """The registered sharded tables of one sparsifier, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
         self._groups: dict[Ranks, list[str]] | None = None
-        self._spans: dict[str, list[Span]] = {}
         self._edited: tuple[str, Tensor] | None = None
-        self.version = 0
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -120,18 +184,15 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        entries = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
-        entries += [(span, name) for name, spans in self._spans.items() for span in spans]
-        old = len(entries)
-        entries += [(span, data.name) for data in located for span in _spans(data)]
+        known = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
+        # The memory of now: weights may have moved since they were registered.
+        known += _spans(map(self.find, self._tables))
+        entries = [*known, *_spans(located)]
         for i, j in overlapping([span for span, _ in entries]):
-            (span, known), name = entries[i], entries[j][1]
-            if j < old or known == name:
-                continue
-            # The memory may have a new owner.
-            if known not in self or span in _spans(self.find(known)):
+            first, second = entries[i][1], entries[j][1]
+            if j >= len(known) and first != second:
                 raise ValueError(
-                    f"Table {name!r} is registered already, as {known!r}: they share memory."
+                    f"Table {second!r} is registered already, as {first!r}: they share memory."
                 )
 
     def add(
@@ -146,23 +207,24 @@ class PackedStore:
         of that dtype."""
         for data in located:
             block = blocks[data.name]
-            masks = [
-                BlockMask.full(shard.rect, block, shard.tensor.device) for shard in data.shards
-            ]
-            counts = None if counted is None else new_counts(data, counted)
             self._tables[data.name] = _Table(
-                source, data.shape, data.ranks, data.tiling, block, masks, counts, counted
+                source=source,
+                shape=data.shape,
+                ranks=data.ranks,
+                tiling=data.tiling,
+                block=block,
+                masks=[
+                    BlockMask.full(rect, block, weights.device) for rect, weights in data.shards
+                ],
+                counts=[] if counted is None else new_counts(data, counted),
+                counted=counted,
             )
-            self._spans[data.name] = _spans(data)
         self._groups = None
-        self.version += 1
 
     def drop(self, name: str) -> None:
         """Forget one table, and its source once none of its tables is left."""
         del self._tables[name]
-        self._spans.pop(name, None)
         self._groups = None
-        self.version += 1
 
     # Where the tables are.
 
@@ -176,19 +238,18 @@ class PackedStore:
         names: dict[int, list[str]] = {}
         for name, table in self._tables.items():
             names.setdefault(id(table.source), []).append(name)
-        located = {
-            data.name: data for source in self.sources for data in source.locate(names[id(source)])
-        }
-        missing = [name for name in self._tables if name not in located]
-        if missing:
+        found: dict[str, ShardedData] = {}
+        for source in self.sources:
+            found |= {data.name: data for data in source.locate(names[id(source)])}
+        if missing := [name for name in self._tables if name not in found]:
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
-                f" {sorted(located)}."
+                f" {sorted(found)}."
             )
-        for name in self._tables:
-            self._check_shape(located[name])
-        self._spans = {name: _spans(data) for name, data in located.items()}
-        return {name: located[name] for name in self._tables}
+        located = {name: found[name] for name in self._tables}
+        for data in located.values():
+            self._check_shape(data)
+        return located
 
     def current(self, action: str | None = None) -> dict[str, ShardedData]:
         """:meth:`locate`, and bring the masks to their shards: collective if shards have moved.
@@ -224,21 +285,22 @@ class PackedStore:
         for ranks, names in self.groups.items():
             if tables := [located[name] for name in names if name in moved]:
                 self._move(tables, group_over(ranks))
-        for name, data in located.items():
-            table = self._tables[name]
-            if any(
-                m.bits.device != s.tensor.device
-                for m, s in zip(table.masks, data.shards, strict=True)
-            ):
-                self.version += 1
-                table.samples = None
-                table.masks = [
-                    BlockMask(mask.rect, mask.block, mask.bits.to(shard.tensor.device))
-                    for mask, shard in zip(table.masks, data.shards, strict=True)
-                ]
-                if table.counts is not None:
-                    shards = zip(table.counts, data.shards, strict=True)
-                    table.counts = [count.to(shard.tensor.device) for count, shard in shards]
+        for data in located.values():
+            self._follow_devices(data)
+
+    def _follow_devices(self, data: ShardedData) -> None:
+        table = self._tables[data.name]
+        devices = [shard.tensor.device for shard in data.shards]
+        if [mask.bits.device for mask in table.masks] == devices:
+            return
+        table.samples = None
+        table.masks = [
+            BlockMask(mask.rect, mask.block, mask.bits.to(device))
+            for mask, device in zip(table.masks, devices, strict=True)
+        ]
+        if table.counted is not None:
+            counts = zip(table.counts, devices, strict=True)
+            table.counts = [count.to(device) for count, device in counts]
 
     # Masks.
 
@@ -250,7 +312,8 @@ class PackedStore:
     def counts(self, name: str) -> list[Tensor] | None:
         """Return how often training has looked up each row of this rank's shards, live:
         ``(rect.rows,)``, int32, or float64 where counts decay; None if that is not counted."""
-        return self._tables[name].counts
+        table = self._tables[name]
+        return None if table.counted is None else table.counts
 
     def samples(self, name: str) -> list[Tensor]:
         """Return what an enforcer has sampled of the lookups of this rank's shards since their
@@ -263,13 +326,9 @@ class PackedStore:
             ]
         return table.samples
 
-    def all_masks(self) -> dict[str, list[BlockMask]]:
-        """Return :meth:`masks` of every table."""
-        return {name: table.masks for name, table in self._tables.items()}
-
     def block(self, name: str) -> Block:
-        """Return what one bit of the table's masks stands for; known on ranks without a shard
-        too."""
+        """Return the block that one bit of the table's masks covers, known on ranks without a
+        shard too."""
         return self._tables[name].block
 
     def replace(
@@ -288,12 +347,10 @@ class PackedStore:
             updates: mask updates since registration; None is one more than before.
         """
         assert all(mask.block == block for mask in masks)
-        assert tuple(mask.rect for mask in masks) == tuple(shard.rect for shard in data.shards)
+        assert [mask.rect for mask in masks] == [shard.rect for shard in data.shards]
         table = self._tables[data.name]
-        if any(new is not old for new, old in zip(masks, table.masks, strict=False)) or len(
-            masks
-        ) != len(table.masks):
-            self.version += 1
+        if list(map(id, masks)) != list(map(id, table.masks)):
+            # A mask update that changes nothing keeps the masks themselves.
             table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
         table.updates = table.updates + 1 if updates is None else updates
@@ -324,9 +381,8 @@ class PackedStore:
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
         """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as
         :meth:`mask`."""
-        return [
-            ((mask.rect.row, mask.rect.col), mask.dense()) for mask in self._masks_in_place(name)
-        ]
+        masks = self._masks_in_place(name)
+        return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in masks]
 
     def weight(self, name: str) -> Tensor:
         """Return the live weights of this rank's only shard; raises as :meth:`mask`."""
@@ -338,9 +394,7 @@ class PackedStore:
         """Return the masked weights of this rank's only shard, a new tensor; raises as
         :meth:`mask`."""
         weight = self.weight(name)
-        return torch.where(
-            self.mask(name) != 0, weight, torch.zeros((), dtype=weight.dtype, device=weight.device)
-        )
+        return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
     def apply(self, located: Mapping[str, ShardedData]) -> None:
@@ -355,34 +409,26 @@ class PackedStore:
         """Return the counterparts of the located tables in a copy of their model, or in a mapping
         from fully qualified (or registered) names to whole tensors. Local; raises ValueError if one
         is missing or sharded otherwise."""
-        copies = {}
         if isinstance(other, nn.Module):
             copies = {data.fqn: data for data in model_source(other, dense=True).locate()}
-        found = {}
+            found = {name: copies.get(data.fqn) for name, data in located.items()}
+        else:
+            found = {name: _whole_tensor(other, data) for name, data in located.items()}
+        counterparts = {}
         for name, data in located.items():
-            copy = copies.get(data.fqn)
-            if isinstance(other, Mapping):
-                tensor = other.get(data.fqn or name, other.get(name))
-                if tensor is not None and all(
-                    shard.rect.numel == tensor.numel() for shard in data.shards
-                ):
-                    shards = tuple(
-                        Shard(shard.rect, tensor.data.view(data.shape)) for shard in data.shards
-                    )
-                    copy = replace(data, shards=shards)
+            copy = found[name]
             if copy is None or copy.tiling != data.tiling:
                 raise ValueError(
                     f"Table {name!r} ({data.fqn}) is not in the copy, or is sharded otherwise"
                     " there."
                 )
-            found[name] = copy
-        return found
+            counterparts[name] = copy
+        return counterparts
 
     def squash(self, name: str, data: ShardedData, *, write: bool) -> None:
         """Forget one table; if ``write``, zero its removed weights first."""
         if write:
-            for mask, shard in zip(self.masks(name), data.shards, strict=True):
-                mask.apply_(shard.tensor)
+            self.apply({name: data})
         self.drop(name)
 
     # Saving.
@@ -393,29 +439,55 @@ class PackedStore:
         of masks: then collective."""
         writes: dict[str, list[BlockMask]] = {}
         for ranks, names in self.groups.items():
-            writes |= to_write({name: self._tables[name] for name in names}, group_over(ranks))
-        known = ("shape", "block", "updates", "removed")
-        tables = {
-            name: {**{key: getattr(table, key) for key in known}, "config": configs[name]}
-            for name, table in self._tables.items()
-        }
-        masks, counts = {}, {}
+            writes |= self._masks_to_write(names, group_over(ranks))
+        tables, masks, counts = {}, {}, {}
         for name, table in self._tables.items():
+            tables[name] = {
+                "shape": table.shape,
+                "block": table.block,
+                "updates": table.updates,
+                "removed": table.removed,
+                "config": configs[name],
+            }
             masks[name] = saved_mask(table.shape, table.block, writes[name], table.masks)
-            if table.counts is not None and table.counted is not None:
+            if table.counted is not None:
                 rank = group_over(table.ranks).rank
                 rects, owned = table.tiling[rank], owners(table.tiling)[rank]
                 counts[name] = saved_counts(
                     table.shape[0], table.counted, rects, owned, table.counts
                 )
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
+        # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
+
+    def _masks_to_write(self, names: Sequence[str], group: Group) -> dict[str, list[BlockMask]]:
+        """Return the parts of each mask that this rank writes to a checkpoint: see
+        :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
+        bytes of a mask: then collective over the group."""
+        found: dict[str, list[BlockMask]] = {}
+        parcels, arriving = Parcels(group), {}
+        for name in names:
+            table = self._tables[name]
+            parts = [table.written(owned) for owned in owners(table.tiling)]
+            if any(table.needs_bits_of_others(*part) for part in itertools.chain(*parts)):
+                new = tuple(tuple(to for _, to in held) for held in parts)
+                arriving[name] = new[group.rank], table.send_masks(parcels, group.rank, new)
+            else:
+                masks = {mask.rect: mask for mask in table.masks}
+                found[name] = [masks[rect].cut(to) for rect, to in parts[group.rank]]
+        cpu = torch.device("cpu")
+        if arriving:
+            parcels.exchange(cpu)
+        for name, (rects, read) in arriving.items():
+            pieces, block = read(), self._tables[name].block
+            found[name] = [assembled(rect, block, pieces, cpu) for rect in rects]
+        return found
 
     def prepare(
         self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
-    ) -> dict[str, list[BlockMask]]:
-        """Return the masks of this rank's shards from saved pieces. Checks everything, changes
-        nothing, local.
+    ) -> dict[str, Loaded]:
+        """Return masks and counts of this rank's shards from saved pieces. Checks everything,
+        changes nothing, local.
 
         Args:
             saved: the tables of a :meth:`state_dict`, by name: see
@@ -437,52 +509,40 @@ class PackedStore:
                 f"The state has masks of tables {unknown} that are not registered: call add_model()"
                 " before loading."
             )
-        masks = {name: masks_from(located[name], entry) for name, entry in saved.items()}
-        for name, dtype in self._counted.items():
-            counts_from(located[name], saved[name], dtype)
-        return masks
-
-    def load(
-        self, located: Mapping[str, ShardedData], masks: Mapping[str, list[BlockMask]], saved: Any
-    ) -> None:
-        """Put masks from :meth:`prepare` in place."""
-        for name, loaded in masks.items():
-            entry = saved[name]
-            self.replace(
-                located[name],
-                loaded,
-                block_of(entry),
-                entry.get("removed"),
-                entry.get("updates", 0),
+        loaded = {}
+        for name, entry in saved.items():
+            data, counted = located[name], self._tables[name].counted
+            loaded[name] = Loaded(
+                data=data,
+                masks=masks_from(data, entry),
+                block=block_of(entry),
+                counts=[] if counted is None else counts_from(data, entry, counted),
+                removed=entry.get("removed"),
+                updates=entry.get("updates", 0),
             )
-            if (dtype := self._counted.get(name)) is not None:
-                self._tables[name].counts = counts_from(located[name], entry, dtype)
+        return loaded
 
     def note_loaded(
         self,
         noted: Sequence[tuple[Facts, list[str]]],
-        located: Mapping[str, ShardedData],
-        masks: Mapping[str, list[BlockMask]],
-        saved: Mapping[str, Any],
+        loaded: Mapping[str, Loaded],
         configs: Mapping[str, Any],
     ) -> None:
-        """Note what must be equal on all ranks before masks from :meth:`prepare` are loaded."""
+        """Note what must be equal on all ranks before a state is loaded."""
         for facts, names in noted:
             facts.on_drift = _refuse_drift
-            for name in names:
-                if name in masks:
-                    data, block = located[name], block_of(saved[name])
-                    entry = [saved[name].get(key) for key in ("updates", "removed")]
-                    facts[f"the state of table {name!r}"] = [block, configs[name], *entry]
-                    facts.replicas |= shared_bits(
-                        data, block, masks[name], group_over(data.ranks).rank
-                    )
+            for name in filter(loaded.__contains__, names):
+                one = loaded[name]
+                values = [one.block, configs[name], one.updates, one.removed]
+                facts[f"the state of table {name!r}"] = values
+                rank = group_over(one.data.ranks).rank
+                facts.replicas |= shared_bits(one.data, one.block, one.masks, rank)
 
-    @property
-    def _counted(self) -> dict[str, torch.dtype]:
-        return {
-            name: table.counted for name, table in self._tables.items() if table.counted is not None
-        }
+    def load(self, loaded: Mapping[str, Loaded]) -> None:
+        """Put what :meth:`prepare` has returned in place."""
+        for name, one in loaded.items():
+            self.replace(one.data, one.masks, one.block, one.removed, one.updates)
+            self._tables[name].counts = one.counts
 
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
@@ -502,19 +562,20 @@ class PackedStore:
         return self.masks(name)
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
-        self.version += 1
-        parts, counted = brought(self._tables, {data.name: data.tiling for data in tables}, group)
-        for data in tables:
-            table = self._tables[data.name]
-            table.masks = [
-                assembled(shard.rect, table.block, parts[data.name], shard.tensor.device)
-                for shard in data.shards
-            ]
-            table.tiling, table.samples = data.tiling, None
-            if table.counted is not None:
-                table.counts = new_counts(data, table.counted)
-                for rect, count in counted[data.name]:
-                    copy_counts(table.counts, [shard.rect for shard in data.shards], count, rect)
+        parcels = Parcels(group)
+        arriving = [self._tables[data.name].move(parcels, group.rank, data) for data in tables]
+        parcels.exchange(torch.device("cpu"))
+        for put_together in arriving:
+            put_together()
+
+
+def _whole_tensor(tensors: Mapping[str, Tensor], data: ShardedData) -> ShardedData | None:
+    """Return a table as stored in a mapping from names to whole tensors, if it is there."""
+    tensor = tensors.get(data.fqn or data.name, tensors.get(data.name))
+    if tensor is None or any(shard.rect.numel != tensor.numel() for shard in data.shards):
+        return None
+    whole = tensor.data.view(data.shape)
+    return replace(data, shards=tuple(Shard(shard.rect, whole) for shard in data.shards))
 
 
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
@@ -532,5 +593,11 @@ def _check_single(name: str, shards: int) -> None:
         )
 
 
-def _spans(data: ShardedData) -> list[Span]:
-    return [Span.of(shard.tensor) for shard in data.shards if shard.tensor.numel()]
+def _spans(tables: Iterable[ShardedData]) -> list[tuple[Span, str]]:
+    spans = []
+    for data in tables:
+        for shard in data.shards:
+            # Empty tensors have no memory to share.
+            if shard.tensor.numel():
+                spans.append((Span.of(shard.tensor), data.name))
+    return spans

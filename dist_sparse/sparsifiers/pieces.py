@@ -1,5 +1,5 @@
-"""Saved masks of tables, and how often each row was looked up: what a state holds, and how the
-shards of now read it.
+"""Pieces of masks and lookup counts, by global rectangle: exchanged between ranks, saved, and read
+back for the current shards.
 
 A state has a tensor of each table for torch.distributed.checkpoint, in global coordinates: eight
 blocks of a row of blocks to a byte, each row of blocks beginning a new byte; the lookups of each
@@ -8,8 +8,8 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,38 +17,139 @@ from torch.nn import functional
 
 from dist_sparse.checks import integer
 from dist_sparse.facts import cut, from_json
+from dist_sparse.groups import Parcels
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, owners
 
 __all__ = [
-    "COUNTED",
     "MOST_COUNTED",
+    "Tiling",
+    "assembled",
     "block_of",
-    "copy_counts",
     "counts_from",
     "entries_of",
     "masks_from",
     "new_counts",
     "saved_counts",
     "saved_mask",
+    "send_counts",
+    "send_masks",
     "tables_of",
     "written",
 ]
 
-COUNTED = (torch.int32, torch.float64)
-"""Dtypes of counts: lookups that are never forgotten are integers; those that decay have fractions,
-so that a row that is looked up once between two mask updates keeps its share of the traffic."""
+Tiling = tuple[tuple[Rect, ...], ...]
+"""The rectangles of each rank."""
 
 MOST_COUNTED = 1 << 30
-"""Lookups of a row from which on more make no difference. Half of what its int32 holds, so that so
-many more can be counted before it has to be clamped."""
+"""Lookups of a row from which on more make no difference. Half of the range of int32, so that as
+many again can be counted before a clamp."""
+
+
+class _Route(NamedTuple):
+    """From the owners in one tiling to the holders in another; ``rank`` is this rank."""
+
+    rank: int
+    old: Tiling
+    new: Tiling
+
+
+# Exchange. Both sides derive the order of messages from the tilings, so only bits are sent.
+
+
+def send_masks(
+    parcels: Parcels, rank: int, masks: Sequence[BlockMask], block: Block, old: Tiling, new: Tiling
+) -> Callable[[], list[BlockMask]]:
+    """Pack the parts of a table's masks that other holders need.
+
+    Args:
+        parcels: over the ranks of the table.
+        rank: this rank in that group.
+        masks: of this rank's rectangles of ``old``.
+        block: of the masks, known on ranks without one too.
+        old, new: the rectangles before, and the rectangles to cover.
+
+    Returns:
+        A function that gives pieces that cover this rank's rectangles of ``new``, once the parcels
+        have been exchanged.
+    """
+    held = dict(zip(old[rank], masks, strict=True))
+    expected = _send(
+        parcels,
+        _Route(rank, old, new),
+        lambda rect, source: held[source].cut(rect).bits,
+        lambda rect: grid_of(rect, block).bytes,
+        torch.uint8,
+    )
+    # Copies: a view would keep the received bytes of all tables alive.
+    return lambda: [BlockMask(rect, block, read().clone()) for rect, read in expected]
+
+
+def send_counts(
+    parcels: Parcels,
+    rank: int,
+    counts: Sequence[Tensor],
+    dtype: torch.dtype,
+    old: Tiling,
+    new: Tiling,
+) -> Callable[[], list[tuple[Rect, Tensor]]]:
+    """Pack a table's lookup counts, one number per row, as :func:`send_masks` packs its masks."""
+    held = dict(zip(old[rank], counts, strict=True))
+    expected = _send(
+        parcels,
+        _Route(rank, old, new),
+        lambda rect, source: held[source][rect.row - source.row : rect.row_end - source.row],
+        lambda rect: rect.rows,
+        dtype,
+    )
+    return lambda: [(rect, read()) for rect, read in expected]
+
+
+def _send(
+    parcels: Parcels,
+    route: _Route,
+    part: Callable[[Rect, Rect], Tensor],
+    length: Callable[[Rect], int],
+    dtype: torch.dtype,
+) -> list[tuple[Rect, Callable[[], Tensor]]]:
+    """Pack the parts of this rank's rectangles for other holders. Return what arrives, by
+    rectangle."""
+    owned = owners(route.old)
+    for receiver, wanted in enumerate(route.new):
+        for rect, source in _common(owned[route.rank], wanted):
+            parcels.send(receiver, part(rect, source))
+    # The senders loop over the same rectangles in the same order.
+    expected = []
+    for sender, theirs in enumerate(owned):
+        for rect, _ in _common(theirs, route.new[route.rank]):
+            expected.append((rect, parcels.expect(sender, (length(rect),), dtype)))
+    return expected
+
+
+def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
+    """Yield ``(common rectangle, owned rectangle)`` of each message from an owner to a holder."""
+    for target in dict.fromkeys(wanted):
+        for source in owned:
+            if (rect := source.intersect(target)) is not None:
+                yield rect, source
+
+
+def assembled(
+    rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
+) -> BlockMask:
+    """Return the mask of ``rect`` from the pieces inside it."""
+    inside = [piece for piece in pieces if piece.rect.intersect(rect) == piece.rect]
+    return BlockMask.assemble(rect, block, inside, device)
+
+
+# Saving.
 
 
 def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
-    """Return what the owner of the shard ``rect`` writes of a table's mask: the bytes whose first
-    block begins in it.
+    """Return the part of a table's mask that the owner of the shard ``rect`` writes: the bytes
+    whose first block begins in it.
 
     Over all shards they tile the table. Blocks of the last byte may belong to other shards.
     """
@@ -62,20 +163,16 @@ def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
 def saved_mask(
     shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], masks: Sequence[BlockMask]
 ) -> ChunkedTensor:
-    """Return what a state holds of a table's mask.
+    """Return the mask of a table as a state holds it.
 
     Args:
         shape: of the table.
-        writes: what this rank writes: see :func:`written`.
+        writes: the parts that this rank writes: see :func:`written`.
         masks: of this rank's shards.
     """
     grid = grid_of(Rect(0, 0, *shape), block)
-    chunks = [
-        ((mask.grid.row, mask.grid.col // 8), _bytes_of(mask)) for mask in writes if mask.blocks
-    ]
-    wants = [
-        ((mask.grid.row, mask.grid.col // 8), (mask.grid.rows, _columns(mask))) for mask in masks
-    ]
+    chunks = [(_first_byte(mask), _bytes_of(mask)) for mask in writes if mask.blocks]
+    wants = [(_first_byte(mask), (mask.grid.rows, _columns(mask))) for mask in masks]
     pieces = [
         {
             "rect": tuple(mask.rect),
@@ -94,33 +191,32 @@ def saved_counts(
     owned: Sequence[Rect],
     counts: Sequence[Tensor],
 ) -> ChunkedTensor:
-    """Return what a state holds of a table's lookups.
+    """Return the lookup counts of a table as a state holds them.
 
     Args:
         rows: of the table.
         dtype: of the counts.
         rects: of this rank's shards.
-        owned: those that no other rank holds before this one. Shards of the same rows have the same
-            counts: the leftmost is written.
+        owned: the rectangles among them that no lower rank holds.
         counts: of this rank's shards.
     """
-    kepts = [count.to("cpu", copy=True) for count in counts]
-    pieces = [
-        {"rect": tuple(rect), "counts": kept} for rect, kept in zip(rects, kepts, strict=True)
-    ]
-    writes = [
-        ((rect.row,), kept)
-        for rect, kept in zip(rects, kepts, strict=True)
-        if rect in owned and rect.col == 0
-    ]
-    return ChunkedTensor(
-        (rows,), dtype, writes, [((rect.row,), (rect.rows,)) for rect in rects], pieces
-    )
+    writes, pieces = [], []
+    for rect, count in zip(rects, counts, strict=True):
+        kept = count.to("cpu", copy=True)
+        pieces.append({"rect": tuple(rect), "counts": kept})
+        # Shards of the same rows have the same counts: the leftmost is written.
+        if rect in owned and rect.col == 0:
+            writes.append(((rect.row,), kept))
+    wants = [((rect.row,), (rect.rows,)) for rect in rects]
+    return ChunkedTensor((rows,), dtype, writes, wants, pieces)
+
+
+# Loading.
 
 
 def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the JSON values of each table in a state: its shape and block, its configuration, its
-    mask updates, and the blocks that it has removed.
+    mask updates, and the number of blocks that its masks remove.
 
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
@@ -145,42 +241,29 @@ def _check_entry(name: str, entry: object) -> None:
 
 
 def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
-    """Return what a state has of each table: its JSON values, and this rank's ``pieces``.
+    """Return the entry of each table in a state: its JSON values, and this rank's ``pieces``.
 
     Args:
         saved: ``tables``, JSON; ``masks`` and ``counts`` by table.
-        blocks: what a bit of the registered tables' masks stands for: DCP has loaded by it.
+        blocks: of the masks of the registered tables; DCP has loaded by them.
 
     Raises:
         ValueError: a part is missing or malformed, or DCP has loaded masks of other blocks.
     """
     entries = tables_of(saved)
-    all_masks, all_counts = (_mapping(part, saved.get(part, {})) for part in ("masks", "counts"))
+    masks, counts = _part(saved, "masks"), _part(saved, "counts")
     for name, entry in entries.items():
-        mask, counts = all_masks.get(name), all_counts.get(name)
-        if mask is None and name not in blocks:
-            continue  # DCP leaves out what was not asked for; the caller names it
-        if not isinstance(mask, ChunkedTensor):
-            raise ValueError(f"Table {name!r}: the state has no mask of it.")
-        if mask.loaded is not None and (block := block_of(entry)) != blocks.get(name):
-            raise ValueError(
-                f"Table {name!r}: its masks were saved by blocks {block}, and it is registered by"
-                f" {blocks.get(name)}: register it with the sparse_block_shape of the checkpoint."
-            )
-        entry["pieces"] = _pieces_of(name, mask)
-        if mask.loaded is not None:
-            for piece, chunk in zip(entry["pieces"], mask.loaded, strict=True):
-                piece["bits"], piece["hash"] = (
-                    _bits_of(Rect(*piece["rect"]), blocks[name], chunk),
-                    None,
-                )
-        if isinstance(counts, ChunkedTensor):
-            counted = [piece.get("counts") for piece in _pieces_of(name, counts)]
-            _add_counts(name, entry["pieces"], counted if counts.loaded is None else counts.loaded)
+        if masks.get(name) is None and name not in blocks:
+            # DCP leaves out what was not asked for; the caller names the table.
+            continue
+        entry["pieces"] = _mask_pieces(name, masks.get(name), entry, blocks.get(name))
+        if isinstance(counts.get(name), ChunkedTensor):
+            _add_counts(name, entry["pieces"], counts[name])
     return entries
 
 
-def _mapping(part: str, value: object) -> Mapping[str, Any]:
+def _part(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    value = saved.get(part, {})
     if not isinstance(value, Mapping):
         raise ValueError(
             f"Invalid state: its {part} must be a mapping by table, and are a"
@@ -189,8 +272,28 @@ def _mapping(part: str, value: object) -> Mapping[str, Any]:
     return value
 
 
+def _mask_pieces(
+    name: str, mask: object, entry: Mapping[str, Any], registered: Block | None
+) -> list[dict[str, Any]]:
+    """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
+    if not isinstance(mask, ChunkedTensor):
+        raise ValueError(f"Table {name!r}: the state has no mask of it.")
+    pieces = _pieces_of(name, mask)
+    if mask.loaded is None:
+        return pieces
+    if (block := block_of(entry)) != registered:
+        raise ValueError(
+            f"Table {name!r}: its masks were saved by blocks {block}, and it is registered by"
+            f" {registered}: register it with the sparse_block_shape of the checkpoint."
+        )
+    for piece, chunk in zip(pieces, mask.loaded, strict=True):
+        # The hash is of the bits that this rank held when it asked DCP to load.
+        piece["bits"], piece["hash"] = _bits_of(Rect(*piece["rect"]), block, chunk), None
+    return pieces
+
+
 def _pieces_of(name: str, saved: ChunkedTensor) -> list[dict[str, Any]]:
-    """Copies of this rank's pieces of a saved tensor."""
+    """Return copies of this rank's pieces of a saved tensor."""
     if not isinstance(saved.kept, list) or not all(isinstance(piece, dict) for piece in saved.kept):
         raise ValueError(
             f"Table {name!r}: the state has no pieces of it, but {cut(repr(saved.kept), 80)}."
@@ -198,8 +301,11 @@ def _pieces_of(name: str, saved: ChunkedTensor) -> list[dict[str, Any]]:
     return [dict(piece) for piece in saved.kept]
 
 
-def _add_counts(name: str, pieces: Sequence[dict[str, Any]], counts: Sequence[object]) -> None:
-    """Add the counts of lookups to the pieces of a mask, which have the same order."""
+def _add_counts(name: str, pieces: Sequence[dict[str, Any]], saved: ChunkedTensor) -> None:
+    """Add the lookup counts to the pieces of a mask, which have the same order."""
+    counts: list[Any] = [piece.get("counts") for piece in _pieces_of(name, saved)]
+    if saved.loaded is not None:
+        counts = saved.loaded
     if len(pieces) != len(counts):
         raise ValueError(
             f"Table {name!r}: the state has {len(pieces)} pieces of masks and {len(counts)} of"
@@ -238,22 +344,25 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
     try:
         block = block_of(entry)
         pieces = [_piece(piece, block) for piece in entry["pieces"]]
-        masks = []
-        for shard in data.shards:
-            parts = [
-                (p, common) for p in pieces if (common := p.rect.intersect(shard.rect)) is not None
-            ]
-            if [p.rect for p, _ in parts] == [shard.rect]:  # as it is: nothing to unpack
-                masks.append(BlockMask(shard.rect, block, parts[0][0].bits.to(shard.tensor.device)))
-            else:
-                cut = [p.cut(common) for p, common in parts]
-                masks.append(BlockMask.assemble(shard.rect, block, cut, shard.tensor.device))
+        return [_mask_from(shard.rect, block, pieces, shard.tensor.device) for shard in data.shards]
     except ValueError as error:
         raise ValueError(
             f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
             " state_dict() has only the bits of its own rank."
         ) from error
-    return masks
+
+
+def _mask_from(
+    rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
+) -> BlockMask:
+    parts = []
+    for piece in pieces:
+        if (common := piece.rect.intersect(rect)) is not None:
+            parts.append((piece, common))
+    if [piece.rect for piece, _ in parts] == [rect]:
+        # The same shard as when it was saved: nothing to unpack.
+        return BlockMask(rect, block, parts[0][0].bits.to(device))
+    return BlockMask.assemble(rect, block, [piece.cut(common) for piece, common in parts], device)
 
 
 def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
@@ -264,52 +373,60 @@ def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype)
     have the same counts.
 
     Raises:
-        ValueError: a piece has no counts, or what it has can't be.
+        ValueError: a piece has no counts, or invalid ones.
     """
-    found = new_counts(data, dtype)
+    pieces = []
     for piece in entry["pieces"]:
         rect, saved = Rect(*piece["rect"]), piece.get("counts")
         if saved is None:
             raise ValueError(
                 f"Table {data.name!r}: the state has no counts of lookups; it is of another score."
             )
-        fits = isinstance(saved, Tensor) and saved.dtype in COUNTED and saved.shape == (rect.rows,)
-        if not fits or not bool(((saved >= 0) & (saved < torch.inf)).all()):
+        if not _valid_counts(saved, rect.rows):
             raise ValueError(
                 f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 or float64"
                 " >= 0."
             )
-        copy_counts(found, [shard.rect for shard in data.shards], saved, rect)
-    return found
+        pieces.append((rect, saved))
+    return new_counts(data, dtype, pieces)
 
 
-def new_counts(data: ShardedData, dtype: torch.dtype) -> list[Tensor]:
-    """Return a count of 0 for each row of this rank's shards: ``(rect.rows,)`` on the shard's
-    device."""
-    return [
-        torch.zeros(shard.rect.rows, dtype=dtype, device=shard.tensor.device)
-        for shard in data.shards
-    ]
+def _valid_counts(saved: object, rows: int) -> bool:
+    # Counts that decay have fractions, so that a row looked up once between two mask updates keeps
+    # its share of the traffic; counts that are never forgotten are integers.
+    if not isinstance(saved, Tensor) or saved.dtype not in (torch.int32, torch.float64):
+        return False
+    return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
 
 
-def copy_counts(counts: Sequence[Tensor], rects: Sequence[Rect], rows: Tensor, rect: Rect) -> None:
-    """Copy the counts ``rows`` of ``rect`` into those of the shards ``rects`` that overlap it."""
-    for count, own in zip(counts, rects, strict=True):
-        if (common := own.intersect(rect)) is not None:
-            first = common.row - rect.row
-            count[common.row - own.row : common.row_end - own.row] = rows[
-                first : first + common.rows
-            ]
+def new_counts(
+    data: ShardedData, dtype: torch.dtype, pieces: Sequence[tuple[Rect, Tensor]] = ()
+) -> list[Tensor]:
+    """Return the lookup counts of this rank's shards from pieces, 0 in other rows: ``(rect.rows,)``
+    on the shard's device."""
+    counts = []
+    for own, weights in data.shards:
+        count = torch.zeros(own.rows, dtype=dtype, device=weights.device)
+        for rect, piece in pieces:
+            if (common := own.intersect(rect)) is not None:
+                into, first = common.row - own.row, common.row - rect.row
+                count[into : into + common.rows] = piece[first : first + common.rows]
+        counts.append(count)
+    return counts
+
+
+def _first_byte(mask: BlockMask) -> tuple[int, int]:
+    return mask.grid.row, mask.grid.col // 8
 
 
 def _columns(mask: BlockMask) -> int:
-    """Bytes that the mask touches in a row of blocks."""
+    """Return the number of bytes that the mask touches in a row of blocks."""
     return -(-(mask.grid.col % 8 + mask.grid.cols) // 8)
 
 
 def _bytes_of(mask: BlockMask) -> Tensor:
-    """The bits of a mask that begins with a byte, a row of bytes for each row of blocks: uint8, on
-    the CPU."""
+    """Return the bits of a mask that begins with a byte, a row of bytes for each row of blocks:
+    uint8, on the CPU."""
     rows, cols, wide = mask.grid.rows, mask.grid.cols, _columns(mask)
     assert mask.grid.col % 8 == 0
     if cols % 8 == 0:
@@ -322,14 +439,15 @@ def _bytes_of(mask: BlockMask) -> Tensor:
 
 
 def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
-    """The bits of the mask of ``rect`` from the bytes that it touches,
+    """Return the bits of the mask of ``rect`` from the bytes that it touches,
     ``(rows of blocks, bytes)``."""
     grid, wide = grid_of(rect, block), chunk.shape[1]
-    if grid.col % 8 == 0 and grid.cols % 8 == 0:
+    lead = grid.col % 8
+    if lead == 0 and grid.cols % 8 == 0:
         return chunk.flatten()
     writer = BitWriter(grid.blocks, chunk.device)
-    lead, step = grid.col % 8, max(1, (1 << 20) // (8 * wide))
-    for part in torch.split(chunk, step):
+    # In chunks of about a million flags, a byte each.
+    for part in torch.split(chunk, max(1, (1 << 20) // (8 * wide))):
         flags = unpack(part.flatten(), 8 * part.numel()).view(-1, 8 * wide)
         writer.add(flags[:, lead : lead + grid.cols].contiguous().flatten())
     return writer.close()
@@ -348,11 +466,8 @@ def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:
 
 
 def _ints(key: str, value: object, count: int) -> tuple[int, ...]:
-    if (
-        isinstance(value, (tuple, list))
-        and len(value) == count
-        and all(type(each) is int for each in value)
-    ):
+    # Not bool, which is an int too.
+    if isinstance(value, (tuple, list)) and [type(each) for each in value] == [int] * count:
         return tuple(value)
     raise ValueError(
         f"Invalid {key} in the state, of type {type(value).__name__}: must be {count} ints."

@@ -9,9 +9,10 @@ is pruned; a user's own ``update_mask``) sends them in one. Without a recorder n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,21 +30,40 @@ __all__ = ["Recorder"]
 
 Ranks = tuple[int, ...] | None
 
-_COUNTS = 6
-"""Removed blocks, flipped ones, regrown ones, dead rows; lookups, and those of removed rows."""
+
+@dataclass
+class _Counts:
+    """Counts of one table in one mask update, in the order of :func:`_change`.
+
+    Attributes:
+        ranks: that hold the table.
+        values: of this rank's shards until ``summed``, then of all.
+        change: makes a record of them.
+    """
+
+    ranks: Ranks
+    values: list[int]
+    summed: bool
+    change: Callable[[list[int]], MaskChange]
 
 
 @dataclass
-class _Waiting:
-    """A mask update whose counts have not been summed over some of its groups (``mine``)."""
+class _Update:
+    """A mask update, with counts by table, some of which wait for a message to be summed."""
 
     number: int
     seconds: float = 0.0
     collectives: int = 0
     bytes: int = 0
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    mine: dict[str, list[int]] = field(default_factory=dict)
-    known: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, _Counts] = field(default_factory=dict)
+
+    def waiting(self, ranks: Ranks) -> list[str]:
+        """Return the tables whose counts wait for a message over these ranks."""
+        return sorted(name for name, counts in self.unsummed.items() if counts.ranks == ranks)
+
+    @property
+    def unsummed(self) -> dict[str, _Counts]:
+        return {name: counts for name, counts in self.tables.items() if not counts.summed}
 
 
 class Recorder:
@@ -68,7 +88,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.count = 0
-        self._waiting: list[_Waiting] = []
+        self._updates: list[_Update] = []
         self._done: list[StepRecord] = []
 
     def take(self) -> list[StepRecord]:
@@ -77,12 +97,13 @@ class Recorder:
         return done
 
     def complete(self) -> None:
-        """Sum up what waits for the next mask update. Collective over the tables' groups: every
-        rank must call it."""
-        all_ranks: set[Ranks] = {
-            step.facts[name]["ranks"] for step in self._waiting for name in step.mine
-        }
-        for ranks in sorted(all_ranks, key=lambda ranks: (len(ranks or ()), ranks or ())):
+        """Sum the counts that wait for the next mask update. Collective over the tables' groups:
+        every rank must call it."""
+        groups: set[Ranks] = set()
+        for update in self._updates:
+            groups |= {counts.ranks for counts in update.unsummed.values()}
+        # Smaller groups first, in an order that all ranks share.
+        for ranks in sorted(groups, key=lambda ranks: (len(ranks or ()), ranks or ())):
             rider = self.rider(ranks)
             assert rider is not None
             self.arrived(ranks, rider, group_over(ranks))
@@ -91,50 +112,53 @@ class Recorder:
     def waiting_for(self, ranks: Ranks) -> list[list[str]]:
         """Return the tables whose counts wait for a message over these ranks, by mask update. Ranks
         that differ in it, as after an error of one rank alone, can't sum them."""
-        return [names for _, names in self._waiting_of(ranks)]
+        return [names for update in self._updates if (names := update.waiting(ranks))]
 
     def forget(self, ranks: Ranks) -> None:
-        """Drop what waits for a message over these ranks, which have found that they wait for
-        different counts."""
-        for step, names in self._waiting_of(ranks):
-            for name in names:
-                del step.mine[name], step.facts[name]
+        """Drop the counts that wait for a message over these ranks, which have found that they wait
+        for different ones."""
+        for update in self._updates:
+            for name in update.waiting(ranks):
+                del update.tables[name]
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure a mask update, and begin its record. If it fails there is none."""
         started, before = time.perf_counter(), traffic()
-        self._waiting.append(_Waiting(number=self.count + 1))
+        update = _Update(number=self.count + 1)
+        self._updates.append(update)
         try:
             yield
         except BaseException:
-            self._waiting.pop()
+            self._updates.pop()
             raise
         self.count += 1
-        after, step = traffic(), self._waiting[-1]
-        step.seconds = time.perf_counter() - started
-        step.collectives, step.bytes = (
-            after.collectives - before.collectives,
-            after.bytes - before.bytes,
-        )
+        after = traffic()
+        update.seconds = time.perf_counter() - started
+        update.collectives = after.collectives - before.collectives
+        update.bytes = after.bytes - before.bytes
         self._sort_out()
 
     def rider(self, ranks: Ranks) -> Rider | None:
         """Return the counts that wait for a message over these ranks,
-        ``(mask updates and tables, 6)``, also those of tables that have been squashed since; None
-        if none do."""
-        counts = [step.mine[name] for step, names in self._waiting_of(ranks) for name in names]
-        return Rider(torch.tensor(counts, dtype=torch.int64)) if counts else None
+        ``(mask updates and tables, 6)``, of squashed tables too; None without any."""
+        values = [counts.values for counts in self._waiting(ranks)]
+        return Rider(torch.tensor(values, dtype=torch.int64)) if values else None
 
     def arrived(self, ranks: Ranks, rider: Rider, group: Group) -> None:
         """Take the sums of :meth:`rider`. Collective over ``group``: one all-reduce, if nothing has
         carried it."""
         summed = group.all_reduce(rider.values) if rider.summed is None else rider.summed
-        rows = iter(summed.tolist())
-        for step, names in self._waiting_of(ranks):
-            for name in names:
-                del step.mine[name]
-                step.known[name] = next(rows)
+        for counts, values in zip(self._waiting(ranks), summed.tolist(), strict=True):
+            counts.values, counts.summed = values, True
+
+    def _waiting(self, ranks: Ranks) -> list[_Counts]:
+        """Return the counts that wait for a message over these ranks, in an order that they
+        share."""
+        waiting = []
+        for update in self._updates:
+            waiting += [update.tables[name] for name in update.waiting(ranks)]
+        return waiting
 
     def note(
         self,
@@ -150,76 +174,62 @@ class Recorder:
         Args:
             data: the table as it is stored now.
             before: this rank's masks so far.
-            block: what one of their bits stands for; known on ranks without a shard too.
+            block: of these masks; known on ranks without a shard too.
             made: the new masks.
             config: the table's configuration.
-            lookups: of this rank's part of the table, and those of removed rows; None where that is
+            lookups: of this rank's part of the table, all and of removed rows; None where they are
                 not known.
         """
-        step = self._waiting[-1]
         group = group_over(data.ranks)
         owned = set(data.owned(group.rank))
-        counts = [0] * (_COUNTS - 2)
         whole_rows = all(rect.cols == data.shape[1] for rect in data.rects)
+        totals = torch.zeros(4, dtype=torch.int64)
         for old, (new, _) in zip(before, made.masks, strict=True):
             if new.rect in owned and new.blocks:
+                # A rank may hold the same rectangle twice.
                 owned.discard(new.rect)
-                counts = [
-                    a + b for a, b in zip(counts, _changes(old, new, whole_rows), strict=True)
-                ]
-        counts += lookups or (0, 0)
+                totals += torch.tensor(_changes(old, new, whole_rows))
         grid = grid_of(Rect(0, 0, *data.shape), made.block)
-        step.facts[data.name] = {
-            "ranks": data.ranks,
-            "target": target_of(config),
-            "threshold": None if made.threshold is None else made.threshold.score,
-            "scores": _scores(made.threshold),
-            "blocks": grid.rows * grid.cols,
-            "comparable": block == made.block,
-            "whole_rows": whole_rows,
-        }
-        (step.known if group.size == 1 else step.mine)[data.name] = counts
-
-    def _waiting_of(self, ranks: Ranks) -> list[tuple[_Waiting, list[str]]]:
-        """The mask updates, and their tables, whose counts wait for a message over these ranks."""
-        found = [
-            (step, [name for name in step.mine if step.facts[name]["ranks"] == ranks])
-            for step in self._waiting
-        ]
-        return [(step, sorted(names)) for step, names in found if names]
+        change = partial(
+            _change,
+            name=data.name,
+            target=target_of(config),
+            threshold=None if made.threshold is None else made.threshold.score,
+            scores=_scores(made.threshold),
+            blocks=grid.blocks,
+            same_blocks=block == made.block,
+            whole_rows=whole_rows,
+        )
+        values = [*totals.tolist(), *(lookups or (0, 0))]
+        self._updates[-1].tables[data.name] = _Counts(data.ranks, values, group.size == 1, change)
 
     def _sort_out(self) -> None:
         """Make records of the mask updates that have all their sums."""
-        while self._waiting and not self._waiting[0].mine:
-            step = self._waiting.pop(0)
-            tables = tuple(
-                _change(name, facts, step.known[name]) for name, facts in step.facts.items()
-            )
+        while self._updates and not self._updates[0].unsummed:
+            update = self._updates.pop(0)
             self._done.append(
                 StepRecord(
-                    number=step.number,
-                    seconds=step.seconds,
-                    collectives=step.collectives,
-                    bytes=step.bytes,
-                    tables=tables,
+                    number=update.number,
+                    seconds=update.seconds,
+                    collectives=update.collectives,
+                    bytes=update.bytes,
+                    tables=tuple(counts.change(counts.values) for counts in update.tables.values()),
                 )
             )
 
 
-def _change(name: str, facts: Mapping[str, Any], counts: list[int]) -> MaskChange:
-    removed, flipped, regrown, dead, lookups, removed_lookups = counts
+def _change(values: list[int], *, same_blocks: bool, whole_rows: bool, **known: Any) -> MaskChange:
+    removed, flipped, regrown, dead, lookups, removed_lookups = values
     return MaskChange(
-        name=name,
-        target=facts["target"],
-        threshold=facts["threshold"],
-        scores=facts["scores"],
-        blocks=facts["blocks"],
         removed_blocks=removed,
-        flipped_blocks=flipped if facts["comparable"] else None,
-        regrown_blocks=regrown if facts["comparable"] else None,
-        dead_rows=dead if facts["whole_rows"] else None,
+        # Masks of different blocks can't be compared.
+        flipped_blocks=flipped if same_blocks else None,
+        regrown_blocks=regrown if same_blocks else None,
+        # No rank sees the rows of a table cut by columns.
+        dead_rows=dead if whole_rows else None,
         lookups=lookups or None,
         removed_lookups=removed_lookups if lookups else None,
+        **known,
     )
 
 
@@ -232,20 +242,20 @@ def _scores(threshold: Threshold | None) -> tuple[tuple[float, int], ...]:
 
 
 def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
-    """The counts of one shard; a block cut by a border counts where it begins."""
+    """Return removed, flipped and regrown blocks and dead rows of one shard; a block cut by a
+    border counts where it begins."""
     top, left = new.rect.row % new.block[0] > 0, new.rect.col % new.block[1] > 0
-    removed, flipped, regrown = (
-        _cut_changes(old, new, top, left) if top or left else _whole_changes(old, new)
-    )
+    counts = _cut_changes(old, new, top, left) if top or left else _whole_changes(old, new)
     if not whole_rows:
-        return [removed, flipped, regrown, 0]
+        return [*counts, 0]
     if new.block[0] == 1 and new.grid.cols == 1:
-        return [removed, flipped, regrown, removed]
-    return [removed, flipped, regrown, int(dead_flags(new).sum())]
+        # A block is a row.
+        return [*counts, counts[0]]
+    return [*counts, int(dead_flags(new).sum())]
 
 
 def _whole_changes(old: BlockMask, new: BlockMask) -> list[int]:
-    """Removed, flipped and regrown blocks of a shard that begins with whole blocks."""
+    """Count a shard that begins with whole blocks, without unpacking its bits."""
     removed = new.blocks - count_bits(new.bits)
     if old.block != new.block:
         return [removed, 0, 0]
@@ -253,7 +263,7 @@ def _whole_changes(old: BlockMask, new: BlockMask) -> list[int]:
 
 
 def _cut_changes(old: BlockMask, new: BlockMask, top: bool, left: bool) -> list[int]:
-    """The same of a shard whose first row or column of blocks (``top``, ``left``) begins in another
+    """Count a shard whose first row or column of blocks (``top``, ``left``) begins in another
     shard."""
     counts = [0, 0, 0]
     for first, last in new.row_chunks():

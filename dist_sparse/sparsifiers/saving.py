@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dist_sparse.sparsifiers.dense_store import DenseStore
-from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.sparsifiers.packed_store import Loaded, PackedStore
 from dist_sparse.sparsifiers.pieces import entries_of, tables_of
 from dist_sparse.sparsifiers.stats import count_removed
 from dist_sparse.sparsifiers.step import Enforcer
@@ -38,18 +38,12 @@ class Loadable(Protocol):
 def save(sparsifier: Loadable) -> dict[str, Any]:
     """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
     dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
-    saved = {
-        **dense.state_dict(),
-        "data_groups": {name: copy.deepcopy(configs[name]) for name in dense.names},
-    }
-    return (
-        {
-            **{key: part for key, part in saved.items() if part},
-            "sharded": packed.state_dict(configs),
-        }
-        if packed
-        else saved
-    )
+    plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
+    saved = {**dense.state_dict(), "data_groups": plain}
+    if not packed:
+        return saved
+    kept = {key: part for key, part in saved.items() if part}
+    return {**kept, "sharded": packed.state_dict(configs)}
 
 
 def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -74,48 +68,55 @@ def prepare_load(
     :meth:`dist_sparse.BaseDataSparsifier.load_state_dict`.
     """
     dense, packed = sparsifier.dense_store, sparsifier.packed_store
+    loaded: dict[str, Loaded] = {}
     with packed.agreeing("load_state_dict()") as noted:
         configs, saved = saved_configs(saved), _whole(saved)
-        if saved["state"] and sparsifier.enforcer is not None:
-            raise ValueError(
-                f"The state holds copies of the plain data {sorted(saved['state'])}, which would"
-                " take the place of the tensors that train: detach() the enforcer, load,"
-                " add_data() the tensors again, and attach it."
-            )
-        if both := [name for name in saved["state"] if name in packed]:
-            raise ValueError(
-                f"The state has plain data of the names {both}, which belong to sharded tables"
-                " here."
-            )
+        _refuse_plain_data(sparsifier, saved["state"])
         commit_dense = dense.prepare(saved, configs, strict=strict)
         # If not strict, tables that are registered stay as they are.
-        blocks = {name: packed.block(name) for name in packed.names}
-        sharded = entries_of(saved["sharded"], blocks) if strict and saved["sharded"] else {}
-        located = packed.locate() if strict else {}
-        masks = packed.prepare(sharded, located) if strict else {}
-        for name in masks:
-            if name not in configs:
-                raise RuntimeError(
-                    f"Error loading {name!r}: the state has masks of the table but no config."
-                )
+        if strict:
+            blocks = {name: packed.block(name) for name in packed.names}
+            entries = entries_of(saved["sharded"], blocks) if saved["sharded"] else {}
+            loaded = packed.prepare(entries, packed.locate())
+        for name, one in loaded.items():
             _check_complete(name, configs[name], sparsifier.defaults)
-            sparsifier.check_config(located[name], configs[name])
-        packed.note_loaded(noted, located, masks, sharded, configs)
-    removed = count_removed(located, masks)
-    for name, count in removed.items():  # the same on every rank
-        if sharded[name].get("removed") not in (None, count):
-            raise ValueError(
-                f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
-                f"{sharded[name]['removed']} when they were saved. Nothing was changed."
-            )
+            sparsifier.check_config(one.data, configs[name])
+        packed.note_loaded(noted, loaded, configs)
+    if loaded:
+        _check_removed(packed, loaded)
 
     def commit() -> dict[str, dict[str, Any]]:
-        loaded = [*commit_dense(), *masks]
-        packed.load(located, masks, sharded)
+        names = {*commit_dense(), *loaded}
+        packed.load(loaded)
         kept = {} if strict else sparsifier.data_groups
-        return {**{name: config for name, config in configs.items() if name in loaded}, **kept}
+        return {**{name: config for name, config in configs.items() if name in names}, **kept}
 
     return commit
+
+
+def _refuse_plain_data(sparsifier: Loadable, state: Mapping[str, Any]) -> None:
+    if state and sparsifier.enforcer is not None:
+        raise ValueError(
+            f"The state holds copies of the plain data {sorted(state)}, which would take the place"
+            " of the tensors that train: detach() the enforcer, load, add_data() the tensors again,"
+            " and attach it."
+        )
+    if both := [name for name in state if name in sparsifier.packed_store]:
+        raise ValueError(
+            f"The state has plain data of the names {both}, which belong to sharded tables here."
+        )
+
+
+def _check_removed(packed: PackedStore, loaded: Mapping[str, Loaded]) -> None:
+    """Compare the sums over all ranks with the saved ones. Collective."""
+    counts = count_removed(packed, {name: (one.data, one.masks) for name, one in loaded.items()})
+    for name, count in counts.items():
+        # The same on every rank, so that all raise or none.
+        if loaded[name].removed not in (None, count):
+            raise ValueError(
+                f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
+                f"{loaded[name].removed} when they were saved. Nothing was changed."
+            )
 
 
 def _check_complete(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -124,16 +125,17 @@ def _check_complete(name: str, config: Mapping[str, Any], defaults: Mapping[str,
 
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with the parts that it has left out."""
+    """Return a state with the parts that it has left out."""
     parts = ("state", "data_groups", "_container")
     if not isinstance(saved, Mapping):
         raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
-    missing = [] if "sharded" in saved else [key for key in parts if key not in saved]
-    if missing:
+    # Beside sharded tables, empty parts are left out.
+    if "sharded" not in saved and (missing := [key for key in parts if key not in saved]):
         raise ValueError(
             f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."
         )
-    whole = {**{key: {} for key in (*parts, "sharded")}, **saved}
+    whole: dict[str, Any] = {"state": {}, "data_groups": {}, "_container": {}, "sharded": {}}
+    whole |= saved
     for part in (*parts, "sharded"):
         if not isinstance(whole[part], Mapping):
             raise ValueError(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,25 @@ from dist_sparse.checks import choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
-from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
-from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.configs import area_of, as_scored_matrix, shape_of
 from dist_sparse.sparsifiers.keeping import Keeper, Scored, check_kept
-from dist_sparse.sparsifiers.stats import counts_of, plain_stats, stats_of
-from dist_sparse.sparsifiers.step import make_masks
-from dist_sparse.tables.shards import COL, Block, Rect, Shard, ShardedData, grid_of, resolve_block
+from dist_sparse.tables.shards import (
+    COL,
+    Block,
+    Rect,
+    Shard,
+    ShardedData,
+    grid_of,
+    parse_block,
+    resolve_block,
+)
 
 __all__ = [
     "SCOPES",
     "BlockShape",
     "DataNormSparsifier",
     "Norm",
-    "Preview",
     "Scope",
     "ScoreSparsifier",
 ]
@@ -46,25 +49,6 @@ BlockShape: TypeAlias = tuple[int | str, int | str] | Literal["row", "col", "1x4
 Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
 Scope: TypeAlias = Literal["table", "global"]
 SCOPES = ("table", "global")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """What a mask update would remove, the same on every rank but for ``located`` and ``masks``.
-
-    Args:
-        stats: as ``table_stats()`` would return them after it, in the order of ``data_groups``;
-            squashed names are left out.
-        thresholds: by name the largest score that would be removed; None where nothing or
-            everything would be.
-        located: the sharded tables as they are stored now.
-        masks: their new masks, of this rank's shards.
-    """
-
-    stats: list[TableStats]
-    thresholds: dict[str, float | None]
-    located: Mapping[str, ShardedData]
-    masks: dict[str, list[BlockMask]]
 
 
 class ScoreSparsifier(BaseDataSparsifier):
@@ -118,13 +102,14 @@ class ScoreSparsifier(BaseDataSparsifier):
     floors: Mapping[str, float] = MappingProxyType({})
     full_every: int = 100
 
+    edits_masks = False
+    _measured_fast: ClassVar[bool] = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "score" in cls.__dict__ and "measure" not in cls.__dict__:
-            # Not the norm of a parent.
-            cls.measure = None  # type: ignore[assignment, method-assign]
-        if "score" in cls.__dict__ and "row_measure" not in cls.__dict__:
-            cls.row_measure = ScoreSparsifier.row_measure  # type: ignore[method-assign]
+        # The fast measure of a parent is that of the parent's score.
+        if "score" in vars(cls) and "_measured_fast" not in vars(cls):
+            cls._measured_fast = False
 
     def __init__(
         self,
@@ -134,11 +119,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         zeros_per_block: int | None = None,
         **defaults: Any,
     ) -> None:
-        sparse_block_shape = shape_of(sparse_block_shape)
+        sparse_block_shape = _shape_of(sparse_block_shape)
         self._keeper: Keeper | None = None
         self._whole_blocks = zeros_per_block is None
         if zeros_per_block is None:
-            zeros_per_block = area_of(sparse_block_shape)
+            zeros_per_block = _area_of(sparse_block_shape)
         super().__init__(
             data_list,
             sparsity_level=sparsity_level,
@@ -170,72 +155,6 @@ class ScoreSparsifier(BaseDataSparsifier):
         made = self._plain_masks(name, data, config)
         self.get_mask(name).data = made.masks[0].mask.dense().view(data.shape)
 
-    @torch.no_grad()
-    def preview(self, level: float | Mapping[str, float] | None = None) -> Preview:
-        """Return what a mask update at ``level`` would remove; change no mask, weight or
-        configuration. Collective if sharded tables are registered.
-
-        Args:
-            level: a ``sparsity_level`` for all, or by name; None is as configured, also for names
-                that are left out.
-
-        Raises:
-            ValueError: a name is unknown, or as :meth:`step`; on every rank.
-
-        Example::
-
-            >>> import torch
-            >>> from dist_sparse import DataNormSparsifier
-            >>> sparsifier = DataNormSparsifier(sparse_block_shape="row", norm="L2")
-            >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(100, 16))
-            >>> sparsifier.preview(0.9).stats[0].removed_blocks
-            90
-        """
-        levels = (
-            level
-            if isinstance(level, Mapping)
-            else dict.fromkeys(() if level is None else self.data_groups, level)
-        )
-        configs = {
-            name: {**config, "sparsity_level": levels.get(name, config.get("sparsity_level"))}
-            for name, config in self.data_groups.items()
-        }
-        found: dict[str, TableStats] = {}
-        thresholds: dict[str, float | None] = {}
-
-        def preview_plain() -> None:
-            if unknown := [name for name in levels if name not in configs]:
-                raise ValueError(
-                    f"Invalid level of unknown names {unknown}; known are {list(configs)}."
-                )
-            self._check_update_mask()
-            self._settle()
-            for name in filter(self.dense_store.is_masked, self.dense_store.names):
-                weight = self.dense_store.weight(name)
-                made = self._plain_masks(name, weight, configs[name])
-                mask = made.masks[0].mask.dense()
-                found[name] = plain_stats(name, mask, weight.dtype, configs[name])
-                thresholds[name] = None if made.threshold is None else made.threshold.score
-
-        located, made = make_masks(self, configs, "preview()", preview_plain)
-        masks = {name: [mask for mask, _ in new.masks] for name, new in made.items()}
-        found |= stats_of(
-            located,
-            counts_of(located, masks),
-            {name: new.block for name, new in made.items()},
-            configs,
-        )
-        thresholds |= {
-            name: None if new.threshold is None else new.threshold.score
-            for name, new in made.items()
-        }
-        return Preview(
-            stats=[found[name] for name in configs if name in found],
-            thresholds={name: thresholds[name] for name in configs if name in thresholds},
-            located=located,
-            masks=masks,
-        )
-
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
         return None
@@ -246,17 +165,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         facts["sparsifier.scope"] = self.scope
         facts["sparsifier.floors"] = dict(self.floors)
 
-    @property
-    def reads_masks(self) -> bool:
-        """Whether ``update_mask`` is a user's own, which may edit masks in place."""
-        return type(self).update_mask is not ScoreSparsifier.update_mask
-
     def score_tables(
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, ScoredTable]:
         """Score this rank's shards: the local half of a mask update."""
-        if located:
-            self._check_update_mask()
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
         if self.enforcer is None:
@@ -265,10 +177,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             self._keeper = self._keeper or Keeper()
             written, masks = self.enforcer.written(), self.packed_store.masks
             goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
-        scored = score_tables(
-            list(goals.values()), [rank_in(goal.data.ranks) for goal in goals.values()]
-        )
-        return dict(zip(goals, scored, strict=True))
+        return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         """Return how rows of a shard are scored that are not neighbours, and what else decides
@@ -295,10 +204,9 @@ class ScoreSparsifier(BaseDataSparsifier):
             with self.packed_store.agreeing("audit()"):
                 self.enforcer.settle()
                 located = self.packed_store.locate()
-                kept = self.score_tables(located, self.data_groups)
-                goals = [replace(table.goal, keeping=None) for table in kept.values()]
-                fresh = score_tables(goals, [rank_in(goal.data.ranks) for goal in goals])
-                for one, other in zip(kept.values(), fresh, strict=True):
+                kept = self.score_tables(located, self.data_groups).values()
+                fresh = _scored_by_goal(replace(table.goal, keeping=None) for table in kept)
+                for one, other in zip(kept, fresh, strict=True):
                     check_kept(one, other)
         return super().audit()
 
@@ -313,18 +221,15 @@ class ScoreSparsifier(BaseDataSparsifier):
             ValueError: no mask update could follow the configuration, or ``update_mask`` is a
                 user's own.
         """
-        self._check_update_mask()
-        goal = self._goal(data, config)
-        cuts_of(goal)
-        return (1, 1) if goal.by_element else goal.block
-
-    def _check_update_mask(self) -> None:
-        if self.reads_masks:
+        if type(self).update_mask is not ScoreSparsifier.update_mask:
             raise ValueError(
                 f"{type(self).__name__} defines update_mask() below ScoreSparsifier, which would"
                 " choose blocks of each shard by itself: override score(), or inherit"
                 " BaseDataSparsifier."
             )
+        goal = self._goal(data, config)
+        cuts_of(goal)
+        return (1, 1) if goal.by_element else goal.block
 
     def check_levels(self, levels: Mapping[str, float]) -> None:
         """Refuse levels, by the name of each sharded table, that no mask update could reach. Local.
@@ -332,14 +237,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         Raises:
             ValueError: with the scope ``"global"``; names what is in the way.
         """
-        configs = {
-            name: {**self.data_groups[name], "sparsity_level": level}
-            for name, level in levels.items()
-        }
-        goals = {
-            name: self._goal(self.packed_store.find(name), config)
-            for name, config in configs.items()
-        }
+        goals = {}
+        for name, level in levels.items():
+            config = {**self.data_groups[name], "sparsity_level": level}
+            goals[name] = self._goal(self.packed_store.find(name), config)
         self._check_pool(goals)
 
     def _check_pool(self, goals: Mapping[str, Goal]) -> None:
@@ -369,7 +270,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             raise NotImplementedError(
                 f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
             )
-        matrix = as_scored_matrix(name, data.detach())
+        matrix = _as_scored_matrix(name, data.detach())
         rect = Rect(0, 0, *matrix.shape)
         table = ShardedData(
             name=name,
@@ -390,29 +291,41 @@ class ScoreSparsifier(BaseDataSparsifier):
         zeros = integer(
             "zeros_per_block", zeros, least=area if whole_columns else 0, most=area, of=data.name
         )
+        blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
         level = number("sparsity_level", config["sparsity_level"], of=data.name)
-        grid = grid_of(Rect(0, 0, *data.shape), block)
         level = min(max(level, 0.0), 1.0)
-        floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
-        k = round(level * grid.blocks) if zeros else 0
-        most = grid.blocks - math.ceil(floor * grid.blocks - 1e-9) if zeros else 0
-        if choice("scope", self.scope, SCOPES) == "global":
-            _check_pooled(data, block)
-            most = min(most, grid.blocks - (level < 1)) if level else 0
-        else:
-            k = min(k, most)
-        measure = self.measure or self.element_measure(data.name, config)
-        if self.rotation is not None and data.name in self.rotation.names:
-            measure = partial(_places, data.shape[1])
+        most = self._most_removed(data, block, blocks, level)
+        k = round(level * blocks)
+        if zeros == 0:
+            # Nothing is removed from a selected block.
+            k = most = 0
         return Goal(
             data=data,
             block=block,
-            k=k,
+            # Of a pool of tables ``k`` counts on average: one table may lose fewer blocks.
+            k=k if self.scope == "global" else min(k, most),
             most=most,
             zeros=max(zeros, 1),
-            measure=measure,
+            measure=self._measure_of(data, config),
             whole_columns=whole_columns,
         )
+
+    def _most_removed(self, data: ShardedData, block: Block, blocks: int, level: float) -> int:
+        """Return how many of a table's blocks may be removed at most, whatever they score."""
+        floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
+        # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is a little more than 7.
+        most = blocks - math.ceil(floor * blocks - 1e-9)
+        if choice("scope", self.scope, SCOPES) == "table":
+            return most
+        _check_pooled(data, block)
+        if level == 0:
+            return 0
+        return most if level == 1 else min(most, blocks - 1)
+
+    def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
+        if self.rotation is not None and data.name in self.rotation.names:
+            return partial(_places, data.shape[1])
+        return self.measure or self.element_measure(data.name, config)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
         """Return how the elements of a table are scored if :attr:`measure` is None: by
@@ -427,12 +340,10 @@ class ScoreSparsifier(BaseDataSparsifier):
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Whole blocks stay whole when another block is given without zeros_per_block."""
         group = super()._overlaid(config, given)
-        group["sparse_block_shape"] = shape_of(group["sparse_block_shape"])
-        whole = self._whole_blocks and config["zeros_per_block"] == area_of(
-            config["sparse_block_shape"]
-        )
-        if whole and "zeros_per_block" not in given:
-            group["zeros_per_block"] = area_of(group["sparse_block_shape"])
+        group["sparse_block_shape"] = _shape_of(group["sparse_block_shape"])
+        whole = config["zeros_per_block"] == _area_of(config["sparse_block_shape"])
+        if whole and self._whole_blocks and "zeros_per_block" not in given:
+            group["zeros_per_block"] = _area_of(group["sparse_block_shape"])
         return group
 
 
@@ -472,6 +383,8 @@ class DataNormSparsifier(ScoreSparsifier):
                 [ 0.,  0.]])
     """
 
+    _measured_fast = True
+
     def __init__(
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
@@ -486,7 +399,9 @@ class DataNormSparsifier(ScoreSparsifier):
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block)
 
     @property
-    def measure(self) -> Literal["L1", "L2"]:
+    def measure(self) -> Literal["L1", "L2"] | None:
+        if not self._measured_fast:
+            return None
         return "L1" if self.norm == "L1" else "L2"
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
@@ -516,3 +431,39 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
             f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
             f" {block} does not divide {data.shape}."
         )
+
+
+def _scored_by_goal(goals: Iterable[Goal]) -> list[ScoredTable]:
+    goals = list(goals)
+    return score_tables(goals, [rank_in(goal.data.ranks) for goal in goals])
+
+
+def _shape_of(block: Any) -> Any:
+    """Return a block shape given as text, parsed; anything else as it is, to be refused once a
+    table is known."""
+    return parse_block(block) if isinstance(block, str) else block
+
+
+def _area_of(block: Any) -> int | None:
+    """Return the number of elements of a block; None where the width of the table decides, or if it
+    is no block (refused when resolved)."""
+    if not isinstance(block, Sequence) or not all(isinstance(size, int) for size in block):
+        return None
+    return math.prod(block)
+
+
+def _as_scored_matrix(name: str, data: Tensor) -> Tensor:
+    """Return ``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one
+    real dimension as a row.
+
+    Raises:
+        ValueError: more than two real dimensions.
+    """
+    if data.dim() == 2:
+        return data
+    real = [size for size in data.shape if size != 1]
+    if len(real) > 2:
+        raise ValueError(
+            f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
+        )
+    return data.reshape(real if len(real) == 2 else (1, data.numel()))

@@ -22,13 +22,17 @@ from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.lookups import lookups_here
 from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.sparsifiers.pieces import Tiling, send_masks
 from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.tables.shards import Rect, ShardedData, check_writable
+from dist_sparse.tables.shards import ShardedData, check_writable, owners
 
 __all__ = ["Enforcer", "MaskMaker", "Rotation", "make_masks", "masks_by_shard", "update_masks"]
 
+Ranks = tuple[int, ...] | None
 Located = Mapping[str, ShardedData]
 Configs = Mapping[str, Mapping[str, Any]]
+Noted = Sequence[tuple[Facts, list[str]]]
+"""The facts of each group, and the names of its tables."""
 
 _WAITING = "the list of unsent counts of earlier mask updates"
 
@@ -100,8 +104,8 @@ class MaskMaker(Protocol):
         ...
 
     @property
-    def reads_masks(self) -> bool:
-        """Whether ``update_mask`` or ``score_tables`` may read or edit the present masks."""
+    def edits_masks(self) -> bool:
+        """Whether ``score_tables`` edits the present masks of sharded tables."""
         ...
 
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any: ...
@@ -139,9 +143,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
 
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, made = make_masks(
-                sparsifier, sparsifier.data_groups, "step()", update_plain, recorder
-            )
+            located, made = make_masks(sparsifier, update_plain, recorder)
             _apply(packed, located, made, sparsifier.data_groups, recorder)
     except BaseException:
         for mask, before in undo:
@@ -152,59 +154,35 @@ def update_masks(sparsifier: MaskMaker) -> None:
 
 
 def make_masks(
-    sparsifier: MaskMaker,
-    configs: Configs,
-    action: str,
-    first: Callable[[], None],
-    recorder: Recorder | None = None,
+    sparsifier: MaskMaker, first: Callable[[], None], recorder: Recorder | None = None
 ) -> tuple[Located, dict[str, MadeMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
     Args:
         sparsifier: whose masks.
-        configs: name -> configuration, the same on every rank.
-        action: the public call, for messages.
         first: local work before scoring; an error in it is raised on every rank.
         recorder: whose waiting counts travel along.
     """
     packed = sparsifier.packed_store
-    noted: list[tuple[Facts, list[str]]] = []
-    scored: Any = None
-
-    def score() -> None:
-        nonlocal scored
-        first()
-        for data in located.values():
-            check_writable(data)
-        scored = sparsifier.score_tables(located, configs)
-        _note_replicas(noted, located)
-        for facts, names in noted:
-            sparsifier.note(facts, [located[name] for name in names])
-
+    noted: Noted = []
     try:
         # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops
         # all ranks here.
-        with packed.agreeing(action) as noted:
+        with packed.agreeing("step()") as noted:
             located = packed.locate()
-            _note_facts(noted, located, configs, sparsifier, recorder)
-            # Masks that are read, or by which weights are zeroed, must be with their shards before
-            # that.
-            moved = bool(packed.moved(located)) and (
-                sparsifier.reads_masks or sparsifier.enforcer is not None
-            )
+            _note_facts(noted, located, sparsifier, recorder)
+            moved = packed.moved(located) and _uses_masks_in_place(sparsifier)
             if not moved:
-                score()
+                scored = _score(sparsifier, located, first, noted)
         if moved:
             packed.reshard(located)
-            with packed.agreeing(action) as noted:
-                _note_facts(noted, located, configs, sparsifier, recorder)
-                score()
+            with packed.agreeing("step()") as noted:
+                _note_facts(noted, located, sparsifier, recorder)
+                scored = _score(sparsifier, located, first, noted)
     except ValueError:
-        for ranks, (facts, _) in zip(packed.groups, noted, strict=False):
-            if recorder is not None and _WAITING in facts.differing:
-                # On all of these ranks alike, so that the next mask update can agree.
-                recorder.forget(ranks)
+        if recorder is not None:
+            _forget_differing_counts(recorder, list(packed.groups), noted)
         raise
     # 3. Collective: bring masks to their shards, select.
     packed.reshard(located)
@@ -217,6 +195,32 @@ def make_masks(
             recorder.arrived(ranks, rider, group)
         made |= _of_first_copies(selected, located, group)
     return located, made
+
+
+def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
+    """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
+    zeroes weights by them."""
+    return sparsifier.edits_masks or sparsifier.enforcer is not None
+
+
+def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
+    first()
+    for data in located.values():
+        check_writable(data)
+    scored = sparsifier.score_tables(located, sparsifier.data_groups)
+    for facts, names in noted:
+        tables = [located[name] for name in names]
+        _note_replicas(facts, tables)
+        sparsifier.note(facts, tables)
+    return scored
+
+
+def _forget_differing_counts(recorder: Recorder, groups: Sequence[Ranks], noted: Noted) -> None:
+    """Drop counts that the ranks of a group can't sum: on all of these ranks alike, so that the
+    next mask update can agree."""
+    for ranks, (facts, _) in zip(groups, noted, strict=False):
+        if _WAITING in facts.differing:
+            recorder.forget(ranks)
 
 
 def masks_by_shard(
@@ -240,9 +244,10 @@ def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> N
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may
     change."""
     dense = sparsifier.dense_store
-    for name in [name for name in dense.state if dense.is_masked(name)]:
+    for name in list(filter(dense.is_masked, dense.names)):
         mask = dense.mask(name)
-        undo.append((mask, mask.detach().clone() if sparsifier.reads_masks else mask.data))
+        # A user's update_mask may edit it in place.
+        undo.append((mask, mask.detach().clone()))
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
 
 
@@ -254,29 +259,21 @@ def _apply(
     recorder: Recorder | None,
 ) -> None:
     """Zero what is newly removed, and put the new masks in place. Local."""
-    if recorder is not None:
-        for name, new in made.items():
-            data, lookups = located[name], lookups_here(packed, located[name])
-            recorder.note(data, packed.masks(name), packed.block(name), new, configs[name], lookups)
-    BlockMask.apply_all_changed_(
-        [
-            (mask, shard.tensor, before, dirty)
-            for name, new in made.items()
-            for shard, before, (mask, dirty) in zip(
-                located[name].shards, packed.masks(name), new.masks, strict=True
-            )
-        ]
-    )
+    changes = []
+    for name, new in made.items():
+        data, before = located[name], packed.masks(name)
+        if recorder is not None:
+            lookups = lookups_here(packed, data)
+            recorder.note(data, before, packed.block(name), new, configs[name], lookups)
+        for shard, old, (mask, dirty) in zip(data.shards, before, new.masks, strict=True):
+            changes.append((mask, shard.tensor, old, dirty))
+    BlockMask.apply_all_changed_(changes)
     for name, new in made.items():
         packed.replace(located[name], [mask for mask, _ in new.masks], new.block, new.removed)
 
 
 def _note_facts(
-    noted: list[tuple[Facts, list[str]]],
-    located: Located,
-    configs: Configs,
-    sparsifier: MaskMaker,
-    recorder: Recorder | None,
+    noted: Noted, located: Located, sparsifier: MaskMaker, recorder: Recorder | None
 ) -> None:
     """Note what must be equal on all ranks."""
     moved = set(sparsifier.packed_store.moved(located))
@@ -288,20 +285,20 @@ def _note_facts(
         facts["the list of moved tables"] = [name for name in names if name in moved]
         for name in names:
             data = located[name]
-            facts[f"the config of table {name!r}"] = configs[name]
+            facts[f"the config of table {name!r}"] = sparsifier.data_groups[name]
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
             # add_model() has compared the others, which takes long at 1,000 ranks.
             if name in moved or data.fqn is None:
                 facts[f"the sharding of table {name!r}"] = data.tiling
 
 
-def _note_replicas(noted: list[tuple[Facts, list[str]]], located: Located) -> None:
+def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
-    for facts, names in noted:
-        for data in (located[name] for name in names):
-            if data.replicated and not data.copied:
-                facts.replicas |= shared_weights(data, group_over(data.ranks).rank)
-        facts.on_drift = _refuse_drift
+    for data in tables:
+        # Copies are trained apart.
+        if data.replicated and not data.copied:
+            facts.replicas |= shared_weights(data, group_over(data.ranks).rank)
+    facts.on_drift = _refuse_drift
 
 
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
@@ -319,32 +316,35 @@ def _of_first_copies(
     """The new masks, with those of copies that are trained apart (2-D parallelism) replaced by the
     first copy's. Collective over ``group`` if there are such copies: one all-to-all of packed
     bits."""
-    copied = [name for name in made if located[name].copied]
+    copied = {name: located[name] for name in made if located[name].copied}
     if not copied:
         return dict(made)
-    parcels = Parcels(group)
-    received: dict[tuple[str, Rect], Callable[[], Tensor]] = {}
-    for name in copied:
-        own = {mask.rect: mask.bits for mask, _ in made[name].masks}
-        data = located[name]
-        owners = {rect: rank for rank in range(group.size) for rect in data.owned(rank)}
-        for receiver, held in enumerate(data.tiling):
-            for rect in dict.fromkeys(held):
-                if owners[rect] == receiver:
-                    continue
-                if owners[rect] == group.rank:
-                    parcels.send(receiver, own[rect])
-                if receiver == group.rank:
-                    received[name, rect] = parcels.expect(owners[rect], own[rect].shape)
+    parcels, arriving = Parcels(group), {}
+    for name, data in copied.items():
+        masks, block = [mask for mask, _ in made[name].masks], made[name].block
+        arriving[name] = send_masks(
+            parcels, group.rank, masks, block, data.tiling, _later_copies(data)
+        )
     parcels.exchange(torch.device("cpu"))
     taken = dict(made)
-    for name in copied:
-        masks = list(made[name].masks)
-        for i, (mask, _) in enumerate(masks):
-            if (name, mask.rect) in received:
-                bits = received[name, mask.rect]().to(mask.bits.device, copy=True)
-                # Which blocks of this copy are zero already says nothing of those that the other
-                # removes.
-                masks[i] = NewMask(BlockMask(mask.rect, mask.block, bits), ~bits)
-        taken[name] = made[name]._replace(masks=masks)
+    for name, read in arriving.items():
+        first = {mask.rect: mask for mask in read()}
+        new = [_of_first_copy(own, first.get(own.mask.rect)) for own in made[name].masks]
+        taken[name] = made[name]._replace(masks=new)
     return taken
+
+
+def _later_copies(data: ShardedData) -> Tiling:
+    """Return for each rank the rectangles that it holds and another rank owns."""
+    later = []
+    for held, owned in zip(data.tiling, owners(data.tiling), strict=True):
+        later.append(tuple(rect for rect in dict.fromkeys(held) if rect not in owned))
+    return tuple(later)
+
+
+def _of_first_copy(own: NewMask, first: BlockMask | None) -> NewMask:
+    if first is None:
+        return own
+    bits = first.bits.to(own.mask.bits.device)
+    # Blocks that are zero in this copy already need not be those that the other removes.
+    return NewMask(BlockMask(first.rect, first.block, bits), ~bits)

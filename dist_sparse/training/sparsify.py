@@ -430,8 +430,9 @@ def sparsify(
             norm=plan.norm or "L2",
             score=plan.score or "norm_accumulator",
             decay=1.0 if plan.decay is None else plan.decay,
+            scope=plan.scope,
+            floors=table_floors(plan, located, unpruned),
         )
-        sparsifier.scope, sparsifier.floors = plan.scope, table_floors(plan, located, unpruned)
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)

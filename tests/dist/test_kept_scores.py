@@ -17,6 +17,7 @@ from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
 from dist_sparse.masking.cached import kept_scores
 from dist_sparse.masking.cached.kept_scores import KeptScores
+from dist_sparse.sparsifiers.step import make_masks
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, set_weights, weights
 from tests.dist.enforcing import Run, kernels, loss_of, optimizer_of, pieces
 from tests.dist.plugin import on_ranks
@@ -45,7 +46,7 @@ TRAIN = st.tuples(
     st.sampled_from([0.0, 0.01, 0.02, 0.03, 0.03, -0.1, 0.25]),  # what the level changes by
 )
 OTHER = st.tuples(
-    st.sampled_from(["nothing", "preview", "write", "load", "move", "move"]),
+    st.sampled_from(["nothing", "audit", "write", "load", "move", "move"]),
     st.none(),
     st.just(0.0),
 )
@@ -94,10 +95,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def step_checked(sparsifier: ScoreSparsifier) -> None:
     """A mask update, equal to one that scores all rows."""
     every, sparsifier.full_every = sparsifier.full_every, 1
-    fresh = sparsifier.preview().masks
+    with torch.no_grad():
+        assert sparsifier.enforcer is not None
+        _, fresh = make_masks(sparsifier, sparsifier.enforcer.settle)
     sparsifier.full_every = every
     sparsifier.step()
-    for name, masks in fresh.items():
+    for name, made in fresh.items():
+        masks = [mask for mask, _ in made.masks]
         for mask, expected in zip(sparsifier.packed_store.masks(name), masks, strict=True):
             assert torch.equal(mask.bits, expected.bits), name
     sparsifier.audit()
@@ -135,8 +139,8 @@ def test_masks_are_those_of_the_oracle(
             level = min(0.9, level + change)
             if action == "train":
                 run.train(batch(cell, seed=own.randrange(1000), size=samples))
-            elif action == "preview":
-                run.sparsifier.preview(dict.fromkeys(run.names, level + 0.05))
+            elif action == "audit":  # scores rows, and makes no masks
+                run.sparsifier.audit()
             elif action == "write":  # torch counts it
                 with torch.no_grad():
                     for kernel in kernels(model):

@@ -1,4 +1,4 @@
-"""Masks of whole models in one process: states, squashing, copies, previews and reads that must be
+"""Masks of whole models in one process: states, squashing, copies and reads that must be
 cheap."""
 
 from __future__ import annotations
@@ -170,32 +170,6 @@ def test_two_names_for_one_memory_are_refused_in_one_call_too() -> None:
         DataNormSparsifier().add_model(model)
 
 
-def test_preview_is_what_an_update_does_and_changes_nothing() -> None:
-    model = tables(a=10, b=7)
-    sparsifier = DataNormSparsifier(sparsity_level=0.1, sparse_block_shape="row", norm="L2")
-    sparsifier.add_model(model)
-    sparsifier.add_data("plain", torch.randn(6, 4))
-    before = (
-        sparsifier.fingerprint(),
-        copy.deepcopy(sparsifier.data_groups),
-        model["a"].weight.detach().clone(),
-    )
-    preview = sparsifier.preview(0.8)
-    assert (sparsifier.fingerprint(), sparsifier.data_groups) == before[:2] and torch.equal(
-        model["a"].weight, before[2]
-    )
-    for config in sparsifier.data_groups.values():
-        config["sparsity_level"] = 0.8
-    sparsifier.step()
-    assert preview.stats == sparsifier.table_stats()
-    assert preview.thresholds["a"] is not None
-    assert [mask.bits.tolist() for mask in preview.masks["a"]] == [
-        mask.bits.tolist() for mask in sparsifier.packed_store.masks("a")
-    ]
-    with pytest.raises(ValueError, match="unknown names"):
-        sparsifier.preview({"nobody": 0.5})
-
-
 class Half(DataNormSparsifier):
     """Masks of a user's own, below ScoreSparsifier."""
 
@@ -209,8 +183,6 @@ def test_update_mask_below_score_sparsifier_is_for_plain_data() -> None:
     assert sparsifier.get_mask("plain")[:, 0].tolist() == [0, 1, 0, 1]
     with pytest.raises(ValueError, match="override score\\(\\), or inherit BaseDataSparsifier"):
         sparsifier.add_model(tables(a=4))
-    with pytest.raises(ValueError, match="override score"):
-        sparsifier.preview()
 
 
 class Opposite(DataNormSparsifier):
