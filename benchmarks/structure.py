@@ -123,6 +123,7 @@ def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
             for alias in node.names
             if (root / str(node.module).replace(".", "/") / f"{alias.name}.py").exists()
         }
+        reads = found[str(file.relative_to(root))]
         for node in ast.walk(trees[file]):
             names: list[str] = []
             if isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -142,7 +143,7 @@ def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
             ):
                 texts = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
                 names = [text for text in texts if isinstance(text, str) and text in foreign]
-            found[str(file.relative_to(root))] += [f"{node.lineno}: {name}" for name in names]
+            reads += [f"{node.lineno}: {name}" for name in names]
     return {file: reads for file, reads in found.items() if reads}
 
 
