@@ -11,10 +11,10 @@ DOCS := .venv-docs
 SITE ?= site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train frontier test lint bench sweep docs
+.PHONY: help setup train frontier test test-slow test-all lint bench sweep docs
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Start with make setup, then make train. Variables:'
 	@echo '  PYTHON    Python 3.11 or later that makes .venv (default: python3)'
@@ -22,7 +22,7 @@ help:  ## this list
 	@echo '            name the index of the CPU builds: PIP_ARGS="--extra-index-url URL",'
 	@echo '            with the URL that pytorch.org/get-started shows for pip and CPU'
 	@echo '  NPROC     processes of make train (default: 2)'
-	@echo '  WORKERS   test files that make test runs at a time (default: 2); many of'
+	@echo '  WORKERS   test files that are run at a time (default: 2); many of'
 	@echo '            them start up to 4 processes'
 	@echo '  ARGS      options of train, frontier or sweep, such as'
 	@echo '            make train ARGS="--sharding row_wise". These list them:'
@@ -55,8 +55,15 @@ train: $(READY)  ## trains a DLRM on MovieLens-100K: dense, sparsified, smaller
 frontier: $(READY)  ## measures that DLRM at 50, 20, 10 and 5% of its bytes
 	OMP_NUM_THREADS=1 $(BIN)/python -m dist_sparse frontier examples/dlrm/planned.py:measured --out runs/frontier $(ARGS)
 
-test: lint  ## lint, then every test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: lint  ## lint, then the tests but for the slow ones
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(READY)  ## whole examples, jobs, the notebook, the site, a browser
+	$(PYTEST) -m slow
+
+test-all: test test-slow  ## both, as CI does
 
 lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check

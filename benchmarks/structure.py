@@ -1,5 +1,5 @@
-"""Figures of the code's structure: private reads, import circles, lines, and the modules that a
-mask update crosses.
+"""Figures of the code's structure: density, private reads, import circles, and the modules and
+model walks of a mask update in a sharded model.
 
 ``python -m benchmarks.structure`` prints them; tests/test_house.py holds them.
 """
@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import ast
 import gc
+import io
 import sys
+import tokenize
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 __all__ = [
     "Crossed",
+    "Density",
     "circles",
     "crossed",
+    "density",
     "main",
     "module_of",
     "private_reads",
     "sources",
-    "updating",
     "walks",
 ]
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dist_sparse"
+MOST_DECISIONS = 12
 # The last one is mock.patch.object.
 READERS = (
     "getattr",
@@ -90,6 +95,11 @@ def owner_of(node: ast.Attribute) -> str:
     return value.id if isinstance(value, ast.Name) else ""
 
 
+def called(node: ast.Call) -> str:
+    """The name of the function that is called, without its module or object."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
 def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
     """File -> ``line: name`` of each private name in it that a class or a module of dist_sparse
     defines elsewhere.
@@ -113,6 +123,7 @@ def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
             for alias in node.names
             if (root / str(node.module).replace(".", "/") / f"{alias.name}.py").exists()
         }
+        reads = found[str(file.relative_to(root))]
         for node in ast.walk(trees[file]):
             names: list[str] = []
             if isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -125,20 +136,20 @@ def private_reads(files: list[Path], root: Path = ROOT) -> dict[str, list[str]]:
                 str(node.module).split(".")[0] == PACKAGE or node.level
             ):
                 names = [alias.name for alias in node.names if is_private(alias.name)]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+            elif isinstance(node, ast.Call) and called(node) in (
                 "getattr",
                 "setattr",
                 "object",
             ):
                 texts = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
                 names = [text for text in texts if isinstance(text, str) and text in foreign]
-            found[str(file.relative_to(root))] += [f"{node.lineno}: {name}" for name in names]
+            reads += [f"{node.lineno}: {name}" for name in names]
     return {file: reads for file, reads in found.items() if reads}
 
 
 def imports_of(file: Path, modules: set[str], root: Path = ROOT) -> set[str]:
-    """The modules out of ``modules`` that a file imports, wherever in it; those under
-    ``TYPE_CHECKING`` too."""
+    """The modules out of ``modules`` that a file imports, wherever in it; under ``TYPE_CHECKING``
+    too, and by ``import_module("...")``."""
     found: set[str] = set()
     here = module_of(file, root)
     package = here if file.name == "__init__.py" else here.rpartition(".")[0]
@@ -154,6 +165,8 @@ def imports_of(file: Path, modules: set[str], root: Path = ROOT) -> set[str]:
                 each if (each := f"{name}.{alias.name}") in modules else name
                 for alias in node.names
             }
+        elif isinstance(node, ast.Call) and called(node) == "import_module":
+            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
     return (found & modules) - {here}
 
 
@@ -178,6 +191,119 @@ def circles(files: list[Path], root: Path = ROOT) -> list[list[str]]:
         if name in below[name]
     }
     return sorted(sorted(group) for group in groups)
+
+
+@dataclass
+class Density:
+    """How much each line says, over some files. A line of code is not blank, no comment alone, and
+    no docstring; the characters are those of such lines without their indentation."""
+
+    lines: int = 0
+    code: int = 0
+    characters: int = 0
+    comments: int = 0
+    decisions: int = 0
+    nested: int = 0
+    """Comprehensions with another one inside."""
+    functions: dict[str, int] = field(default_factory=dict)
+    """``file:line name`` -> decisions, without those of functions inside."""
+
+    @property
+    def above(self) -> dict[str, int]:
+        """The functions with too many decisions, the worst first."""
+        found = {name: n for name, n in self.functions.items() if n > MOST_DECISIONS}
+        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+    @property
+    def per_100_lines(self) -> float:
+        return 100 * self.decisions / self.code
+
+    @property
+    def per_1000_characters(self) -> float:
+        return 1000 * self.decisions / self.characters
+
+    @property
+    def commented(self) -> float:
+        """Per cent of all lines."""
+        return 100 * self.comments / self.lines
+
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+BRANCHES = ast.If | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.IfExp
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+def density(files: list[Path], root: Path = ROOT) -> Density:
+    total = Density()
+    for file in files:
+        text = file.read_text()
+        tree = ast.parse(text)
+        code, comments = lines_of(text)
+        code -= docstrings(tree)
+        lines = text.splitlines()
+        total.lines += len(lines)
+        total.code += len(code)
+        total.characters += sum(len(lines[number - 1].strip()) for number in code)
+        total.comments += len(comments)
+        for node in ast.walk(tree):
+            total.decisions += decisions(node)
+            if isinstance(node, COMPREHENSIONS):
+                total.nested += any(
+                    isinstance(inner, COMPREHENSIONS) for inner in ast.walk(node) if inner != node
+                )
+            if isinstance(node, FUNCTIONS):
+                name = f"{file.relative_to(root)}:{node.lineno} {node.name}"
+                total.functions[name] = sum(map(decisions, own_nodes(node)))
+    return total
+
+
+def decisions(node: ast.AST) -> int:
+    """Of one node: a branch, a loop, a handler, a case, each further operand of and/or, each for
+    and if of a comprehension."""
+    if isinstance(node, BRANCHES | ast.match_case):
+        return 1
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    if isinstance(node, ast.comprehension):
+        return 1 + len(node.ifs)
+    return 0
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """What is in a function, but not in functions inside it; these themselves are."""
+    for child in ast.iter_child_nodes(function):
+        yield child
+        if not isinstance(child, FUNCTIONS):
+            yield from own_nodes(child)
+
+
+def lines_of(text: str) -> tuple[set[int], set[int]]:
+    """The numbers of the lines with code or a string, and of those with a comment."""
+    code: set[int] = set()
+    comments: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return code, comments
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """The numbers of the lines of the docstrings of modules, classes and functions."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, FUNCTIONS | ast.Module | ast.ClassDef)
+            and ast.get_docstring(node, False) is not None
+        ):
+            first = node.body[0]
+            found.update(range(first.lineno, (first.end_lineno or 0) + 1))
+    return found
 
 
 class Crossed:
@@ -210,22 +336,6 @@ def crossed(action: Callable[[], Any]) -> Crossed:
     return seen
 
 
-def updating() -> tuple[Any, Any]:
-    """A plain model with two tables, and its sparsifier after a first mask update."""
-    import torch
-
-    from dist_sparse import ROW, DataNormSparsifier
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.EmbeddingBag(40, 8), torch.nn.Sequential(torch.nn.Embedding(20, 8))
-    )
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW), norm="L2")
-    sparsifier.add_model(model)
-    sparsifier.step()
-    return model, sparsifier
-
-
 class Children(dict[str, Any]):
     """The children of a module, which count how often they are walked."""
 
@@ -252,24 +362,34 @@ def walks(model: Any, action: Callable[[], Any]) -> int:
 
 
 def main() -> None:
-    model, sparsifier = updating()
-    seen = crossed(sparsifier.step)
-    lines = {file: len(file.read_text().splitlines()) for file in sources(PACKAGE)}
+    from benchmarks.measure import fresh
+
+    counted = density(sources(PACKAGE, "launch"))
+    modules = sources(PACKAGE)
     reads = private_reads(sources(PACKAGE, "tests", "examples", "benchmarks", "launch"))
-    total, longest = sum(lines.values()), max(lines.values())
-    print(f"modules                        {len(lines)}, {total} lines, the longest has {longest}")
-    print(
-        f"modules crossed by an update   {len(seen.modules)} in {sum(seen.calls.values())} calls:"
-    )
-    print(f"                               {', '.join(sorted(seen.modules))}")
-    print(f"model walks of an update       {walks(model, sparsifier.step)}")
-    print(f"private reads                  {sum(map(len, reads.values()))} in {len(reads)} files")
-    for file, found in reads.items():
-        print(f"                               {file}: {'; '.join(found)}")
-    found = circles(sources(PACKAGE))
-    print(f"import circles                 {len(found)}")
+    found = circles(modules)
+    figures = {
+        "modules": len(modules),
+        "lines": counted.lines,
+        "lines of code": counted.code,
+        "characters of code": counted.characters,
+        "decisions per 100 lines of code": f"{counted.per_100_lines:.1f}",
+        "decisions per 1,000 characters": f"{counted.per_1000_characters:.1f}",
+        f"functions above {MOST_DECISIONS} decisions": f"{len(counted.above)} of {len(counted.functions)}",
+        "nested comprehensions": counted.nested,
+        "lines with a comment": f"{counted.commented:.1f}%",
+        "private reads": sum(map(len, reads.values())),
+        "import circles": len(found),
+        **fresh("benchmarks.structure_case", {}, ranks=2, threads=1),
+    }
+    for name, figure in figures.items():
+        print(f"{name:36} {', '.join(figure) if isinstance(figure, list) else figure}")
+    for name, most in counted.above.items():
+        print(f"  {most} decisions: {name}")
+    for file, names in reads.items():
+        print(f"  private reads: {file}: {'; '.join(names)}")
     for circle in found:
-        print(f"                               {', '.join(circle)}")
+        print(f"  circle: {', '.join(circle)}")
 
 
 if __name__ == "__main__":

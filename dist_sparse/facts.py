@@ -1,4 +1,4 @@
-"""Values that ranks compare before they act: as JSON and as a digest, and messages about differences.
+"""Values that ranks compare before they act, as JSON and as a digest, and messages about them.
 
 Saved states hold their values as JSON too, exactly. The length of a message does not grow with the
 number of ranks.
@@ -10,7 +10,6 @@ import hashlib
 import json
 import numbers
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, Final
 
 __all__ = [
@@ -208,7 +207,8 @@ def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
         name, ours, theirs = inner
         path += name
     mine, other = str(ours), str(theirs)
-    same = len(commonprefix([mine, other]))
+    differ = [a != b for a, b in zip(mine, other, strict=False)]
+    same = differ.index(True) if True in differ else len(differ)
     long = max(len(mine), len(other)) > _LONGEST_VALUE
     if long and 20 < same < min(len(mine), len(other)):
         # From shortly before the part that differs.

@@ -16,6 +16,8 @@ from benchmarks.serving import WRITTEN, loads
 from benchmarks.serving import report as serving_report
 from tests.warm import run_case
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("ranks", "sharding", "block", "peers"),

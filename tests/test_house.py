@@ -1,5 +1,5 @@
-"""The package's own rules: what it offers, what it imports, how long its files are, what they read
-of each other."""
+"""The package's own rules: what it offers, what it imports, how dense its code is, what its modules
+read of each other, and what a mask update of a sharded model runs through."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -18,27 +19,32 @@ import pytest
 
 import dist_sparse
 import dist_sparse.groups
-from benchmarks.structure import (
-    circles,
-    crossed,
-    module_of,
-    private_reads,
-    sources,
-    updating,
-    walks,
-)
+from benchmarks import structure
+from benchmarks.structure import circles, module_of, private_reads, sources
+from tests.dist.plugin import on_ranks
 from tests.mutations import MUTATIONS, missing
 
 ROOT = Path(__file__).parents[1]
-CODE = [
-    file
-    for folder in ("dist_sparse", "launch", "examples", "benchmarks", "tests")
-    for file in (ROOT / folder).rglob("*.py")
-]
+CODE = sources("dist_sparse", "launch", "examples", "benchmarks", "tests")
 
-# What is still to be done; these lists only become shorter.
-MODULES_CROSSED = 17  # 16, and torchrec.collections once torchrec is loaded
-WALKS = 1
+# What is reached by now, and the aim. Lower a limit with the change that allows it.
+LIMITS = {
+    "characters of code": 828_000,  # 680,000
+    "decisions per 100 lines of code": 25.1,  # 20
+    "decisions per 1,000 characters": 6.9,  # 5
+    "decisions of a function": 23,  # 12
+    "functions above 12 decisions": 42,  # 0
+    "nested comprehensions": 44,  # 5
+    "lines without a comment, %": 98.3,  # 96
+    "lines of a file": 700,
+    "private reads": 0,
+    "import circles": 1,  # 0
+    "modules crossed by an update": 25,  # 18
+    "walks of an update": 1,
+    "walks of sparsify()": 14,  # 3
+    "walks of export()": 10,  # 3
+    "names on the first screen": 20,
+}
 NO_EXAMPLE = {
     "COL",  # a string
     "ROW",
@@ -86,7 +92,7 @@ def below(modules: set[str], package: str) -> set[str]:
 def test_public_names_are_those_of_the_reference() -> None:
     assert sorted(dist_sparse.__all__) == sorted(public_names())
     assert len(set(dist_sparse.__all__)) == len(dist_sparse.__all__)
-    assert 10 < len(dist_sparse.__all__) <= 20
+    assert 10 < len(dist_sparse.__all__) <= LIMITS["names on the first screen"]
     assert {"traffic", "reset_traffic", "set_timeout"} <= set(dist_sparse.groups.__all__)
 
 
@@ -116,18 +122,29 @@ PUBLIC = sorted(
 )
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ("COL", "ROW")])
-def test_public_names_have_docstrings(name: str) -> None:
-    public = getattr(
-        dist_sparse if name != "CurveDataScheduler" else import_module("dist_sparse.schedulers"),
-        name,
-    )
-    assert public.__doc__
-    for attribute, value in vars(public).items() if isinstance(public, type) else ():
-        if callable(value) and not attribute.startswith("_"):
-            assert any(
-                getattr(getattr(base, attribute, None), "__doc__", None) for base in public.__mro__
-            ), attribute
+def public_object(name: str) -> object:
+    # The only one that its package alone offers.
+    module = "dist_sparse.schedulers" if name == "CurveDataScheduler" else "dist_sparse"
+    return getattr(import_module(module), name)
+
+
+def without_docstring(name: str) -> Iterator[str]:
+    public = public_object(name)
+    if not public.__doc__:
+        yield name
+    if isinstance(public, type):
+        for attribute, value in vars(public).items():
+            if callable(value) and not attribute.startswith("_"):
+                found = [
+                    getattr(getattr(b, attribute, None), "__doc__", None) for b in public.__mro__
+                ]
+                if not any(found):
+                    yield f"{name}.{attribute}"
+
+
+def test_public_names_have_docstrings() -> None:
+    classes = [name for name in PUBLIC if name not in ("COL", "ROW")]
+    assert [each for name in classes for each in without_docstring(name)] == []
 
 
 def test_import_alone_needs_nothing() -> None:
@@ -219,51 +236,76 @@ def test_torchrec_needs_no_import_order() -> None:
     assert "dist_sparse.torchrec.types" in within
 
 
-@pytest.mark.parametrize("file", CODE, ids=[str(file.relative_to(ROOT)) for file in CODE])
-def test_files_are_short_and_state_what_they_hold(file: Path) -> None:
-    text = file.read_text()
-    assert len(text.splitlines()) <= 700
-    if text.strip():
-        docstring = ast.get_docstring(ast.parse(text))
-        assert docstring, "has no docstring"
-        assert "?" not in docstring.splitlines()[0], "the first line is a question"
+def test_files_are_short_and_state_what_they_hold() -> None:
+    wrong = {}
+    for file in CODE:
+        text = file.read_text()
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        if len(text.splitlines()) > LIMITS["lines of a file"]:
+            wrong[file] = "is too long"
+        elif text.strip() and not docstring:
+            wrong[file] = "has no docstring"
+        elif "?" in docstring.partition("\n")[0]:
+            wrong[file] = "the first line is a question"
+    assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    "file", sources("dist_sparse"), ids=[module_of(file) for file in sources("dist_sparse")]
-)
-def test_modules_list_their_public_names(file: Path) -> None:
-    """In ``__all__``, and every name there exists in the module."""
-    body = ast.parse(file.read_text()).body
-    named = {
-        target.id: node
-        for node in body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
+def test_modules_list_their_public_names() -> None:
+    without = []
+    for file in sources("dist_sparse"):
+        body = ast.parse(file.read_text()).body
+        defined = [each.name for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
+        public = [name for name in defined if not name.startswith("_")]
+        # torchx lists the components of that module.
+        if public and "\n__all__ = [" not in file.read_text() and file.name != "components.py":
+            without.append(module_of(file))
+    assert without == []
+
+
+def test_the_code_is_not_dense() -> None:
+    """See benchmarks/structure.py for the rules by which it counts."""
+    counted = structure.density(sources("dist_sparse", "launch"))
+    reached = {
+        "characters of code": counted.characters,
+        "decisions per 100 lines of code": counted.per_100_lines,
+        "decisions per 1,000 characters": counted.per_1000_characters,
+        "decisions of a function": max(counted.functions.values()),
+        "functions above 12 decisions": len(counted.above),
+        "nested comprehensions": counted.nested,
+        "lines without a comment, %": 100 - counted.commented,
     }
-    defined = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    if [name for name in defined if not name.startswith("_")]:
-        # Torchx lists that one.
-        assert "__all__" in named or file.name == "components.py", "has no __all__"
+    assert above_limits(reached) == {}, counted.above
+
+
+def above_limits(reached: dict[str, float]) -> dict[str, str]:
+    return {
+        name: f"{figure} instead of {LIMITS[name]}"
+        for name, figure in reached.items()
+        if figure > LIMITS[name]
+    }
 
 
 def test_no_module_reads_private_names_of_another() -> None:
-    """Of its classes and modules; tests, examples and benchmarks neither. See
-    benchmarks/structure.py."""
-    assert private_reads(sources("dist_sparse", "launch", "examples", "benchmarks", "tests")) == {}
+    """Of its classes and modules; tests, examples and benchmarks neither."""
+    assert private_reads(CODE) == {}
 
 
 def test_imports_have_no_circles() -> None:
-    """Inside packages neither; imports for type checkers count."""
-    assert circles(sources("dist_sparse")) == []
+    """Inside packages neither; imports for type checkers and by ``import_module()`` count."""
+    found = circles(sources("dist_sparse"))
+    assert len(found) <= LIMITS["import circles"], found
 
 
-def test_a_mask_update_is_short_to_read() -> None:
-    """The modules that it crosses, and how often it walks the model."""
-    model, sparsifier = updating()
-    assert len(crossed(sparsifier.step).modules) <= MODULES_CROSSED
-    assert walks(model, sparsifier.step) <= WALKS
+@on_ranks(2)
+def test_a_mask_update_is_short_to_read(tmp_path: Path) -> None:
+    """The modules that it crosses in a sharded model with an enforcer, and how often it, and the
+    calls around it, walk the model."""
+    from benchmarks.structure_case import measured
+
+    found = measured(tmp_path)
+    crossed = found.pop("modules crossed by an update")
+    found.pop("calls of an update")
+    assert above_limits({**found, "modules crossed by an update": len(crossed)}) == {}, crossed
 
 
 def test_every_mutation_is_of_this_code() -> None:
@@ -289,8 +331,13 @@ def test_structure_is_counted_right(tmp_path: Path) -> None:
         "class Own(a.Group):\n    def read(self): return self._pending, super()._send()\n"
         "group._of_torch\n"
     )
+    (package / "d.py").write_text("import importlib\nimportlib.import_module('dist_sparse.e')\n")
+    (package / "e.py").write_text("import dist_sparse.d\n")
     files = sources("dist_sparse", root=tmp_path)
-    assert circles(files, tmp_path) == [["dist_sparse.a", "dist_sparse.b"]]
+    assert circles(files, tmp_path) == [
+        ["dist_sparse.a", "dist_sparse.b"],
+        ["dist_sparse.d", "dist_sparse.e"],
+    ]
     found = private_reads([*files, tmp_path / "reader.py"], tmp_path)
     assert sorted(found) == ["reader.py"]
     assert sorted(found["reader.py"]) == [
@@ -298,19 +345,47 @@ def test_structure_is_counted_right(tmp_path: Path) -> None:
     ]
 
 
-def examples() -> list[str]:
-    """The modules with examples in their docstrings."""
-    return [module_of(file) for file in sources("dist_sparse") if ">>> " in file.read_text()]
-
-
-@pytest.mark.parametrize("module", examples())
-def test_examples_of_docstrings_run(module: str) -> None:
-    if module.startswith("dist_sparse.lightning"):
-        pytest.importorskip("lightning")
-    ran = doctest.testmod(
-        import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+def test_density_is_counted_right(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        '"""A docstring\nof two lines."""\n\n# A comment.\nx = """a\n\nb"""  # Another one.\n\n\n'
+        "def outer(a, b):\n"
+        '    """Return."""\n'
+        "    def inner():\n"
+        "        return a if b else a and b or a\n"
+        "    for each in [[y for y in z if y] for z in a if b if a]:\n"
+        "        while a:\n"
+        "            try:\n"
+        "                pass\n"
+        "            except ValueError:\n"
+        "                pass\n"
+        "    match a:\n"
+        "        case 1: pass\n"
     )
-    assert ran.failed == 0 and ran.attempted > 0
+    found = structure.density([tmp_path / "a.py"], tmp_path)
+    assert (found.lines, found.code, found.comments, found.nested) == (21, 14, 2, 1)
+    assert found.functions == {"a.py:10 outer": 9, "a.py:12 inner": 3}
+    assert found.decisions == 12
+    # Three lines of a string, of which one is empty, and a trailing comment.
+    assert found.characters == len('x = """ab"""  # Another one.') + len(
+        "def outer(a, b):def inner():return a if b else a and b or a"
+        "for each in [[y for y in z if y] for z in a if b if a]:while a:try:pass"
+        "except ValueError:passmatch a:case 1: pass"
+    )
+
+
+def test_examples_of_docstrings_run() -> None:
+    failed = {}
+    for file in sources("dist_sparse"):
+        if ">>> " in file.read_text():
+            if module_of(file).startswith("dist_sparse.lightning"):
+                pytest.importorskip("lightning")
+            ran = doctest.testmod(
+                import_module(module_of(file)),
+                optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+            )
+            if ran.failed or not ran.attempted:
+                failed[module_of(file)] = ran
+    assert failed == {}
 
 
 def test_public_names_have_examples() -> None:
@@ -322,33 +397,31 @@ def test_public_names_have_examples() -> None:
     assert without <= NO_EXAMPLE
 
 
+COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "all_to_all"),
+    *("broadcast", "barrier"),
+}
+
+
+def forbidden_call(file: Path, call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+        collective = call.func.value.id == "dist" and call.func.attr in COLLECTIVES
+        return call.func.value.id == "pickle" or (collective and file.name != "groups.py")
+    if isinstance(call.func, ast.Name) and call.func.id == "print":
+        place = f"{file.parent.name}/{file.name}"
+        return place not in ("schedulers/base.py", "cli/output.py") and file.parent.name != "launch"
+    return False
+
+
 def test_one_module_communicates_and_nobody_prints() -> None:
     """Collectives are in groups.py alone, and what is printed is a scheduler's ``verbose``."""
-    calls = {
-        "all_reduce",
-        "all_gather",
-        "all_gather_object",
-        "all_to_all_single",
-        "all_to_all",
-        "broadcast",
-        "barrier",
-    }
-    for file in (ROOT / "dist_sparse").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-                here = f"{file.name}:{node.lineno}"
-                assert file.name == "groups.py" or not (
-                    node.func.value.id == "dist" and node.func.attr in calls
-                ), here
-                assert node.func.value.id != "pickle", here
-            if isinstance(node.func, ast.Name) and node.func.id == "print":
-                place = f"{file.parent.name}/{file.name}"
-                allowed = (
-                    place in ("schedulers/base.py", "cli/output.py") or file.parent.name == "launch"
-                )
-                assert allowed, f"{place}:{node.lineno}"
+    found = [
+        f"{module_of(file)}:{node.lineno}"
+        for file in sources("dist_sparse")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and forbidden_call(file, node)
+    ]
+    assert found == []
 
 
 def test_pytest_looks_into_every_folder(pytestconfig: pytest.Config) -> None:

@@ -58,10 +58,13 @@ masks = [first.mask_bytes, stats.mask_bytes, saved]
 print(json.dumps([extra, stats.blocks, weight.numel() * 4, masks]))
 """
 
-pytestmark = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK),
-    reason="needs Linux, to reset the high-water mark of memory",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.access("/proc/self/clear_refs", os.W_OK),
+        reason="needs Linux, to reset the high-water mark of memory",
+    ),
+]
 
 
 def measured(block: tuple[int, Any], norm: str, levels: tuple[float, ...], waste: int = 0) -> Any:

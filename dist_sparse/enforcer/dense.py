@@ -1,10 +1,10 @@
-"""Removed weights stay zero in what optimizers step: ``nn.Embedding(Bag)``, dense parameters,
-data-parallel tables.
+"""Keep removed weights at zero where optimizers step whole weights: ``nn.Embedding(Bag)``, dense
+parameters, data-parallel tables.
 
-Such weights are written by ``optimizer.step()`` as a whole, so they are masked right after it: all
-of them, or the rows of a sparse gradient. Steps of every torch optimizer are seen, also of one made
-later; what is written in other ways (a load, ``copy_`` under ``no_grad``) is seen by torch's count
-of writes, and masked before it is next read by a module.
+``optimizer.step()`` writes such a weight as a whole, so it is masked right after: all of it, or the
+rows of a sparse gradient. Hooks see the steps of every torch optimizer, also of one made later.
+Torch counts other writes (a load, ``copy_`` under ``no_grad``); they are masked before a module
+next reads the weight.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class Target:
         owner: the module that holds it, and its name there.
 
     Attributes:
-        aliases: tensors over that storage whose writes torch counts: the parameter, and what
-            optimizers have of it.
+        aliases: tensors over that storage whose writes torch counts: the parameter, and the
+            optimizers' tensors.
         stepping: an optimizer has begun to write it.
+        clean_at: the count of writes at which it was last clean.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Target:
 
     @property
     def writes(self) -> int:
-        """Writes that torch has counted: all but those through ``.data`` and by its fused
+        """Writes that torch has counted: all except through ``.data`` and by its fused
         optimizers."""
         return sum(local(alias)._version for alias in self.aliases)
 
@@ -88,16 +89,15 @@ class Target:
         """Whether the model holds other memory under its name by now."""
         if self.parameter is None:
             return False
-        if (
-            self.owner is not None
-            and self.owner[0]._parameters.get(self.owner[1]) is not self.parameter
-        ):
+        # Either another parameter, or the same one with other storage: `parameter.data = ...`.
+        module, name = self.owner or (None, "")
+        if module is not None and module._parameters.get(name) is not self.parameter:
             return True
         here = local(self.parameter)
         return here.untyped_storage().data_ptr() != self.weight.untyped_storage().data_ptr()
 
     def clean(self, rows: Tensor | None = None) -> None:
-        """Zero what is removed: in ``rows``, int64 ``(n,)``, if nothing else was written."""
+        """Zero removed weights: in ``rows``, int64 ``(n,)``, if nothing else was written."""
         mask = self.mask()
         if not isinstance(mask, BlockMask):
             self.weight.data.masked_fill_(mask == 0, 0)
@@ -106,6 +106,7 @@ class Target:
                 mask.apply_(self.weight)
             else:
                 zero_rows(self.weight, mask, rows)
+        # Torch has not counted the write above, which went through .data.
         self.clean_at, self.stepping = self.writes, False
 
 
@@ -139,21 +140,24 @@ class DenseWeights:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
                 unknown model.
         """
-        stepped = [
-            p for leaf in self._optimizers for group in leaf.param_groups for p in group["params"]
-        ]
+        stepped = []
+        for leaf in self._optimizers:
+            for group in leaf.param_groups:
+                stepped += group["params"]
         by_storage = same_storage(stepped)
-        for target in (target for target in self.targets if not by_storage(target.weight)):
+        for target in self.targets:
+            if by_storage(target.weight):
+                continue
             if target.parameter is not None and target.parameter.requires_grad:
                 raise ValueError(
                     f"No optimizer given steps {target.name!r}, which requires a gradient: its"
                     " removed weights would come back unseen. Pass all optimizers, or freeze it by"
                     " requires_grad_(False)."
                 )
-            # A tensor of plain data that no optimizer steps is a constant.
-            if not isinstance(target.parameter, nn.Parameter) and isinstance(
-                target.mask(), BlockMask
-            ):
+            # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen
+            # parameter. A shard of an unknown model may be written by anything.
+            packed = isinstance(target.mask(), BlockMask)
+            if packed and not isinstance(target.parameter, nn.Parameter):
                 raise ValueError(
                     f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
                     " the given optimizers steps it, so removed weights might come back"
@@ -164,9 +168,7 @@ class DenseWeights:
     @property
     def owners(self) -> list[nn.Module]:
         """The modules that hold a target, each once."""
-        return list(
-            {id(t.owner[0]): t.owner[0] for t in self.targets if t.owner is not None}.values()
-        )
+        return list(dict.fromkeys(t.owner[0] for t in self.targets if t.owner is not None))
 
     @property
     def replaced(self) -> bool:
@@ -177,26 +179,30 @@ class DenseWeights:
         """Attach the hooks; ``before_read`` is called before a module that holds a target reads
         it."""
         for leaf in self._optimizers:
-            self._pairs(leaf)
+            self.meet(leaf)
         _meet_new_optimizers()
         _hooked.add(self)
         for target in self.targets:
-            if target.owner is None:
-                continue
-            module = target.owner[0]
+            if target.owner is not None:
+                self._hook_owner(target.owner[0], target, before_read)
 
-            def before(*_: Any, target: Target = target) -> None:
-                before_read()
-                self._clean(target)
+    def _hook_owner(
+        self, module: nn.Module, target: Target, before_read: Callable[[], None]
+    ) -> None:
+        def before(*_: Any) -> None:
+            before_read()
+            self._clean(target)
 
-            self._handles += [
-                module.register_forward_pre_hook(Hook(before)),
-                module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
-            ]
-            # The forward itself writes; zeros stay zeros.
-            if getattr(module, "max_norm", None) is not None:
-                after = Hook(lambda *_, target=target: setattr(target, "clean_at", target.writes))
-                self._handles.append(module.register_forward_hook(after))
+        def stays_clean(*_: Any) -> None:
+            target.clean_at = target.writes
+
+        self._handles += [
+            module.register_forward_pre_hook(Hook(before)),
+            module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
+        ]
+        if getattr(module, "max_norm", None) is not None:
+            # The forward itself scales rows in place; zeros stay zeros.
+            self._handles.append(module.register_forward_hook(Hook(stays_clean)))
 
     def unhook(self) -> None:
         """Remove all hooks."""
@@ -217,49 +223,51 @@ class DenseWeights:
 
     def masks(self) -> list[BlockMask | Tensor]:
         """The current masks, to be kept over an update."""
+        # A mask update edits dense masks in place, and replaces packed ones.
         masks = (target.mask() for target in self.targets)
         return [mask if isinstance(mask, BlockMask) else mask.clone() for mask in masks]
 
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield the targets' weights, each with what Adagrad (torch's, or a row-wise one with its
-        options) has summed, and the initial value of that."""
+        """Yield the targets' weights, each with the sums of Adagrad (torch's, or a row-wise one
+        with its options), and their initial value."""
         for leaf, (_, pairs) in self._stepped.items():
             for target, parameter in pairs:
                 if (found := summed(leaf, parameter, target.weight)) is not None:
                     yield target.weight, *found
 
     def reset(self, masks: Sequence[BlockMask | Tensor]) -> None:
-        """Set the optimizer state of what ``masks`` remove to its initial value."""
+        """Set the optimizer state of weights removed by ``masks`` to its initial value."""
         by_target = dict(zip(map(id, self.targets), masks, strict=True))
         for leaf, (_, pairs) in self._stepped.items():
             for target, parameter in pairs:
                 reset_state(by_target[id(target)], state_of(leaf, parameter, target.weight))
 
     def element_states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield the names of weights that have optimizer state for each element, and what there is
-        of it."""
+        """Yield the names of weights that have optimizer state for each element, and that state,
+        which a first step may yet have to make."""
         for leaf, (_, pairs) in self._stepped.items():
-            for target, parameter in pairs if keeps_elements(leaf) else ():
+            if not keeps_elements(leaf):
+                continue
+            for target, parameter in pairs:
                 states = state_of(leaf, parameter, target.weight)
-                yield (
-                    target.name,
-                    [state for state in states if state[0].shape == target.weight.shape],
-                )
+                found = [state for state in states if state[0].shape == target.weight.shape]
+                yield target.name, found
 
-    def _pairs(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
-        """The targets that an optimizer steps, each with its parameter of it. Those of a new one
-        get hooks."""
+    def meet(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
+        """Return the targets that an optimizer steps, each with its parameter there. A new one gets
+        hooks, one with new parameters is looked through again."""
+        # add_param_group() adds parameters; nothing removes them.
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known, before = self._stepped.get(optimizer, (-1, []))
         if known == count:
             return before
-        pairs = [
-            (self.targets[i], parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for i in self._over(local(parameter))
-        ]
+        pairs = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                targets = [self.targets[i] for i in self._over(local(parameter))]
+                pairs += [(target, parameter) for target in targets]
         for target, parameter in pairs:
+            # By identity: == of tensors compares elements.
             if all(parameter is not alias for alias in target.aliases):
                 target.aliases.append(parameter)
         if pairs and not before:
@@ -270,10 +278,6 @@ class DenseWeights:
         self._stepped[optimizer] = count, pairs
         return pairs
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow the steps of an optimizer that is about to make one, if it steps a target."""
-        self._pairs(optimizer)
-
     @timed
     def _clean(self, target: Target) -> None:
         if target.dirty:
@@ -282,8 +286,9 @@ class DenseWeights:
 
     @timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for target, parameter in self._pairs(optimizer):
-            if target.dirty:  # not by this step, which may write a few rows only
+        for target, parameter in self.meet(optimizer):
+            # Not by this step: behind it, perhaps only the rows of its gradient are cleaned.
+            if target.dirty:
                 with torch.no_grad():
                     target.clean()
             # Until the hook behind the step: other hooks may come first, and read.
@@ -292,13 +297,14 @@ class DenseWeights:
     @timed
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with torch.no_grad():
-            for target, parameter in self._pairs(optimizer):
+            for target, parameter in self.meet(optimizer):
+                # Without a gradient, torch's optimizers leave a parameter alone.
                 if target.dirty or parameter.grad is not None:
                     target.clean(step_rows(optimizer, parameter))
 
 
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
-"""All whose hooks are attached. The hooks on optimizers and modules keep them alive, this set does
+"""All with attached hooks. The hooks on optimizers and modules keep them alive, this set does
 not."""
 
 
@@ -308,6 +314,7 @@ def _meet_new_optimizers() -> RemovableHandle:
     be iterating over its hooks whenever the last of those above is freed."""
 
     def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Wrappers call the step of an inner optimizer, which comes here too.
         if steps_itself(optimizer):
             for weights in list(_hooked):
                 weights.meet(optimizer)
@@ -322,16 +329,16 @@ def packed_targets(
     mask: Callable[[Place], BlockMask],
 ) -> Iterator[Target]:
     """Yield the shards that no fused optimizer writes."""
-    owners = [owner for source in sources for owner in _parameters(source)]
-    owning = same_storage([parameter for _, _, parameter in owners])
+    held = [each for source in sources for each in _parameters(source)]
+    holding = same_storage([parameter for parameter, _ in held])
     for name, data in located.items():
         for number, shard in enumerate(data.shards):
             place = Place(name, number)
-            if place not in fused:
-                found = [owners[i] for i in owning(shard.tensor)[:1]]
-                module, attribute, parameter = found[0] if found else (None, "", None)
-                owner = None if module is None else (module, attribute)
-                yield Target(name, shard.tensor, partial(mask, place), parameter, owner)
+            if place in fused:
+                continue
+            found = holding(shard.tensor)
+            parameter, owner = held[found[0]] if found else (None, None)
+            yield Target(name, shard.tensor, partial(mask, place), parameter, owner)
 
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
@@ -340,19 +347,20 @@ def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
     for name in dense.names:
         if dense.is_masked(name):
             weight = dense.weight(name)
-            yield Target(
-                name, weight.data, partial(dense.mask, name), weight if weight.is_leaf else None
-            )
+            parameter = weight if weight.is_leaf else None
+            yield Target(name, weight.data, partial(dense.mask, name), parameter)
 
 
-def _parameters(source: Any) -> Iterator[tuple[nn.Module | None, str, Tensor]]:
-    """What a source has that may be trained: its module and its name there, where there is one."""
+def _parameters(source: Any) -> Iterator[tuple[Tensor, tuple[nn.Module, str] | None]]:
+    """Yield the tensors of a source that may be trained, each with its module and its name there,
+    where it has one."""
     if hasattr(source, "model"):
         for module in source.model.modules():
-            yield from (
-                (module, name, p) for name, p in module._parameters.items() if p is not None
-            )
-    else:
-        pieces = source.data.local_shards() if hasattr(source.data, "local_shards") else None
-        tensors = [source.data] if pieces is None else [piece.tensor for piece in pieces]
-        yield from ((None, "", tensor) for tensor in tensors if tensor.is_leaf)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield parameter, (module, name)
+        return
+    tensors = [source.data]
+    if hasattr(source.data, "local_shards"):  # a ShardedTensor
+        tensors = [piece.tensor for piece in source.data.local_shards()]
+    yield from ((tensor, None) for tensor in tensors if tensor.is_leaf)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -19,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.dense import DenseWeights, packed_targets, plain_targets
+from dist_sparse.enforcer.dense import DenseWeights, Target, packed_targets, plain_targets
 from dist_sparse.enforcer.fused import (
-    Kernel,
     Place,
+    TableBatchHooks,
     averages,
     collections_of,
     lookups_of,
@@ -35,6 +37,8 @@ from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.protocols import TableBatch
+from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
 __all__ = ["MaskEnforcer", "settle_all"]
@@ -44,6 +48,22 @@ _REMOVED: Final = ("drop", "zero")
 
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
+
+Masks = tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]
+"""The masks of each table of each batch, and of each weight that plain optimizers step."""
+
+
+@dataclass
+class _Found:
+    """The registered weights, and the modules around them."""
+
+    models: list[nn.Module]
+    collections: list[nn.Module]
+    """TorchRec's sharded ones in the models, with or without registered tables."""
+    batches: list[tuple[nn.Module, TableBatch, list[Place | None]]]
+    """Collection, one of its batches of tables, the place of each table's mask."""
+    targets: list[Target]
+    weights: list[tuple[str, Tensor]]
 
 
 class MaskEnforcer:
@@ -110,11 +130,11 @@ class MaskEnforcer:
         self._reset = optimizer_state == "reset"
         self._drop = removed_rows == "drop"
         self._optimizers: tuple[Any, ...] | None = None
-        self._kernels: list[Kernel] = []
+        self._batches: list[TableBatchHooks] = []
         self._known_lookups: list[tuple[nn.Module, list[Any]]] = []
         self._dense = DenseWeights([], [], self.clock)
         self._handles: list[RemovableHandle | Wrapped] = []
-        self._before: tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]] | None = None
+        self._before: Masks | None = None
         self._loaded = False
 
     def __repr__(self) -> str:
@@ -168,11 +188,12 @@ class MaskEnforcer:
             raise ValueError(
                 "Nothing is registered yet: call add_model() or add_data() before attach()."
             )
-        flat = tuple(
-            o for each in optimizers for o in (each if isinstance(each, (list, tuple)) else (each,))
-        )
+        flat: list[Any] = []
+        for each in optimizers:
+            flat += each if isinstance(each, (list, tuple)) else [each]
         try:
-            self._optimizers = flat
+            # _look_up() reads them; on an error the enforcer is as detached as before.
+            self._optimizers = tuple(flat)
             self._look_up(check=True)
         except BaseException:
             self._remove_hooks(())
@@ -189,6 +210,7 @@ class MaskEnforcer:
             try:
                 self._clean()
             finally:
+                # Even on an error: a detach() that always fails would leave the hooks forever.
                 self._remove_hooks(())
                 self._optimizers = None
                 self._sparsifier.enforcer = None
@@ -221,6 +243,7 @@ class MaskEnforcer:
             RuntimeError: it is not attached.
         """
         self._check_attached()
+        # Renewing cleans everything.
         if not self._renew_if_stale():
             self._clean()
 
@@ -228,22 +251,23 @@ class MaskEnforcer:
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
         address of the weights; see :class:`~dist_sparse.ImportanceSparsifier`."""
         self._check_attached()
-        found = {
-            w.data_ptr(): (total, 0.0)
-            for kernel in self._kernels
-            for w, total in kernel.accumulators()
-        }
-        return found | {
-            w.data_ptr(): (total, initial) for w, total, initial in self._dense.accumulators()
-        }
+        found: dict[int, tuple[Tensor, float]] = {}
+        for batch in self._batches:
+            for weight, sums in batch.accumulators():
+                found[weight.data_ptr()] = sums, 0.0
+        # FBGEMM's sums begin at 0, torch's at an option of the optimizer.
+        for weight, sums, initial in self._dense.accumulators():
+            found[weight.data_ptr()] = sums, initial
+        return found
 
     def written(self) -> dict[int, Written]:
-        """Return which rows may have been written, live, by the address of the weights: of tables
-        of fused optimizers on a CPU, whose writes are all seen."""
-        return {address: rows for kernel in self._kernels for address, rows in kernel.written()}
+        """Return the possibly written rows, live, by the address of the weights: of tables of fused
+        optimizers on a CPU, whose writes are all seen."""
+        return {address: rows for batch in self._batches for address, rows in batch.written()}
 
     def begin_step(self) -> None:
         """Called by the sparsifier before a mask update."""
+        # `seconds` excludes the sparsifier's step().
         spent = self.clock.seconds
         self._renew_if_stale()
         self._clean()
@@ -253,10 +277,11 @@ class MaskEnforcer:
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
         with torch.no_grad():
-            # What is newly removed in sharded tables is zero already, in plain data it is not.
+            # The update has zeroed newly removed weights in sharded tables, not in plain data.
             self._dense.clean_all()
         if self._before is not None:
-            self._reset_states(self._before)  # of blocks that have come back
+            # Of blocks that were removed before: those that come back start with fresh state.
+            self._reset_states(self._before)
             self._reset_states(self._masks())
 
     def check_rotation(self, names: Collection[str]) -> None:
@@ -282,11 +307,11 @@ class MaskEnforcer:
                     state.data.fill_(initial)
 
     def _element_states(self, names: Collection[str]) -> Iterator[tuple[str, list[State]]]:
-        for found in (
-            self._dense.element_states(),
-            *(kernel.element_states() for kernel in self._kernels),
-        ):
-            yield from ((name, states) for name, states in found if name in names)
+        parts: list[DenseWeights | TableBatchHooks] = [self._dense, *self._batches]
+        for part in parts:
+            for name, states in part.element_states():
+                if name in names:
+                    yield name, states
 
     def renew(self) -> None:
         """Look everything up again and zero what is removed, after masks or weights were replaced.
@@ -299,54 +324,52 @@ class MaskEnforcer:
             raise RuntimeError("The enforcer is not attached: call attach(optimizer) first.")
 
     def _clean(self) -> None:
-        """Clean what is dirty, except in collections that TorchRec has resharded: it calls their
+        """Clean dirty rows, except in collections that TorchRec has resharded: it calls their
         ``state_dict`` before it does, so that they were cleaned then."""
         if self._loaded:
+            # A load may have written any row of any table.
             self._clean_all()
             return
+        # Kernels of a collection that was resharded are not those that its forward will use.
         replaced = {
             id(module) for module, known in self._known_lookups if lookups_of(module) != known
         }
         with torch.no_grad():
-            for kernel in self._kernels:
-                if id(kernel.collection) not in replaced:
-                    kernel.clean()
+            for batch in self._batches:
+                if id(batch.collection) not in replaced:
+                    batch.clean()
             self._dense.clean()
 
     def _clean_all(self) -> None:
-        """Clean everything, and warn if a load has brought what the masks remove."""
-        weights = [*self._weights()] if self._loaded else []
-        self._loaded = False
-        before = [int(weight.count_nonzero()) for _, weight in weights]
+        """Clean everything, and warn if a load has revived removed weights."""
+        loaded, self._loaded = self._loaded, False
+        before = self._nonzero() if loaded else Counter()
         with torch.no_grad():
-            for kernel in self._kernels:
-                kernel.clean_all()
+            for batch in self._batches:
+                batch.clean_all()
             self._dense.clean_all()
-        found: dict[str, int] = {}
-        for (name, weight), count in zip(weights, before, strict=True):
-            if revived := count - int(weight.count_nonzero()):
-                found[name] = found.get(name, 0) + revived
-        if found:
-            names = ", ".join(map(repr, list(found)[:5])) + (", ..." if len(found) > 5 else "")
-            warnings.warn(
-                f"The model was loaded with {sum(found.values())} non-zero weights that the masks"
-                f" remove, in {names}; they are 0 now, so this is not the model that was saved."
-                " Load the state of the sparsifier that was saved with it too, before the next"
-                " forward.",
-                stacklevel=2,
-            )
+        if loaded and (revived := before - self._nonzero()):
+            _warn_of_revived(revived)
+
+    def _nonzero(self) -> Counter[str]:
+        """Count non-zero weights by name, over all shards here."""
+        counts: Counter[str] = Counter()
+        for name, weight in self._weights():
+            counts[name] += int(weight.count_nonzero())
+        return counts
 
     def _renew_if_stale(self) -> bool:
         """Look everything up again if something was replaced. The caller may be a single rank, so
         masks must not move.
 
-        Stale are kernels after ``DistributedModelParallel.reshard``, and parameters after a load
+        Stale are batches after ``DistributedModelParallel.reshard``, and parameters after a load
         with ``assign=True``.
         """
         if not self._dense.replaced and all(
             lookups_of(module) == known for module, known in self._known_lookups
         ):
             return False
+        # To bring masks to shards that have moved is collective.
         moved = self._sparsifier.packed_store.moved(self._sparsifier.packed_store.locate())
         if moved:
             raise ValueError(
@@ -357,24 +380,22 @@ class MaskEnforcer:
         return True
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for kernel in self._kernels:
-            yield from kernel.weights()
+        for batch in self._batches:
+            yield from batch.weights()
         yield from ((target.name, target.weight) for target in self._dense.targets)
 
-    def _masks(self) -> tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]:
-        return [kernel.masks() for kernel in self._kernels], self._dense.masks()
+    def _masks(self) -> Masks:
+        return [batch.masks() for batch in self._batches], self._dense.masks()
 
-    def _reset_states(
-        self, masks: tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]
-    ) -> None:
+    def _reset_states(self, masks: Masks) -> None:
+        of_batches, of_dense = masks
         with torch.no_grad():
-            for kernel, of_kernel in zip(self._kernels, masks[0], strict=True):
-                kernel.reset(of_kernel)
-            self._dense.reset(masks[1])
+            for batch, of_batch in zip(self._batches, of_batches, strict=True):
+                batch.reset(of_batch)
+            self._dense.reset(of_dense)
 
     def _look_up(self, check: bool = False) -> None:
-        """Find what is registered, hook it and clean all of it. On an error, hooks are as they
-        were.
+        """Find the registered weights, hook and clean them. On an error, hooks are as they were.
 
         With ``check``, refuse what :meth:`attach` refuses: weights may have been replaced, also for
         a single forward.
@@ -383,64 +404,71 @@ class MaskEnforcer:
         located = tables.locate() if tables else {}
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
         tables.reshard(located)
-        models = [source.model for source in tables.sources if hasattr(source, "model")]
-        places = places_of(located)
-        collections = list(collections_of(models))
-        present = [
-            (m, batch, found)
-            for m in collections
-            for batch in collection_of(m).batches()
-            if any(found := places_in(batch, places))
-        ]
-        fused = {place for _, _, found in present for place in found if place}
-        targets = [
-            *packed_targets(tables.sources, located, fused, self._mask),
-            *plain_targets(self._sparsifier),
-        ]
-        dense = DenseWeights(targets, self._optimizers or (), self.clock)
+        found = self._find(located)
+        dense = DenseWeights(found.targets, self._optimizers or (), self.clock)
         if check:
-            _check_not_compiled(models, [*collections, *dense.owners])
+            _check_not_compiled(found.models, [*found.collections, *dense.owners])
             dense.check_stepped()
-            pieces = [
-                (name, shard.tensor) for name, data in located.items() for shard in data.shards
-            ]
-            self._check_alone([*pieces, *((target.name, target.weight) for target in targets)])
-        # A kernel that stays keeps its hooks: a backward may be on its way to them.
-        staying = {id(kernel.module): kernel for kernel in self._kernels}
-        kernels = []
-        for module, batch, found in present:
-            known = staying.get(id(batch.module))
-            if known is None:
-                version = partial(getattr, tables, "version")
-                known = Kernel(
-                    batch,
-                    module,
-                    found,
-                    self._mask,
-                    self._counts,
-                    self._samples,
-                    version,
-                    self._drops,
-                    self.clock,
-                )
-            else:
-                known.moved_to(found)
-            kernels.append(known)
-        self._remove_hooks(kernels)
-        self._kernels, self._dense = kernels, dense
-        self._known_lookups = [(module, lookups_of(module)) for module in collections]
-        self._hook(models)
+            self._refuse_masked_by_another(found.weights)
+        batches = self._hooks_on(found)
+        # Last: nothing of the old hooks is lost if something above is refused.
+        self._remove_hooks(batches)
+        self._batches, self._dense = batches, dense
+        self._known_lookups = [(module, lookups_of(module)) for module in found.collections]
+        self._hook(found.models)
         self._clean_all()
         if self._reset:
+            # As a mask update does: what is removed has no history.
             self._reset_states(self._masks())
 
-    def _check_alone(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def _find(self, located: Mapping[str, ShardedData]) -> _Found:
+        sources = self._sparsifier.packed_store.sources
+        models = [source.model for source in sources if hasattr(source, "model")]
+        collections = list(collections_of(models))
+        places = places_of(located)
+        batches = []
+        fused: set[Place] = set()
+        for collection in collections:
+            for batch in collection_of(collection).batches():
+                of_tables = places_in(batch, places)
+                # Batches without registered tables get no hooks, and cost nothing.
+                registered = {place for place in of_tables if place is not None}
+                if registered:
+                    batches.append((collection, batch, of_tables))
+                    fused |= registered
+        targets = [
+            *packed_targets(sources, located, fused, self._mask),
+            *plain_targets(self._sparsifier),
+        ]
+        weights = [(target.name, target.weight) for target in targets]
+        for name, data in located.items():
+            weights += [(name, shard.tensor) for shard in data.shards]
+        return _Found(models, collections, batches, targets, weights)
+
+    def _hooks_on(self, found: _Found) -> list[TableBatchHooks]:
+        """Return the hooks of each batch, attached or new ones: a batch that stays keeps its own,
+        since a backward may be on its way to them."""
+        attached = {id(hooks.module): hooks for hooks in self._batches}
+        every = []
+        for collection, batch, places in found.batches:
+            hooks = attached.get(id(batch.module))
+            if hooks is None:
+                store = self._sparsifier.packed_store
+                hooks = TableBatchHooks(batch, collection, store, self.clock)
+            hooks.drops = self._drops()
+            hooks.moved_to(places)
+            every.append(hooks)
+        return every
+
+    def _refuse_masked_by_another(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Refuse weights that another enforcer masks.
 
         Raises:
             ValueError: some are.
         """
-        for other in (other for other in _attached if other is not self):
+        for other in _attached:
+            if other is self:
+                continue
             theirs = same_storage([weight for _, weight in other._weights()])
             for name, weight in weights:
                 if theirs(weight):
@@ -453,23 +481,22 @@ class MaskEnforcer:
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier.packed_store.masks(place.name)[place.number]
 
-    def _counts(self, place: Place) -> Tensor | None:
-        counts = self._sparsifier.packed_store.counts(place.name)
-        return None if counts is None else counts[place.number]
-
-    def _samples(self, place: Place) -> Tensor:
-        return self._sparsifier.packed_store.samples(place.name)[place.number]
-
     def _drops(self) -> bool:
+        """Whether ids of removed rows are dropped; a score that needs their gradients may be set at
+        any time."""
         return self._drop and not self._sparsifier.trains_removed
 
     def _hook(self, models: list[nn.Module]) -> None:
+        # Before a forward: collections look whether they were resharded, models whether weights
+        # were replaced, batches clean the rows that they read.
         self._dense.hook(self._before_read)
-        for kernel in self._kernels:
-            kernel.hook()
+        for batch in self._batches:
+            batch.hook()
         for module, known in self._known_lookups:
+            inside = [batch for batch in self._batches if batch.collection is module]
+            before_forward = partial(self._before_forward, known, inside)
             self._handles += [
-                module.register_forward_pre_hook(Hook(partial(self._before_forward, known))),
+                module.register_forward_pre_hook(Hook(before_forward)),
                 module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
             ]
         for model in models:
@@ -483,15 +510,15 @@ class MaskEnforcer:
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    def _remove_hooks(self, staying: Sequence[Kernel]) -> None:
-        """Remove all hooks except those of the kernels that stay."""
+    def _remove_hooks(self, staying: Sequence[TableBatchHooks]) -> None:
+        """Remove all hooks except those on the batches that stay."""
         for handle in self._handles:
             handle.remove()
-        for kernel in self._kernels:
-            if kernel not in staying:
-                kernel.unhook()
+        for batch in self._batches:
+            if batch not in staying:
+                batch.unhook()
         self._dense.unhook()
-        self._handles, self._kernels, self._known_lookups = [], [], []
+        self._handles, self._batches, self._known_lookups = [], [], []
         self._dense = DenseWeights([], [], self.clock)
 
     def _before_read(self) -> None:
@@ -501,13 +528,19 @@ class MaskEnforcer:
             self._clean_all()
 
     @timed
-    def _before_forward(self, known: list[Any], module: nn.Module, args: Any) -> None:
+    def _before_forward(
+        self, known: list[Any], inside: list[TableBatchHooks], module: nn.Module, args: Any
+    ) -> None:
         if lookups_of(module) != known:  # on all ranks alike, with or without shards
             self._look_up(check=True)
+        # A score that trains removed rows may have been set since the last forward.
+        for batch in inside:
+            batch.drops = self._drops()
         self._before_read()
 
     @timed
     def _before_model(self, module: nn.Module, args: Any) -> None:
+        # Here, not in the owners' hooks: those hold the weights that were replaced.
         if self._dense.replaced:
             self._look_up(check=True)
         self._before_read()
@@ -522,23 +555,36 @@ class MaskEnforcer:
         the others."""
         self.settle()
         done = sync(*args, **kwargs)
-        for kernel in self._kernels:
-            kernel.mark_in_sync()
+        # Torch has counted these writes, but averages of masked copies are masked.
+        for batch in self._batches:
+            batch.mark_in_sync()
         return done
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._loaded = True
-        for kernel in self._kernels:
-            kernel.mark_all()
+        # Masks may be loaded after weights, so that nothing is zeroed before the next read.
+        for batch in self._batches:
+            batch.mark_all()
 
 
 def settle_all(weights: Sequence[Tensor]) -> None:
     """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights.
     Local."""
+    # A copy: weak references may die during the loop.
     for enforcer in list(_attached):
         masked = same_storage([weight for _, weight in enforcer._weights()])
         if any(masked(weight) for weight in weights):
             enforcer.settle()
+
+
+def _warn_of_revived(revived: Counter[str]) -> None:
+    names = ", ".join(map(repr, list(revived)[:5])) + (", ..." if len(revived) > 5 else "")
+    warnings.warn(
+        f"The model was loaded with {revived.total()} non-zero weights that the masks remove, in"
+        f" {names}; they are 0 now, so this is not the model that was saved. Load the state of the"
+        " sparsifier that was saved with it too, before the next forward.",
+        stacklevel=3,
+    )
 
 
 def _check_not_compiled(models: Sequence[nn.Module], registered: Sequence[nn.Module]) -> None:
@@ -550,13 +596,14 @@ def _check_not_compiled(models: Sequence[nn.Module], registered: Sequence[nn.Mod
     holding = set(registered)
     for model in models:
         for path, module in model.named_modules():
-            compiled = (
-                hasattr(module, "_orig_mod")
-                or getattr(module, "_compiled_call_impl", None) is not None
-            )
-            if compiled and not holding.isdisjoint(module.modules()):
+            if _is_compiled(module) and not holding.isdisjoint(module.modules()):
                 raise ValueError(
                     f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run"
                     " inside torch.compile, so removed weights would come back unseen. Attach to"
                     " the model as it was before torch.compile."
                 )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # torch.compile(module) wraps it; module.compile() replaces its call in place.
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -11,6 +11,8 @@ TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,36 +21,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.drop import KeptIds, kept_rows
+from dist_sparse.enforcer.drop import KeptIds, kept_row_flags
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import (
     DirtyRows,
-    Lookup,
+    RowCleaner,
     Slot,
-    TorchLookup,
+    TorchRowCleaner,
     count_lookups,
-    lookup_on,
     zero_rows,
 )
 from dist_sparse.enforcer.sampled import SampledLookups
 from dist_sparse.enforcer.written import WrittenRows
 from dist_sparse.masking.cached.kept_scores import KeptScores, Written
 from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch, WholeRowWriter
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
-    "Kernel",
     "Place",
+    "TableBatchHooks",
     "averages",
     "collections_of",
     "fused_sums",
     "lookups_of",
     "places_in",
     "places_of",
+    "row_cleaner_on",
 ]
 
 
@@ -63,77 +66,67 @@ Places = Mapping[tuple[int, tuple[int, ...]], Place]
 """Masks by the address and the shape of the weights."""
 
 
-class Kernel:
-    """The hooks on one kernel: FBGEMM's batch of tables inside TorchRec's module.
+class TableBatchHooks:
+    """The hooks on one of FBGEMM's batches of tables, inside TorchRec's module.
 
     Args:
         batch: FBGEMM's batch; its module is called with a KeyedJaggedTensor of ids that are local
             to the shards.
         collection: the sharded collection that it belongs to.
-        places: the mask of each of its tables; None for a table that is not registered.
-        mask: returns the mask at a place.
-        counts: returns how often each row of the shard at a place was looked up, live; None if that
-            is not counted.
-        samples: returns the sums of sampled lookups of the shard at a place, live.
-        version: returns a number that changes whenever masks do.
-        drops: returns whether ids of removed rows are dropped where that changes no output;
-            otherwise they are zeroed.
+        store: the masks, lookup counts and sampled lookups of the shards, live.
         clock: to which the time of the hooks is added.
+
+    Attributes:
+        places: the mask of each of its tables; None for a table that is not registered.
+        drops: whether ids of removed rows are dropped where that changes no output; otherwise the
+            rows are zeroed. Set between forwards.
     """
 
     def __init__(
-        self,
-        batch: TableBatch,
-        collection: nn.Module,
-        places: Sequence[Place | None],
-        mask: Callable[[Place], BlockMask],
-        counts: Callable[[Place], Tensor | None],
-        samples: Callable[[Place], Tensor],
-        version: Callable[[], int],
-        drops: Callable[[], bool],
-        clock: Clock,
+        self, batch: TableBatch, collection: nn.Module, store: PackedStore, clock: Clock
     ) -> None:
         self.module, self.collection = batch.module, collection
-        self.places = list(places)
+        self.places: list[Place | None] = []
+        self.drops = False
         self.clock = clock
         self._batch = batch
-        self._mask, self._counts, self._samples = mask, counts, samples
-        self._mask_version, self._drops = version, drops
+        self._store = store
         self._counted: list[Tensor | None] = []
         self._counts_any = False
         self._room = 0  # lookups until counts must be clamped, so that none exceeds its integers
         self._features = list(batch.features)
         self._sampled = SampledLookups(self._features)
+        # Masks' version, drops, addresses of weights: the key of everything made by _look_up().
         self._known: tuple[int, ...] = ()
         self._ids: KeptIds | None = None
         self._only_kept = False
-        self._handed: tuple[Any, Any] = (None, None)
+        self._last: tuple[Any, Any] = (None, None)
         self._in_sync = self._storage()
         self._slots: list[Slot | None] = []
-        self._lookup: Lookup = TorchLookup([])
-        views = batch.weights()
+        views = self._batch.weights()
         self._on_cpu = views[0].is_cpu
         self._dirty = DirtyRows([len(view) for view in views], self._features, views[0].device)
+        self._cleaner: RowCleaner = TorchRowCleaner([], self._dirty)
         # With an empty table beside others of another width, FBGEMM's CPU backward writes other
         # rows than it was given.
-        self._strays = (
-            self._on_cpu
-            and min(map(len, views)) == 0
-            and len({view.shape[1] for view in views}) > 1
-        )
+        widths = {view.shape[1] for view in views}
+        self._strays = self._on_cpu and min(map(len, views)) == 0 and len(widths) > 1
+        # Only a sum can do without rows of zeros: a mean counts them, a sequence has a place for
+        # each.
         self._adds = self._on_cpu and not self._strays and batch.adds_rows
         self._written: WrittenRows | None = None
         self._handles: list[RemovableHandle | Wrapped] = []
 
     def hook(self) -> None:
-        """Attach the hooks on lookups, on their backwards, and on what FBGEMM writes besides,
-        unless they are."""
+        """Attach the hooks on lookups, on their backwards, and on FBGEMM's methods that write whole
+        tables, unless they are attached."""
         if self._handles:
             return
         self._handles = [
             self.module.register_forward_pre_hook(Hook(self._before_lookup)),
             self.module.register_forward_hook(Hook(self._after_lookup)),
         ]
+        # They run in the middle of a forward, after the hook that cleans the rows to be read.
         for writer in self._batch.whole_row_writers():
             write = partial(self._write_whole, writer)
             self._handles.append(Wrapped(writer.owner, writer.method, write))
@@ -145,45 +138,25 @@ class Kernel:
         self._handles = []
 
     def moved_to(self, places: Sequence[Place | None]) -> None:
-        """Take the masks from other places; dirty rows stay dirty."""
+        """Take the masks of other places; dirty rows stay dirty."""
         self.places = list(places)
         self._known = ()
 
     def clean(self) -> None:
-        """Zero what is removed in the dirty rows."""
+        """Zero removed weights in the dirty rows."""
         slots = self._current()
-        if self._dirty:
-            for table, slot in enumerate(slots):
-                if slot is not None and slot.mask.removes:
-                    for rows in self._dirty.rows(table):
-                        zero_rows(slot.weight, slot.mask, rows)
-            self._dirty.clear()
-
-    def written(self) -> Iterator[tuple[int, Written]]:
-        """Yield for each registered table whose scores are worth keeping, on a CPU, the address of
-        its weights and the rows that may have been written, live: all of them at the first call,
-        since which writes are noted."""
-        if not self._on_cpu or self._strays:
+        if not self._dirty:
             return
-        worth = {
-            table: slot
-            for table, slot in enumerate(self._current())
-            if slot is not None and KeptScores.fits(slot.mask.rect, slot.mask.block)
-        }
-        if self._written is None or self._written.noted != [*worth]:
-            rows = [
-                worth[table].mask.rect.rows if table in worth else None
-                for table in range(len(self.places))
-            ]
-            self._written = WrittenRows(rows, self._features) if worth else None
-        if self._written is not None:
-            for slot, of_table in zip(worth.values(), self._written.tables, strict=True):
-                yield slot.weight.data_ptr(), of_table
+        for table, slot in enumerate(slots):
+            if slot is not None and slot.mask.removes:
+                for rows in self._dirty.rows(table):
+                    zero_rows(slot.weight, slot.mask, rows)
+        self._dirty.clear()
 
     def clean_all(self) -> None:
-        """Zero what is removed in every row, dirty or not."""
-        for slot in self._current():
-            if slot is not None and slot.mask.removes:
+        """Zero removed weights in every row, dirty or not."""
+        for _, slot in self._registered():
+            if slot.mask.removes:
                 slot.mask.apply_(slot.weight)
         self._dirty.clear()
         if self._written is not None:
@@ -201,54 +174,76 @@ class Kernel:
         """Mark the current storage as in sync with the dirty rows."""
         self._in_sync = self._storage()
 
+    def written(self) -> Iterator[tuple[int, Written]]:
+        """Yield the address of the weights and the possibly written rows, live, of each registered
+        table on a CPU whose scores are worth keeping. The first call starts the record, with all
+        rows in it."""
+        # On a device, the host does not know the ids; the rows of stray writes are unknown too.
+        if not self._on_cpu or self._strays:
+            return
+        rows: list[int | None] = [None] * len(self.places)
+        noted, addresses = [], []
+        for table, slot in enumerate(self._current()):
+            if slot is not None and KeptScores.fits(slot.mask.rect, slot.mask.block):
+                rows[table] = slot.mask.rect.rows
+                noted.append(table)
+                addresses.append(slot.weight.data_ptr())
+        if self._written is None or self._written.noted != noted:
+            self._written = WrittenRows(rows, self._features) if noted else None
+        if self._written is not None:
+            yield from zip(addresses, self._written.tables, strict=True)
+
     def weights(self) -> list[tuple[str, Tensor]]:
-        """The registered names and their live shards."""
-        slots = zip(self.places, self._current(), strict=True)
-        return [
-            (place.name, slot.weight)
-            for place, slot in slots
-            if place is not None and slot is not None
-        ]
+        """Return the registered names and their live shards."""
+        return [(place.name, slot.weight) for place, slot in self._registered()]
 
     def masks(self) -> list[BlockMask | None]:
-        """The current masks, one for each table. A mask update replaces them, it does not edit
-        them."""
+        """Return the current masks, one for each table. A mask update replaces them, it does not
+        edit them."""
         return [None if slot is None else slot.mask for slot in self._current()]
 
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the live shards of registered tables, each with what its Adagrad has summed:
+        """Yield the live shards of registered tables, each with the sums of its Adagrad:
         ``(rows,)``, or as the shard; nothing for other optimizers."""
-        if self._batch.is_adagrad:
-            for slot, of_table in zip(self._current(), self._batch.states(), strict=True):
-                if slot is not None:
-                    yield slot.weight, of_table[0]
+        for slot, sums in zip(self._current(), adagrad_sums(self._batch), strict=False):
+            if slot is not None:
+                yield slot.weight, sums
 
     def reset(self, masks: Sequence[BlockMask | None]) -> None:
-        """Set the optimizer state of what ``masks`` remove to its initial value, zero."""
-        for mask, of_table in zip(masks, self._batch.states(), strict=True):
+        """Set the optimizer state of weights removed by ``masks`` to its initial value, zero."""
+        for mask, states in zip(masks, self._states(), strict=True):
             if mask is not None:
-                reset_state(mask, [(state, 0.0) for state in of_table])
+                reset_state(mask, states)
 
     def element_states(self) -> Iterator[tuple[str, list[State]]]:
         """Yield the names of tables that have optimizer state for each element, and that state."""
-        states = self._batch.states()
-        for place, slot, of_table in zip(self.places, self._current(), states, strict=True):
+        for place, slot, states in zip(self.places, self._current(), self._states(), strict=True):
+            if place is None or slot is None:
+                continue
+            found = [each for each in states if each[0].shape == slot.weight.shape]
+            if found:
+                yield place.name, found
+
+    def _states(self) -> list[list[State]]:
+        """Return each table's optimizer state; FBGEMM starts all of it at 0."""
+        return [[(state, 0.0) for state in of_table] for of_table in self._batch.states()]
+
+    def _registered(self) -> Iterator[tuple[Place, Slot]]:
+        for place, slot in zip(self.places, self._current(), strict=True):
             if place is not None and slot is not None:
-                found = [(state, 0.0) for state in of_table if state.shape == slot.weight.shape]
-                if found:
-                    yield place.name, found
+                yield place, slot
 
     def _storage(self) -> list[tuple[int, int]]:
-        """The addresses of the weights, and the writes that torch has counted: all but those
+        """Return the addresses of the weights, and the writes that torch has counted: all but those
         through ``.data`` and by FBGEMM's backward, which a hook announces."""
         return [(each.data_ptr(), each._version) for each in self._batch.storage()]
 
     def _masks_known(self) -> tuple[int, bool]:
-        """What changes whenever masks do, or what is made of them."""
-        return self._mask_version(), self._drops()
+        """Return a key that changes with the masks, and with their use."""
+        return self._store.version, self.drops
 
     def _current(self) -> list[Slot | None]:
-        """The live weights and masks, one for each table: looked up again when either was
+        """Return the live weights and masks, one for each table: looked up again when either was
         replaced."""
         storage = self._storage()
         known = *self._masks_known(), *(address for address, _ in storage)
@@ -256,89 +251,98 @@ class Kernel:
             with torch.no_grad():
                 self._look_up()
             self._known = known
+        # Torch has counted a write of its own (a load, copy_): it may be in any row.
         if storage != self._in_sync:
             self.mark_all()
         return self._slots
 
     def _look_up(self) -> None:
+        """Take new masks, counts and addresses of weights."""
         views = self._batch.weights()
-        before, self._slots = (
-            self._slots,
-            [
-                None if place is None else Slot(view.data, self._mask(place))
-                for place, view in zip(self.places, views, strict=True)
-            ],
-        )
+        before, self._slots = self._slots, []
+        counted: list[Tensor | None] = []
+        samples: list[Tensor | None] = []
+        for place, view in zip(self.places, views, strict=True):
+            if place is None:
+                self._slots.append(None)
+                counted.append(None)
+                samples.append(None)
+                continue
+            counts = self._store.counts(place.name)
+            self._slots.append(Slot(view.data, self._store.masks(place.name)[place.number]))
+            counted.append(None if counts is None else counts[place.number])
+            samples.append(self._store.samples(place.name)[place.number])
+        # The update has zeroed newly removed rows: their scores have changed.
         if self._written is not None:
             self._written.add_removed(before, self._slots)
-        counted = [None if place is None else self._counts(place) for place in self.places]
-        # Loaded or moved: they may be as large as they get.
+        # Counts that were loaded or moved may be as large as they get.
         if [*map(id, counted)] != [*map(id, self._counted)]:
             self._room = 0
         self._counted, self._counts_any = counted, any(count is not None for count in counted)
-        self._sampled.begin(
-            self._slots, [None if place is None else self._samples(place) for place in self.places]
-        )
-        self._set_ids()
+        self._sampled.begin(self._slots, samples)
+        self._sort_rows()
         slots = [self._slots[table] for table in self._features]
-        self._lookup = lookup_on(views[0].device, slots, self._dirty)
+        self._cleaner = row_cleaner_on(views[0].device, slots, self._dirty)
 
-    def _set_ids(self) -> None:
-        """Note the rows whose ids are dropped, and those that get dirty when a backward writes
+    def _sort_rows(self) -> None:
+        """Choose the rows whose ids are dropped, and the rows that get dirty when a backward writes
         them."""
-        drops = self._adds and self._drops()
-        handed: list[Tensor | None] = []
+        drops = self.drops and self._adds
+        kept: list[Tensor | None] = [None] * len(self._slots)
         self._only_kept = True
         for table, slot in enumerate(self._slots):
-            # What is left of a row is all of it.
-            whole = slot is not None and slot.mask.grid.cols == 1
-            kept = (
-                kept_rows(slot.mask)
-                if slot is not None and self._on_cpu and (drops or whole)
-                else None
-            )
-            self._dirty.leave_out(
-                table, kept.view(torch.uint8) if kept is not None and whole else None
-            )
-            removes = slot is not None and slot.mask.removes
-            handed.append(kept if drops and removes else None)
-            self._only_kept &= not removes or (whole and drops)
-        any_dropped = any(kept is not None for kept in handed)
-        self._ids = KeptIds([handed[table] for table in self._features]) if any_dropped else None
+            self._dirty.leave_out(table, None)
+            if slot is None or not slot.mask.removes:
+                continue  # nothing to drop or to clean: its ids pass unchanged
+            if drops:
+                kept[table] = kept_row_flags(slot.mask)
+            if slot.whole_rows and self._on_cpu:
+                # A kept row has no removed weight, so that a write does not make it dirty.
+                flags = kept_row_flags(slot.mask) if kept[table] is None else kept[table]
+                assert flags is not None  # of a mask of whole rows
+                self._dirty.leave_out(table, flags.view(torch.uint8))
+            # Unless the ids of all removed rows are dropped, lookups read rows that need cleaning.
+            self._only_kept &= slot.whole_rows and drops
+        any_dropped = any(flags is not None for flags in kept)
+        self._ids = KeptIds([kept[table] for table in self._features]) if any_dropped else None
 
     @timed
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._current()
-        asked = args[0]
+        requested = args[0]
+        # Evaluation is no traffic.
         if torch.is_grad_enabled() and self._sampled.due():
             with torch.no_grad():
-                self._sampled.add(asked.values(), _ends(asked))
-        handed = asked if self._ids is None else self._ids.among(asked)
-        if self._lookup.needed and not (handed is not asked and self._only_kept):
+                self._sampled.add(requested.values(), _ends(requested))
+        passed = requested if self._ids is None else self._ids.among(requested)
+        # If the ids of all removed rows were dropped, no row that is read can be dirty.
+        if self._cleaner.needed and not (passed is not requested and self._only_kept):
             with torch.no_grad():
-                self._lookup(handed.values(), _ends(handed))
-        self._handed = asked, handed
-        return handed, *args[1:]
+                self._cleaner(passed.values(), _ends(passed))
+        self._last = requested, passed
+        return passed, *args[1:]
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        asked, handed = self._handed
-        self._handed = None, None
-        if isinstance(output, Tensor) and output.requires_grad:
-            # Another hook may have changed them since.
-            dropped = handed is not asked and handed is args[0]
-            flag = partial(
-                self._before_update,
-                _ids_of(asked if dropped else args[0]) if self._counts_any or not dropped else None,
-                handed if dropped else None,
-                self._known[:2],
-            )
-            output.register_hook(flag)  # type: ignore[no-untyped-call]
+        requested, passed = self._last
+        # Not to keep the ids alive until the next lookup.
+        self._last = None, None
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        known = self._known[:2]
+        # Another hook may have replaced the ids since: then the kernel was called with args[0].
+        if passed is not requested and passed is args[0]:
+            # Dropped ids are needed to count lookups, and for nothing else.
+            every = _ids_of(requested) if self._counts_any else None
+            before_update = partial(self._before_update, every, passed, known)
+        else:
+            before_update = partial(self._before_update, _ids_of(args[0]), None, known)
+        output.register_hook(before_update)  # type: ignore[no-untyped-call]
 
     @timed
     def _before_update(
         self,
-        asked: tuple[Tensor, Sequence[int] | Tensor] | None,
-        handed: Any,
+        every: tuple[Tensor, Sequence[int] | Tensor] | None,
+        passed: Any,
         known: tuple[int, ...],
         grad: Tensor,
     ) -> None:
@@ -346,32 +350,42 @@ class Kernel:
         between the two, all rows may be cleaned, and another lookup may read.
 
         Args:
-            asked: all ids, where they are needed.
-            handed: the features with those that the kernel was called with; None if it was with
-                all.
-            known: what was known of the masks at the lookup.
+            every: all ids, where they are needed.
+            passed: the features after dropping ids; None if none were dropped.
+            known: the key of the masks at the lookup.
             grad: of the output.
         """
-        may_revive = handed is None or not self._only_kept or known != self._masks_known()
-        if not may_revive and asked is None and self._written is None:
+        dropped_all = passed is not None and self._only_kept
+        # With other masks than at the lookup, kept rows of then may be removed by now.
+        may_revive = not dropped_all or known != self._masks_known()
+        if not may_revive and every is None and self._written is None:
             return
         with torch.no_grad():
             self._current()  # masks may have been updated since the lookup
             if self._strays:
                 self.mark_all()
-            elif may_revive or self._written is not None:
-                rows = asked if handed is None else _ids_of(handed)
-                assert rows is not None
-                if may_revive:
-                    self._dirty.add(*rows)
-                if self._written is not None:
-                    self._written.add(*rows)
-            if asked is not None and self._counts_any:
-                self._count(*asked)
+            else:
+                self._note_writes(every, passed, may_revive)
+            if every is not None and self._counts_any:
+                self._count(*every)
+
+    def _note_writes(
+        self, every: tuple[Tensor, Sequence[int] | Tensor] | None, passed: Any, may_revive: bool
+    ) -> None:
+        """Flag the rows that a backward is about to write."""
+        if not may_revive and self._written is None:
+            return
+        rows = every if passed is None else _ids_of(passed)
+        assert rows is not None
+        if may_revive:
+            self._dirty.add(*rows)
+        if self._written is not None:
+            self._written.add(*rows)
 
     def _count(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Count lookups. Counts are clamped once in 2**30 of them, not checked each time."""
         self._room -= ids.numel()
+        # No count grows by more than the number of ids: with room left, none can overflow.
         if self._room < 0:
             for count in self._counted:
                 if count is not None:
@@ -389,6 +403,19 @@ class Kernel:
             self.clean_all()
 
 
+def row_cleaner_on(
+    device: torch.device, slots: Sequence[Slot | None], dirty: DirtyRows
+) -> RowCleaner:
+    """Return the row cleaner for a device: on CUDA Triton's, if it is installed (as it is with
+    torch's CUDA builds)."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        triton_rows = importlib.import_module("dist_sparse.enforcer.rows_triton")
+        # One launch for all ids, dirty or not, costs less than to find the dirty ones.
+        cleaner: RowCleaner = triton_rows.TritonRowCleaner(slots)
+        return cleaner
+    return TorchRowCleaner(slots, dirty)
+
+
 def places_of(located: Mapping[str, ShardedData]) -> Places:
     """Return where the masks of this rank's shards are."""
     return {
@@ -404,15 +431,21 @@ def places_in(batch: TableBatch, places: Places) -> list[Place | None]:
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
-    """Return what the fused Adagrad optimizers of some models have summed, and the value that it
-    began with, by the address of the shard; nothing for other optimizers."""
+    """Return the sums of the fused Adagrad optimizers of some models, and their initial value, by
+    the address of the shard; nothing for other optimizers."""
     found: dict[int, tuple[Tensor, float]] = {}
     for collection in collections_of(models):
         for batch in collection_of(collection).batches():
-            if batch.is_adagrad:
-                for weight, of_table in zip(batch.weights(), batch.states(), strict=True):
-                    found[weight.data_ptr()] = of_table[0], 0.0
+            for weight, sums in zip(batch.weights(), adagrad_sums(batch), strict=False):
+                found[weight.data_ptr()] = sums, 0.0
     return found
+
+
+def adagrad_sums(batch: TableBatch) -> list[Tensor]:
+    """Return the sums of each table's fused Adagrad; nothing for other optimizers."""
+    if not batch.is_adagrad:
+        return []
+    return [states[0] for states in batch.states()]
 
 
 def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -61,6 +61,7 @@ class Wrapped:
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self._owner, self._name, self._around = owner, name, around
+        # The class's method, bound, or the wrapper below this one.
         self._method = getattr(owner, name)
         self._removed = False
         setattr(owner, name, self)
@@ -75,6 +76,7 @@ class Wrapped:
     def remove(self) -> None:
         """Restore the method. A wrapper below another one only passes calls on from now on."""
         self._removed = True
+        # On top: uncover the wrapper below, unless it was removed too. Below: only pass calls on.
         if self._owner.__dict__.get(self._name) is self:
             delattr(self._owner, self._name)
             if isinstance(self._method, Wrapped):
@@ -83,6 +85,7 @@ class Wrapped:
                     self._method.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # deepcopy enters an object in its memo before its attributes.
         copied = memo.get(id(self._owner), self._owner)
         return getattr(type(copied), self._name).__get__(copied)
 
@@ -101,6 +104,7 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         clock: Clock = self.clock
+        # A timed method inside another one: its time is counted by the outer one.
         if clock.running:
             return method(self, *args, **kwargs)
         clock.running = True

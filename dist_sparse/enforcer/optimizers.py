@@ -97,32 +97,32 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             found = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except ImportError as error:
             raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
-    if (
-        isinstance(found, type)
-        and issubclass(found, torch.optim.Optimizer)
-        and found is not torch.optim.Optimizer
-    ):
-        closure = inspect.signature(found.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(
-                f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward"
-                " several times; here one backward runs, before the step."
-            )
-        return found
-    known = {
-        name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)
-    }
-    close = difflib.get_close_matches(str(query).lower(), known, n=3, cutoff=0.5)
-    near = [known[name] for name in close] or ["SGD", "Adagrad", "Adam", "AdamW"]
-    raise ValueError(
-        f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {', '.join(near)})"
-        " or the dotted path of an optimizer."
-    )
+    abstract = torch.optim.Optimizer
+    if not isinstance(found, type) or not issubclass(found, abstract) or found is abstract:
+        raise ValueError(
+            f"Invalid optim_type={query!r}: must be a name in torch.optim (such as"
+            f" {', '.join(_optimizers_named_like(str(query)))}) or the dotted path of an optimizer."
+        )
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward"
+            " several times; here one backward runs, before the step."
+        )
+    return found
+
+
+def _optimizers_named_like(name: str) -> list[str]:
+    classes = vars(torch.optim).items()
+    known = {each.lower(): each for each, kind in classes if isinstance(kind, type)}
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    return [known[each] for each in close] or ["SGD", "Adagrad", "Adam", "AdamW"]
 
 
 def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer keeps, or will keep, state for each element of a weight. Plain
     SGD and row-wise ones, with a number for each row, do not."""
+    # By class and name, not by state: before the first step there is none.
     if type(optimizer) is torch.optim.SGD:
         return any(group["momentum"] for group in optimizer.param_groups)
     return not type(optimizer).__name__.lower().startswith("rowwise")
@@ -138,18 +138,17 @@ def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return None
-    # A subclass may write more.
-    only_those = type(optimizer) in (
-        torch.optim.SparseAdam,
-        torch.optim.Adagrad,
-    )
-    if type(optimizer) is torch.optim.SGD:  # momentum moves every row that was ever touched
-        only_those = all(group["momentum"] == 0 for group in optimizer.param_groups)
+    # Exactly these classes: a subclass may write more.
+    only_those = type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad)
+    if type(optimizer) is torch.optim.SGD:
+        # Momentum moves every row that was ever touched.
+        only_those = not keeps_elements(optimizer)
     return grad._indices()[0] if only_those else None
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return the storage of this rank behind a parameter: of a DTensor its local tensor."""
+    # Without to_local(), which would make another tensor, with an autograd node.
     inner = getattr(tensor, "_local_tensor", None)
     return inner if isinstance(inner, Tensor) else tensor
 
@@ -161,6 +160,7 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     Views and ``.data`` of a parameter are other objects than the parameter; memory is what they
     have in common.
     """
+    # (first byte, byte behind the last, index), by storage: most storages hold one tensor.
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         if (here := local(tensor)).numel():
@@ -177,6 +177,7 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
+    # The last element, for any strides: those of torch are never negative.
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -188,12 +189,12 @@ State = tuple[Tensor, float]
 
 
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
-"""State whose initial value is not 0, and the option that holds that value: of Adagrad and row-wise
-Adagrad, and of Rprop."""
+"""State whose initial value is not 0, and the option that holds that value: in Adagrad and row-wise
+Adagrad, and in Rprop."""
 
 
 def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
-    """Write its initial value to the state of what ``mask`` removes.
+    """Set the state of weights removed by ``mask`` to its initial value.
 
     State with an element for each weight is reset with its element. State with one for each row of
     a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other state
@@ -206,43 +207,53 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
     if isinstance(mask, BlockMask) and not mask.removes:
         return
     shape = (mask.rect.rows, mask.rect.cols) if isinstance(mask, BlockMask) else tuple(mask.shape)
-    empty: Tensor | None = None
+    removed_rows: Tensor | None = None
     for state, initial in states:
         if tuple(state.shape) == shape:
             for rows, kept in _chunks(mask):
                 state.data[rows].masked_fill_(~kept, initial)
-        elif shape and state.dim() in (1, 2) and state.numel() == state.shape[0] == shape[0]:
-            if empty is None:
-                empty = (
-                    dead_flags(mask)
-                    if isinstance(mask, BlockMask)
-                    else (mask == 0).flatten(1).all(1)
-                )
-                empty = empty.to(state.device)
-            state.data.view(-1).masked_fill_(empty, initial)
+        elif shape and _one_for_each_row(state, shape[0]):
+            if removed_rows is None:
+                removed_rows = _removed_rows(mask).to(state.device)
+            state.data.view(-1).masked_fill_(removed_rows, initial)
+
+
+def _one_for_each_row(state: Tensor, rows: int) -> bool:
+    return state.dim() in (1, 2) and state.numel() == state.shape[0] == rows
+
+
+def _removed_rows(mask: BlockMask | Tensor) -> Tensor:
+    """Return which rows are removed whole: bool ``(rows,)``."""
+    return dead_flags(mask) if isinstance(mask, BlockMask) else (mask == 0).flatten(1).all(1)
 
 
 def state_of(
     optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor, only: str | None = None
 ) -> Iterator[State]:
-    """Yield what an optimizer keeps for ``weight``, which is ``parameter``, its matrix of one row,
-    or a part of it; of all, or ``only`` of one name."""
+    """Yield the optimizer's state for ``weight``, which is ``parameter``, its matrix of one row, or
+    a part of it: all of its state, or ``only`` the one of that name."""
     here = local(parameter)
-    group = next(
-        group for group in optimizer.param_groups if any(p is parameter for p in group["params"])
-    )
+    # A part of a parameter is contiguous elements of it, from the first one on.
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
+    last = first + weight.numel()
     for name, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor) or only not in (None, name):
             continue
-        initial = float(group.get(_INITIAL.get(name, ""), 0.0))
-        state = local(value)
-        rows = here.shape[0] if here.dim() else 0
+        state, initial = local(value), _initial(optimizer, parameter, name)
         if state.shape == here.shape and state.is_contiguous():
-            yield state.view(-1)[first : first + weight.numel()].view_as(weight), initial
-        elif rows and state.numel() == rows and here.numel():
-            width = here.numel() // rows
-            yield state.view(-1)[first // width : (first + weight.numel()) // width], initial
+            yield state.view(-1)[first:last].view_as(weight), initial
+        elif here.dim() and here.numel() and state.numel() == here.shape[0]:
+            # One number for each row: a part of whole rows has a part of them.
+            width = here.numel() // here.shape[0]
+            yield state.view(-1)[first // width : last // width], initial
+
+
+def _initial(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
+    """Return the initial value of a parameter's state, by the options of its group."""
+    for group in optimizer.param_groups:
+        if any(each is parameter for each in group["params"]):
+            return float(group.get(_INITIAL.get(name, ""), 0.0))
+    raise AssertionError("the optimizer does not step this parameter")
 
 
 def summed(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> State | None:

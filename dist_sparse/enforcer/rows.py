@@ -7,8 +7,6 @@ CPUs and for devices without Triton; :mod:`dist_sparse.enforcer.rows_triton` is 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,12 +19,12 @@ from dist_sparse.masking.masks import WORDS, BlockMask, spread, wide
 
 __all__ = [
     "DirtyRows",
-    "Lookup",
+    "RowCleaner",
     "Slot",
-    "TorchLookup",
+    "TorchRowCleaner",
     "count_lookups",
+    "ids_by_feature",
     "in_table",
-    "lookup_on",
     "many",
     "zero_rows",
 ]
@@ -49,8 +47,13 @@ class Slot:
     weight: Tensor
     mask: BlockMask
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a block spans all columns of the shard: a row is kept or removed as a whole."""
+        return self.mask.grid.cols == 1
 
-class Lookup(Protocol):
+
+class RowCleaner(Protocol):
     """Cleans the rows that one lookup is about to read."""
 
     needed: bool
@@ -72,11 +75,11 @@ class Lookup(Protocol):
         ...
 
 
-class TorchLookup:
-    """A :class:`Lookup` in torch's own operations."""
+class TorchRowCleaner:
+    """A :class:`RowCleaner` in torch's own operations."""
 
-    def __init__(self, slots: Sequence[Slot | None], dirty: DirtyRows | None = None) -> None:
-        """With ``dirty``, only the rows flagged there are cleaned."""
+    def __init__(self, slots: Sequence[Slot | None], dirty: DirtyRows) -> None:
+        """Clean only the rows that are flagged in ``dirty``."""
         self._slots = [slot if slot is not None and slot.mask.removes else None for slot in slots]
         self._dirty = dirty
         self.needed = any(slot is not None for slot in self._slots)
@@ -84,45 +87,28 @@ class TorchLookup:
     def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         if isinstance(ends, Tensor):
             ends = ends.tolist()
-        if self._dirty is not None and not self._dirty:
+        # Most evaluations, and the first forward after a clean-up, end here.
+        if not self._dirty:
             return
-        for feature, (slot, (start, stop)) in enumerate(
-            zip(self._slots, pairwise(ends), strict=True)
-        ):
+        spans = zip(self._slots, pairwise(ends), strict=True)
+        for feature, (slot, (start, stop)) in enumerate(spans):
             if slot is None or start == stop:
                 continue
             if many(slot.mask, stop - start):
                 slot.mask.apply_(slot.weight)
-            elif self._dirty is not None:
-                rows = self._dirty.among(feature, ids[start:stop])
-                if self._dirty.whole(feature):
-                    wide(slot.weight.data).index_fill_(0, rows, 0)
-                else:
-                    zero_rows(slot.weight, slot.mask, rows)
-            elif stop - start >= slot.mask.rect.rows:
-                slot.mask.apply_(slot.weight)
+                continue
+            rows = self._dirty.among(feature, ids[start:stop])
+            if self._dirty.whole(feature):
+                # Only removed rows are ever flagged: nothing of these rows is kept.
+                wide(slot.weight.data).index_fill_(0, rows, 0)
             else:
-                zero_rows(slot.weight, slot.mask, in_table(ids[start:stop], slot.mask.rect.rows))
+                zero_rows(slot.weight, slot.mask, rows)
 
 
 def many(mask: BlockMask, rows: int) -> bool:
     """Whether to mask a whole shard is quicker than to mask so many of its rows, in any order, with
     repeats."""
     return mask.in_one_pass and rows * WHOLE >= mask.rect.rows
-
-
-def lookup_on(device: torch.device, slots: Sequence[Slot | None], dirty: DirtyRows) -> Lookup:
-    """Return the lookup for a device: on CUDA Triton's, if it is installed (as it is with torch's
-    CUDA builds).
-
-    There one launch for all ids, dirty or not, costs less than to find the dirty ones.
-    """
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        form: type[Lookup] = importlib.import_module(
-            "dist_sparse.enforcer.rows_triton"
-        ).TritonLookup
-        return form(slots)
-    return TorchLookup(slots, dirty)
 
 
 def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
@@ -136,13 +122,16 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     """
     live = weight.data
     block_rows = rows
+    # Blocks count from the table's first row, rows from the shard's.
     if mask.block[0] != 1:
         block_rows = (rows + mask.rect.row) // mask.block[0] - mask.grid.row
     if mask.grid.cols == 1:
+        # Bit r of the mask is row r of blocks: byte r // 8, bit r % 8.
         kept = mask.bits.index_select(0, block_rows >> 3) >> (block_rows & 7).to(torch.uint8)
         wide(live).index_fill_(0, rows.masked_select((kept & 1) == 0), 0)
         return
     table, word = wide(live), WORDS[live.element_size()]
+    # Read, mask, write back: an AND with the mask's words keeps every bit of a kept weight.
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
@@ -159,10 +148,12 @@ def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
     cols, rect = mask.grid.cols, mask.rect
     device = mask.bits.device
     if cols % 8 == 0 and rect.cols == cols * width:
+        # Whole bytes: one look-up in a table expands each to the words of 8 blocks.
         per_row = cols // 8
         at = block_rows.unsqueeze(1) * per_row + torch.arange(per_row, device=device)
         bytes_ = mask.bits.index_select(0, at.flatten()).to(torch.int32)
         return spread(width, dtype, device).index_select(0, bytes_).view(-1, rect.cols)
+    # Rows of bits do not begin at bytes, or the shard cuts a block: one bit at a time.
     columns = torch.arange(rect.col, rect.col_end, device=device) // width - mask.grid.col
     at = (block_rows.unsqueeze(1) * cols + torch.arange(cols, device=device)).flatten()
     kept = (mask.bits.index_select(0, at >> 3) >> (at & 7).to(torch.uint8)) & 1
@@ -182,33 +173,52 @@ def in_table(ids: Tensor, rows: int) -> Tensor:
     return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
 
+def feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
+    """Return the number of each id's feature, int64 ``(n,)``, without waiting for the device. Ids
+    before the first feature get -1, those behind the last the number of features."""
+    places = torch.arange(ids.numel(), device=ids.device)
+    return torch.bucketize(places, ends.long().contiguous(), right=True) - 1
+
+
+def ids_by_feature(
+    ids: Tensor, ends: Sequence[int] | Tensor
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the ids of each feature, and None; both arguments as in :class:`RowCleaner`.
+
+    On a device, where slices would wait for ``ends``, yield all ids for each feature, and flags of
+    its own, bool ``(n,)``.
+    """
+    if isinstance(ends, Tensor):
+        feature = feature_of_each(ids, ends)
+        yield from ((ids, feature == number) for number in range(len(ends) - 1))
+    else:
+        yield from ((ids[start:stop], None) for start, stop in pairwise(ends))
+
+
 def count_lookups(
     counts: Sequence[Tensor | None],
     features: Sequence[int],
     ids: Tensor,
     ends: Sequence[int] | Tensor,
 ) -> None:
-    """Add 1 to the count of each row for each time that ``ids`` name it; both as in
-    :class:`Lookup`.
+    """Add 1 to the count of a row for each time that ``ids`` name it; both as in
+    :class:`RowCleaner`.
 
     Args:
         counts: of each table, int32 or float64 ``(rows,)``; None where nothing is counted.
         features: for each feature the number of its table.
     """
-    if isinstance(ends, Tensor):  # on a device, without waiting for it
-        places = torch.arange(ids.numel(), device=ids.device)
-        feature = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
-        for number, table in enumerate(features):
-            if (count := counts[table]) is not None:
-                mine = feature == number
-                count.index_add_(
-                    0, in_table(ids, count.numel()).masked_fill(~mine, 0), mine.to(count.dtype)
-                )
-        return
-    for table, (start, stop) in zip(features, pairwise(ends), strict=True):
-        if (count := counts[table]) is not None and start < stop:
+    for table, (some, mine) in zip(features, ids_by_feature(ids, ends), strict=True):
+        count = counts[table]
+        if count is None or not some.numel():
+            continue
+        rows = in_table(some, count.numel())
+        if mine is None:
             one = torch.ones((), dtype=count.dtype, device=ids.device)
-            count.index_add_(0, in_table(ids[start:stop], count.numel()), one.expand(stop - start))
+            count.index_add_(0, rows, one.expand(some.numel()))
+        else:
+            # Ids of other features add 0, to row 0: they may be outside of this table.
+            count.index_add_(0, rows.masked_fill(~mine, 0), mine.to(count.dtype))
 
 
 class DirtyRows:
@@ -226,7 +236,7 @@ class DirtyRows:
         self._starts = [0]
         for count in rows:
             self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
-        # The last: ids of no feature.
+        # The last word takes the flags of ids of no feature.
         self._flags = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)
         self._any = False
         self._kept: list[Tensor | None] = [None] * len(self._rows)
@@ -247,7 +257,7 @@ class DirtyRows:
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Flag the rows that a backward is about to write; ``ids`` and ``ends`` as in
-        :class:`Lookup`."""
+        :class:`RowCleaner`."""
         if not ids.numel():
             return
         self._any = True
@@ -256,6 +266,7 @@ class DirtyRows:
             return
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
             kept = self._kept[table]
+            # More than needed may get dirty: that costs time, never a wrong weight.
             if stop - start >= self._rows[table]:
                 self.add_all(table)
             elif start < stop:
@@ -276,12 +287,14 @@ class DirtyRows:
 
     def rows(self, table: int) -> Iterator[Tensor]:
         """Yield the dirty rows of a table, int64, ascending, in parts."""
+        # Most words of 8 flags are 0: they are skipped 8 rows at a time.
         words = self._flags[self._starts[table] : self._starts[table + 1]].view(torch.int64)
         for first in range(0, words.numel(), TAKEN // 8):
             touched = words[first : first + TAKEN // 8].nonzero().flatten()
             if touched.numel():
                 touched += first
                 at = words.index_select(0, touched).view(torch.uint8).nonzero().view(-1)
+                # Flag `at` of the touched words is byte at % 8 of word at // 8.
                 yield touched.index_select(0, at >> 3).mul_(8).add_(at & 7)
 
     def clear_table(self, table: int) -> None:
@@ -302,6 +315,7 @@ class DirtyRows:
     def among(self, feature: int, ids: Tensor) -> Tensor:
         """Return those of the ``ids`` of one feature whose rows are dirty, int64, with repeats.
         They stay flagged: the rows that a training step reads are about to be written."""
+        # With more ids than rows it is quicker to list the flags than to look each id up.
         table = self._features[feature]
         flags = self._of(table)
         if ids.numel() >= self._rows[table]:
@@ -310,6 +324,7 @@ class DirtyRows:
         return rows.masked_select(flags.view(torch.bool).index_select(0, rows))
 
     def _of(self, table: int) -> Tensor:
+        """Return the live flags of a table, uint8 ``(rows,)``."""
         return self._flags[self._starts[table] : self._starts[table] + self._rows[table]]
 
     def _add_unseen(self, ids: Tensor, ends: Tensor) -> None:
@@ -321,9 +336,9 @@ class DirtyRows:
             rows = torch.tensor([self._rows[table] for table in self._features], device=ids.device)
             self._of_features = starts, rows
         starts, rows = self._of_features
-        places = torch.arange(ids.numel(), device=ids.device)
-        feature = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
+        feature = feature_of_each(ids, ends)
         of_none = (feature < 0) | (feature >= len(self._features))
         feature, ids = torch.where(of_none, 0, feature), ids.long()
         flags = starts[feature] + torch.where((ids < 0) | (ids >= rows[feature]), 0, ids)
+        # The flags behind the last table belong to no row.
         self._flags.index_fill_(0, torch.where(of_none, self._starts[-1], flags), 1)

@@ -1,12 +1,13 @@
 """A Triton kernel that zeroes the removed weights of a few rows of many tables.
 
-The form of :class:`dist_sparse.enforcer.rows.Lookup` for CUDA. Nothing else imports this module, so
+The :class:`dist_sparse.enforcer.rows.RowCleaner` for CUDA. Nothing else imports this module, so
 that the package works where Triton is missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_sparse.enforcer.rows import Slot
+from dist_sparse.masking.masks import BlockMask
 
-__all__ = ["NOTHING", "TritonLookup", "zero_removed"]
+__all__ = ["Feature", "TritonRowCleaner", "zero_removed"]
 
 _TILE = 1024
 """Elements that a program looks at together: 8 for each thread of its 4 warps."""
@@ -26,56 +28,94 @@ _COLS = 32
 _WORDS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 """By bytes of an element: zero has the same bits in every type of a size."""
 
-NOTHING = [0, 0, 0, 0, 0, 0, 1, 0, 1, 0]
-"""What the kernel knows of a feature of which nothing is removed: no columns, and blocks that it
-can divide by."""
+
+class Feature(NamedTuple):
+    """The kernel's parameters of one feature, in the order in which it reads them. The defaults are
+    those of an unmasked feature: no columns, and blocks that it can divide by."""
+
+    weights: int = 0
+    """Address; that of the packed bits follows."""
+    bits: int = 0
+    row_stride: int = 0
+    rows: int = 0
+    cols: int = 0
+    row_offset: int = 0
+    """Rows of the first block that are stored in another shard."""
+    block_rows: int = 1
+    """Or its binary logarithm, where the kernel shifts."""
+    col_offset: int = 0
+    block_cols: int = 1
+    blocks_per_row: int = 0
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: Tensor, mask: BlockMask) -> Feature:
+        rect, grid = mask.rect, mask.grid
+        row_offset, block_rows = _axis(rect.row, rect.rows, mask.block[0], grid.rows)
+        col_offset, block_cols = _axis(rect.col, rect.cols, mask.block[1], grid.cols)
+        return cls(
+            weight.data_ptr(),
+            bits.data_ptr(),
+            weight.stride(0),
+            rect.rows,
+            rect.cols,
+            row_offset,
+            block_rows,
+            col_offset,
+            block_cols,
+            grid.cols,
+        )
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the sizes of its blocks are powers of two."""
+        return self.block_rows.bit_count() == self.block_cols.bit_count() == 1
+
+    def with_logarithms(self) -> Feature:
+        """Return the feature with logarithms of its block sizes, by which the kernel shifts."""
+        return self._replace(
+            block_rows=self.block_rows.bit_length() - 1, block_cols=self.block_cols.bit_length() - 1
+        )
 
 
-class TritonLookup:
-    """A :class:`~dist_sparse.enforcer.rows.Lookup` that is one launch for all features and tables.
+class TritonRowCleaner:
+    """A :class:`~dist_sparse.enforcer.rows.RowCleaner` that is one launch for all features and
+    tables, with no look at which rows are dirty.
 
     It holds the addresses of the weights and bits it was made with (and keeps those tensors alive):
     make a new one when a table's storage or mask is replaced.
 
     Args:
         slots: one for each feature, in the order of the ids; None where nothing is masked. All
-            weights have one device and one dtype.
-
-    Raises:
-        ValueError: weights of several devices or types, or of a layout that the kernel cannot
-            address.
+            weights have one device and one dtype, as the tables of a batch have.
     """
 
     def __init__(self, slots: Sequence[Slot | None]) -> None:
-        _check(slots)
-        masked = [slot if slot is not None and slot.mask.removes else None for slot in slots]
-        self._features = len(masked)
-        self._alive: list[tuple[Tensor, Tensor]] = []  # whose addresses the table holds
-        self._table: Tensor | None = None
-        sizes = []
-        for slot in masked:
-            if slot is not None:
-                self._alive.append((slot.weight, slot.mask.bits.contiguous()))
-            sizes.append(
-                NOTHING[:]
-                if slot is None
-                else [t.data_ptr() for t in self._alive[-1]] + _sizes(slot)
-            )
+        self._alive: list[tuple[Tensor, Tensor]] = []
+        features = []
+        for slot in slots:
+            if slot is None or not slot.mask.removes:
+                features.append(Feature())
+                continue
+            bits = slot.mask.bits.contiguous()
+            self._alive.append((slot.weight, bits))
+            features.append(Feature.of(slot.weight, bits, slot.mask))
+        self._features = len(features)
         self.needed = bool(self._alive)
         if not self.needed:
             return
         # Division takes many more instructions than a shift, and blocks are nearly always powers of
         # two.
-        self._shifts = all(size & (size - 1) == 0 for row in sizes for size in (row[6], row[8]))
+        self._shifts = all(feature.shifts for feature in features)
         if self._shifts:
-            for row in sizes:
-                row[6], row[8] = row[6].bit_length() - 1, row[8].bit_length() - 1
-        self._table = torch.tensor(sizes, dtype=torch.int64).to(self._alive[0][0].device)
-        self._word = _WORDS[self._alive[0][0].element_size()]
-        self._cols = min(triton.next_power_of_2(max(row[4] for row in sizes)), _COLS)
+            features = [feature.with_logarithms() for feature in features]
+        weight = self._alive[0][0]
+        self._table = torch.tensor(features, dtype=torch.int64).to(weight.device)
+        self._word = _WORDS[weight.element_size()]
+        widest = max(feature.cols for feature in features)
+        self._cols = min(triton.next_power_of_2(widest), _COLS)
 
     def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Writes the zeros, on the current stream.
+        """Write the zeros, on the current stream.
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside
@@ -85,15 +125,9 @@ class TritonLookup:
                 with any stride: ``offsets[::batch_size]`` of FBGEMM's offsets costs neither a copy
                 nor a wait.
         """
-        if len(ends) != self._features + 1:
-            raise ValueError(
-                f"{self._features} features need {self._features + 1} ends, got {len(ends)}."
-            )
         count = ids.numel()
-        if self._table is None or count == 0:
+        if not self.needed or count == 0:
             return
-        if ids.device != self._table.device:
-            raise ValueError(f"The ids are on {ids.device}, the tables on {self._table.device}.")
         if not isinstance(ends, Tensor):  # from pinned memory, or the host would wait for the copy
             ends = torch.tensor(ends, dtype=torch.int64, pin_memory=ids.is_cuda)
         ends, ids = ends.to(ids.device, non_blocking=True), ids.contiguous()
@@ -107,7 +141,7 @@ class TritonLookup:
                 ends.stride(0),
                 self._table,
                 self._features,
-                FIELDS=len(NOTHING),
+                FIELDS=len(Feature._fields),
                 STEPS=(self._features - 1).bit_length(),
                 SHIFTS=self._shifts,
                 WORD=self._word,
@@ -117,48 +151,9 @@ class TritonLookup:
             )
 
 
-def _check(slots: Sequence[Slot | None]) -> None:
-    """Refuses what one kernel cannot address."""
-    present = [(feature, slot) for feature, slot in enumerate(slots) if slot is not None]
-    for feature, slot in present:
-        weight, rect, first = slot.weight, slot.mask.rect, present[0][1].weight
-        for kind, one, other in (
-            ("device", weight.device, first.device),
-            ("dtype", weight.dtype, first.dtype),
-            ("mask's device", slot.mask.bits.device, first.device),
-        ):
-            if one != other:
-                raise ValueError(
-                    f"Feature {feature}: the {kind} is {one}, where the lookup's is {other}."
-                )
-        if weight.element_size() not in _WORDS:
-            raise ValueError(
-                f"Feature {feature}: weights of type {weight.dtype} are not supported."
-            )
-        if tuple(weight.shape) != (rect.rows, rect.cols):
-            raise ValueError(
-                f"Feature {feature}: weights of shape {tuple(weight.shape)} have a mask of {rect}."
-            )
-        if weight.stride(1) != 1 and rect.cols > 1:
-            raise ValueError(
-                f"Feature {feature}: the weights' rows must be contiguous, got strides"
-                f" {weight.stride()}."
-            )
-
-
-def _sizes(slot: Slot) -> list[int]:
-    """What the kernel knows of a feature behind the addresses of weights and bits: row stride,
-    rows, columns; rows that are cut off the first block and rows in a block; the same of columns;
-    blocks in a row."""
-    rect, block, grid = slot.mask.rect, slot.mask.block, slot.mask.grid
-    high = _axis(rect.row, rect.rows, block[0], grid.rows)
-    wide = _axis(rect.col, rect.cols, block[1], grid.cols)
-    return [slot.weight.stride(0), rect.rows, rect.cols, *high, *wide, grid.cols]
-
-
 def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
-    """(what is cut off the first block, size of a block). A lone block may have any size: it gets a
-    handy one."""
+    """Return what is cut off the first block, and the size of a block. A lone block may have any
+    size: it gets a power of two."""
     return (0, triton.next_power_of_2(size)) if blocks == 1 else (start % block, block)
 
 
@@ -181,7 +176,8 @@ def zero_removed(
     """Each program takes IDS ids, feature by feature, and reads their rows COLS columns at a time.
 
     A tile is flat, so that the neighbours of a warp are neighbours in a row; Triton would lay out a
-    matrix of addresses that it knows nothing about by columns.
+    matrix of addresses that it knows nothing about by columns. The numbers added to ``info`` are
+    the places of the fields of :class:`Feature`.
     """
     element = tl.arange(0, IDS * COLS)
     position = tl.program_id(0).to(tl.int64) * IDS

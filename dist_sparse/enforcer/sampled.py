@@ -1,4 +1,4 @@
-"""Samples of the traffic: how many lookups of a kernel name rows that the masks remove.
+"""Sample lookups, and lookups of removed rows, by table.
 
 One forward in :data:`EVERY` is counted, in training only, so that counting costs next to nothing
 for any score. The sums are stored with the masks
@@ -8,23 +8,21 @@ for any score. The sums are stored with the masks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from dist_sparse.enforcer.rows import Slot, in_table
+from dist_sparse.enforcer.rows import Slot, ids_by_feature, in_table
 from dist_sparse.sparsifiers.stats import dead_flags
 
 __all__ = ["EVERY", "SampledLookups"]
 
 EVERY: Final = 16
-"""Forwards of which one is counted, the first of them."""
+"""One forward in so many is counted, beginning with the first."""
 
 
 class SampledLookups:
-    """Counts lookups of the tables of one kernel, and those of removed rows.
+    """Counts lookups of the tables of one batch, and lookups of removed rows.
 
     Args:
         features: for each feature the number of its table.
@@ -56,33 +54,18 @@ class SampledLookups:
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Count one forward; ``ids`` and ``ends`` as in
-        :class:`~dist_sparse.enforcer.rows.Lookup`."""
-        if isinstance(ends, Tensor):
-            self._add_on_device(ids, ends)
-            return
-        for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
+        :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
+        for table, (some, mine) in zip(self._features, ids_by_feature(ids, ends), strict=True):
             slot, sums = self._slots[table], self._sums[table]
-            if slot is None or sums is None or start == stop:
+            if slot is None or sums is None or not some.numel():
                 continue
-            sums[0] += stop - start
+            sums[0] += some.numel() if mine is None else mine.sum()
             if slot.mask.removes:
-                rows = in_table(ids[start:stop], slot.mask.rect.rows)
-                sums[1] += self._flags(table, slot).index_select(0, rows).sum()
-
-    def _add_on_device(self, ids: Tensor, ends: Tensor) -> None:
-        """:meth:`add` without waiting for the device: every feature looks at all ids, and masks
-        those of others."""
-        places = torch.arange(ids.numel(), device=ids.device)
-        features = torch.bucketize(places, ends.long().contiguous(), right=True) - 1
-        for number, table in enumerate(self._features):
-            slot, sums = self._slots[table], self._sums[table]
-            if slot is None or sums is None or not slot.mask.rect.rows:
-                continue
-            mine = features == number
-            sums[0] += mine.sum()
-            if slot.mask.removes:
-                rows = in_table(ids, slot.mask.rect.rows).masked_fill(~mine, 0)
-                sums[1] += (self._flags(table, slot).index_select(0, rows) & mine).sum()
+                rows = in_table(some, slot.mask.rect.rows)
+                # Ids of other features may be outside of this table: they read row 0.
+                rows = rows if mine is None else rows.masked_fill(~mine, 0)
+                removed = self._flags(table, slot).index_select(0, rows)
+                sums[1] += (removed if mine is None else removed & mine).sum()
 
     def _flags(self, table: int, slot: Slot) -> Tensor:
         """Which rows of a table are removed whole, bool ``(rows,)``; made once for each mask."""

@@ -1,5 +1,4 @@
-"""Which rows of the tables of a kernel have been written, so that a mask update scores only those
-again."""
+"""Rows that were written since a mask update scored them: the next one scores no others."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ class WrittenRows:
     known: at first all.
 
     Args:
-        rows: of each table, on this rank; None for one of which nothing is noted.
+        rows: of each table, on this rank; None for a table without a record.
         features: for each feature the number of its table.
 
     Attributes:
-        noted: the numbers of the tables of which rows are noted.
+        noted: the numbers of the tables with a record.
         tables: their rows, in the same order.
     """
 
@@ -40,23 +39,27 @@ class WrittenRows:
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Add what a backward is about to write; ``ids`` and ``ends`` as in
-        :class:`~dist_sparse.enforcer.rows.Lookup`."""
+        :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
         self._rows.add(ids, ends)
 
     def add_removed(self, before: Sequence[Slot | None], after: Sequence[Slot | None]) -> None:
-        """Add what a mask update has zeroed: what the masks before kept and those after remove."""
+        """Add the rows zeroed by a mask update: those with blocks that the masks before kept and
+        the masks after remove."""
+        # Nothing to add for blocks that come back: their weights are still 0, and scored as 0.
         for table in self.noted:
             old, new = before[table], after[table]
-            if old is None or new is None or old.weight.data_ptr() != new.weight.data_ptr():
+            if old is None or new is None or not _comparable(old, new):
                 self._rows.add_all(table)
             elif old.mask is not new.mask:
-                if old.mask.block != new.mask.block or new.mask.block[0] != 1:
-                    self._rows.add_all(table)
-                    continue
                 blocks = positions(old.mask.bits & ~new.mask.bits)
-                self._rows.add_rows(
-                    table, blocks if new.mask.grid.cols == 1 else blocks // new.mask.grid.cols
-                )
+                rows = blocks if new.whole_rows else blocks // new.mask.grid.cols
+                self._rows.add_rows(table, rows)
+
+
+def _comparable(old: Slot, new: Slot) -> bool:
+    """Whether the bits of two masks mean the same blocks of the same shard, each within a row."""
+    same_shard = old.weight.data_ptr() == new.weight.data_ptr()
+    return same_shard and old.mask.block == new.mask.block and new.mask.block[0] == 1
 
 
 class _OfTable:

@@ -126,9 +126,14 @@ class Loaded:
 
 
 class PackedStore:
-    """The registered sharded tables of one sparsifier, in the order in which they were added."""
+    """The registered sharded tables of one sparsifier, in the order in which they were added.
+
+    Attributes:
+        version: changes whenever a mask is replaced, added or dropped. Enforcers read it.
+    """
 
     def __init__(self) -> None:
+        self.version = 0
         self._tables: dict[str, _Table] = {}
         self._groups: dict[Ranks, list[str]] | None = None
         self._edited: tuple[str, Tensor] | None = None
@@ -220,11 +225,13 @@ class PackedStore:
                 counted=counted,
             )
         self._groups = None
+        self.version += 1
 
     def drop(self, name: str) -> None:
         """Forget one table, and its source once none of its tables is left."""
         del self._tables[name]
         self._groups = None
+        self.version += 1
 
     # Where the tables are.
 
@@ -293,6 +300,7 @@ class PackedStore:
         devices = [shard.tensor.device for shard in data.shards]
         if [mask.bits.device for mask in table.masks] == devices:
             return
+        self.version += 1
         table.samples = None
         table.masks = [
             BlockMask(mask.rect, mask.block, mask.bits.to(device))
@@ -351,6 +359,7 @@ class PackedStore:
         table = self._tables[data.name]
         if list(map(id, masks)) != list(map(id, table.masks)):
             # A mask update that changes nothing keeps the masks themselves.
+            self.version += 1
             table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
         table.updates = table.updates + 1 if updates is None else updates
@@ -567,6 +576,7 @@ class PackedStore:
         parcels.exchange(torch.device("cpu"))
         for put_together in arriving:
             put_together()
+        self.version += 1
 
 
 def _whole_tensor(tensors: Mapping[str, Tensor], data: ShardedData) -> ShardedData | None:

@@ -12,6 +12,8 @@ import pytest
 
 import tests
 
+pytestmark = pytest.mark.slow
+
 SCRATCH = """
 import os, time
 from pathlib import Path

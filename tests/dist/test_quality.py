@@ -64,6 +64,7 @@ def _trained(data: Interactions) -> tuple[list[torch.Tensor], torch.Tensor, Mode
     return weights, model.module.bias.detach(), same
 
 
+@pytest.mark.slow
 @needs_compiler
 @on_ranks(1)
 def test_the_kernel_trains_as_torchrec_does(tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_scores_stay_as_tables_are_rotated() -> None:
     assert (np.diff(sizes) <= 0).all()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_every_method_runs_and_keeps_to_its_bytes(tmp_path: Path) -> None:
     common = {
@@ -182,6 +184,7 @@ def test_figures_are_those_of_the_data_the_split_and_the_settings(
         assert any(split in text for text in texts)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_saved_states_are_those_of_the_data(tmp_path: Path) -> None:
     """Two data sets that share a folder, and each in a folder of its own."""

@@ -174,7 +174,7 @@ def test_every_block_says_what_it_is(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_shell_commands_exist(file: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = file.read_text(encoding="utf-8")
     shell = "".join(block.code for block in read(file) if block.kind == "console").replace(
         "\\\n", ""

@@ -13,6 +13,8 @@ import pytest
 
 from tests.docs.test_code_blocks import ROOT, read
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / "docs" / "several_nodes.md"
 
 

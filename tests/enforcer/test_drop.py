@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
 from dist_sparse import BaseDataSparsifier, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer
-from dist_sparse.enforcer.drop import KeptIds, kept_rows
+from dist_sparse.enforcer.drop import KeptIds, kept_row_flags
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
 
@@ -114,13 +114,15 @@ def test_batches_of_several_sizes() -> None:
     st.floats(0, 1),
     st.integers(0, 99),
 )
-def test_kept_rows(row: int, rows: int, block: tuple[int, int], share: float, seed: int) -> None:
+def test_kept_row_flags(
+    row: int, rows: int, block: tuple[int, int], share: float, seed: int
+) -> None:
     torch.manual_seed(seed)
     rect = Rect(row, 0, rows, 8)
     grid = grid_of(rect, block)
     mask = BlockMask(rect, block, pack(torch.rand(grid.rows * grid.cols) < share))
     want = (mask.dense() != 0).any(1)
-    found = kept_rows(mask)
+    found = kept_row_flags(mask)
     if block[1] == 8 or int((~want).sum()) * 4 >= rows:
         assert found is not None and torch.equal(found, want)
     else:

@@ -261,23 +261,36 @@ class TestAnotherOptimizerThanAttached:
             model(IDS).sum().backward()
             with torch.no_grad():
                 model(IDS)
+        before = model.first.weight.detach().clone()
         optimizer.step()
         model(IDS)
+        removed = sparsifier.get_mask("first") == 0
+        assert bool((model.first.weight[removed] == 0).all())
+        # Nothing else is held back: four gradients of the rows that were read arrive.
+        summed = model.first.weight.grad
+        assert summed is not None
+        want = before - 0.5 * summed.to_dense()
+        assert torch.allclose(model.first.weight[~removed], want[~removed])
 
     def test_a_step_that_evaluates_the_model_again(self) -> None:
         """LBFGS writes weights and runs the model inside its first step."""
         model, sparsifier = sparse_net()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
         MaskEnforcer(sparsifier).attach(optimizer)
+        removed = sparsifier.get_mask("first") == 0
+        read: list[bool] = []
 
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = (model(IDS) - 1).square().sum()
             loss.backward()
+            read.append(bool((model.first.weight[removed] == 0).all()))
             return loss
 
         optimizer.step(closure)
         model(IDS)
+        assert len(read) > 1 and all(read)
+        assert bool((model.first.weight[removed] == 0).all())
 
     def test_writes_by_hand(self) -> None:
         model, sparsifier = sparse_net()

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.drop import kept_rows
+from dist_sparse.enforcer.drop import kept_row_flags
+from dist_sparse.enforcer.fused import row_cleaner_on
 from dist_sparse.enforcer.optimizers import reset_state
 from dist_sparse.enforcer.rows import (
     DirtyRows,
     Slot,
-    TorchLookup,
+    TorchRowCleaner,
     count_lookups,
     in_table,
-    lookup_on,
     many,
     zero_rows,
 )
@@ -220,7 +220,16 @@ def lookups(draw: st.DrawFn) -> tuple[list[Slot | None], Tensor, list[int]]:
     return slots, torch.tensor(ids, dtype=draw(st.sampled_from([torch.int32, torch.int64]))), ends
 
 
-class TestTorchLookup:
+def all_dirty(slots: list[Slot | None]) -> DirtyRows:
+    """A table for each feature, with all rows dirty."""
+    rows = [0 if slot is None else slot.mask.rect.rows for slot in slots]
+    dirty = DirtyRows(rows, range(len(slots)), CPU)
+    for table in range(len(rows)):
+        dirty.add_all(table)
+    return dirty
+
+
+class TestTorchRowCleaner:
     @settings(max_examples=200, deadline=None)
     @given(lookups(), st.booleans())
     def test_by_definition(
@@ -240,7 +249,7 @@ class TestTorchLookup:
                 )
                 read[id(slot)].update(of_table(ids[start:stop].tolist(), rows), everything)
         want = {key: expected(slot, sorted(read[key])) for key, slot in tables.items()}
-        lookup = TorchLookup(slots)
+        lookup = TorchRowCleaner(slots, all_dirty(slots))
         assert lookup.needed == any(not bool(kept_by(slot.mask).all()) for slot in tables.values())
         lookup(ids, torch.tensor(ends) if as_tensor else ends)
         for key, slot in tables.items():
@@ -248,16 +257,16 @@ class TestTorchLookup:
 
     def test_nothing_removed_is_not_needed(self) -> None:
         mask = BlockMask.full(Rect(0, 0, 3, 5), (1, 1), CPU)
-        assert not TorchLookup([None, Slot(torch.ones(3, 5), mask)]).needed
-        assert not TorchLookup([]).needed
+        for slots in ([None, Slot(torch.ones(3, 5), mask)], []):
+            assert not TorchRowCleaner(slots, all_dirty(slots)).needed
 
     def test_ends_that_do_not_fit_are_refused(self) -> None:
         slot = Slot(torch.ones(3, 5), BlockMask.full(Rect(0, 0, 3, 5), (1, 1), CPU))
         with pytest.raises(ValueError):
-            TorchLookup([slot, slot])(torch.tensor([1, 2]), [0, 2])
+            TorchRowCleaner([slot, slot], all_dirty([slot]))(torch.tensor([1, 2]), [0, 2])
 
     def test_the_form_of_a_cpu(self) -> None:
-        assert isinstance(lookup_on(CPU, [], DirtyRows([], [], CPU)), TorchLookup)
+        assert isinstance(row_cleaner_on(CPU, [], DirtyRows([], [], CPU)), TorchRowCleaner)
 
     @settings(max_examples=150, deadline=None)
     @given(lookups(), st.data())
@@ -276,7 +285,9 @@ class TestTorchLookup:
         dirty = DirtyRows(rows, list(range(len(rows))) + features, CPU)
         worth: list[set[int]] = [set(range(count)) for count in rows]
         for table, slot in enumerate(tables):
-            kept = kept_rows(slot.mask) if slot is not None and slot.mask.grid.cols == 1 else None
+            kept = (
+                kept_row_flags(slot.mask) if slot is not None and slot.mask.grid.cols == 1 else None
+            )
             dirty.leave_out(table, None if kept is None else kept.view(torch.uint8))
             if kept is not None:
                 worth[table] = set((~kept).nonzero().flatten().tolist())
@@ -301,7 +312,7 @@ class TestTorchLookup:
             for slot, each in zip(tables, cleaned, strict=True)
         ]
         none = [None] * len(rows)  # the features by which rows were noted
-        TorchLookup([*none, *slots], dirty)(ids, [0] * len(rows) + ends)
+        TorchRowCleaner([*none, *slots], dirty)(ids, [0] * len(rows) + ends)
         for table, slot in enumerate(tables):
             assert slot is None or torch.equal(words(slot.weight), want[table])
             left = [row for part in dirty.rows(table) for row in part.tolist()]

@@ -49,6 +49,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_in_the_interpreter(name: str, cache: Path) -> None:
     error = results("cpu", cache)[name]
@@ -62,6 +63,7 @@ def test_on_a_gpu(name: str, cache: Path) -> None:
     assert not error, error
 
 
+@pytest.mark.slow
 def test_compiles_for_cuda(cache: Path) -> None:
     error = results("compiler", cache)["compile_for_cuda"]
     assert not error, error

@@ -102,7 +102,7 @@ def settle(
     expect_zeros: bool = True,
 ) -> None:
     """One lookup of all features, against the rule."""
-    from dist_sparse.enforcer.rows_triton import TritonLookup
+    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
 
     ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(ids for _, ids in features)]).to(
         DEVICE, dtype
@@ -112,7 +112,7 @@ def settle(
         sums.append(sums[-1] + len(some))
     want = expected(features)
     before = [words(one.weight).clone() for one, _ in want]
-    lookup = TritonLookup([slot for slot, _ in features])
+    lookup = TritonRowCleaner([slot for slot, _ in features])
     places = (
         sums
         if ends == "list"
@@ -270,46 +270,46 @@ def hundreds_of_features() -> None:
 
 @case
 def one_launch_that_reads_the_ends_where_they_lie() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonLookup
+    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
 
     tables = [slot(Rect(0, 0, 12, cols), (1, 2)) for cols in (6, 40, 8)]
     with pytest.MonkeyPatch.context() as patch:
         seen = launches(patch)
         ids, offsets = some_ids(12, 48).to(DEVICE), torch.arange(0, 49, 4).to(DEVICE)
-        TritonLookup(tables)(ids, offsets[::4])
+        TritonRowCleaner(tables)(ids, offsets[::4])
         (((programs,), *args),) = seen
         assert programs == 2  # of 32 ids each
         ends = args[2]
         assert (ends.data_ptr(), ends.stride(0), args[3]) == (offsets.data_ptr(), 4, 4)
-        TritonLookup([None, None])(ids, offsets[::6])
-        TritonLookup(tables)(ids[:0], offsets[::4])
+        TritonRowCleaner([None, None])(ids, offsets[::6])
+        TritonRowCleaner(tables)(ids[:0], offsets[::4])
         assert len(seen) == 1
 
 
 @case
 def ends_that_leave_ids_out_or_have_too_few() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonLookup
+    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
 
     table = slot(Rect(0, 0, 80, 6), (1, 2), kept=-1)
     ids = torch.arange(80, device=DEVICE)
     for count, ends, rows in ((80, [35, 70], range(35, 70)), (50, [0, 70], range(50))):
         table.weight.fill_(1)
-        TritonLookup([table])(ids[:count], ends)
+        TritonRowCleaner([table])(ids[:count], ends)
         assert (table.weight == 0).all(1).nonzero().flatten().tolist() == list(rows)
 
 
 @case
 def ends_that_do_not_ascend_do_not_hang() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonLookup
+    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
 
     table = slot(Rect(0, 0, 80, 6), (1, 2))
     for ends in ([0, 60, 20, 80], [0, 5, 90, 50, 3, 80], [70, 0, 0, 60, 90, 1, 2, 75]):
-        TritonLookup([table] * (len(ends) - 1))(torch.arange(80, device=DEVICE), ends)
+        TritonRowCleaner([table] * (len(ends) - 1))(torch.arange(80, device=DEVICE), ends)
 
 
 @case
 def more_than_2_31_elements_and_bits() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonLookup
+    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
 
     rows = 2**28 + 100
     weight = zero_pages(rows * 16).view(torch.float16).view(rows, 8)
@@ -318,49 +318,9 @@ def more_than_2_31_elements_and_bits() -> None:
     near = torch.tensor([3, 50, 99], device=DEVICE)
     mask.bits[near + 2**28] = 0b1010_0000
     weight[near + 2**28], weight[near] = 5, 5
-    TritonLookup([Slot(weight, mask)])(near + 2**28, [0, 3])
+    TritonRowCleaner([Slot(weight, mask)])(near + 2**28, [0, 3])
     assert weight[near + 2**28].tolist() == [[0, 0, 0, 0, 0, 5, 0, 5]] * 3
     assert (weight[near] == 5).all()
-
-
-@case
-def what_is_refused() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonLookup
-
-    rect = Rect(0, 0, 12, 6)
-    good = slot(rect, (1, 2))
-    meta = torch.device("meta")
-    for bad, message in (
-        (
-            slot(rect, (1, 2), torch.float16),
-            "Feature 2: the dtype is torch.float16, where .* torch.float32",
-        ),
-        (
-            Slot(good.weight.to(meta), good.mask),
-            f"Feature 2: the device is meta, where .* {DEVICE}",
-        ),
-        (
-            Slot(good.weight, BlockMask(rect, (1, 2), good.mask.bits.to(meta))),
-            "Feature 2: the mask's device is meta",
-        ),
-        (
-            Slot(torch.randn(6, 12, device=DEVICE).t(), good.mask),
-            r"Feature 2: .* contiguous, got strides \(1, 12\)",
-        ),
-        (
-            Slot(good.weight[:11], good.mask),
-            r"Feature 2: weights of shape \(11, 6\) have a mask of rows \[0, 12\)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TritonLookup([good, None, bad])
-    with pytest.raises(ValueError, match=r"Feature 0: weights of type torch.uint8 are not"):
-        TritonLookup([Slot(good.weight.to(torch.uint8), good.mask)])
-    ids = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="2 features need 3 ends, got 2"):
-        TritonLookup([good, None])(ids, [0, 4])
-    with pytest.raises(ValueError, match="The ids are on meta, the tables on"):
-        TritonLookup([good])(ids.to(meta), [0, 4])
 
 
 def compile_for_cuda() -> None:
@@ -371,7 +331,7 @@ def compile_for_cuda() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dist_sparse.enforcer.rows_triton import NOTHING, zero_removed
+    from dist_sparse.enforcer.rows_triton import Feature, zero_removed
 
     arguments = {
         "ids": "*i64",
@@ -383,7 +343,7 @@ def compile_for_cuda() -> None:
     }
     for ids, shifts, word, steps in (("*i64", True, tl.int32, 5), ("*i32", False, tl.int16, 0)):
         constants = {
-            "FIELDS": len(NOTHING),
+            "FIELDS": len(Feature._fields),
             "STEPS": steps,
             "SHIFTS": shifts,
             "WORD": word,

@@ -12,6 +12,8 @@ pytest.importorskip("torchrec")
 
 from tests.dist.harness import run_ranks
 
+pytestmark = pytest.mark.slow
+
 USERS, ITEMS = 400, 300
 
 

@@ -169,6 +169,7 @@ def test_movielens_in_one_process(tmp_path: Path) -> None:
 
 
 class TestJob:
+    @pytest.mark.slow
     def test_learns_resumes_and_keeps_removed_weights_at_zero(
         self, npz: Path, tmp_path: Path
     ) -> None:
@@ -355,6 +356,7 @@ class TestOptions:
         assert "256 (must be divisible by 3 processes)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_and_failures_are_words(tmp_path: Path, npz: Path) -> None:
     helped = run_script(MAIN, ["--help"], cwd=tmp_path)
     assert helped.returncode == 0

@@ -14,6 +14,8 @@ pytest.importorskip("torchrec")
 
 from tests.examples.test_dlrm import ITEMS, USERS, npz  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

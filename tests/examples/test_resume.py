@@ -11,6 +11,8 @@ pytest.importorskip("torchrec")
 
 from tests.warm import run_ranks_of, run_script
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resume.py"
 
 

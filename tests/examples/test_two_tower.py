@@ -139,6 +139,7 @@ def test_wrong_options_are_refused(npz: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "no such file" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_frontier(npz: Path, tmp_path: Path) -> None:
     """In one process: small dense tables are trained, and compared with what is removed after
     training."""

@@ -37,6 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         found = {name: files.read(name) for name in files.namelist() if ".dist-info/" not in name}
@@ -48,6 +49,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert found == {file.relative_to(ROOT).as_posix(): file.read_bytes() for file in package}
 
 
+@pytest.mark.slow
 def test_the_installed_command_runs_a_job(wheel: Path, tmp_path: Path) -> None:
     place = tmp_path / "site-packages"
     subprocess.run(

@@ -125,6 +125,7 @@ raise ConnectionError("lost rank 1")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("last", "status", "line"), FAILURES.values(), ids=FAILURES)
 def test_the_last_line_names_the_rank_that_failed_first(
     tmp_path: Path, last: str, status: int, line: str
@@ -139,6 +140,7 @@ def test_the_last_line_names_the_rank_that_failed_first(
         assert err[begin:].splitlines()[1].startswith(f'[1]   File "{tmp_path / "job.py"}", line ')
 
 
+@pytest.mark.slow
 def test_threads_of_gloo_end_before_the_interpreter(tmp_path: Path) -> None:
     """As a thread of Python's here, which runs only where the main thread waits after the script's
     last line."""
@@ -156,6 +158,7 @@ ended.set()
     assert done.stdout == "released\n"
 
 
+@pytest.mark.slow
 def test_one_process_has_the_launcher_s_own_files(tmp_path: Path) -> None:
     """A module here; and its traceback ends with the script's frames."""
     script(tmp_path, "print(sys.argv[1:], __name__, __spec__.name, input())\nint('x')\n")
@@ -183,6 +186,7 @@ time.sleep(0 if os.environ["WORLD_SIZE"] == "1" else 60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "status"), [([], 0), (["--nproc", "2", "--ranks", "0"], 1)], ids=["alone", "shown"]
 )
@@ -215,6 +219,7 @@ def test_one_shown_rank_writes_to_the_terminal(
         assert text.splitlines()[-1].endswith("with ValueError: of rank 1 (exit code 1)")
 
 
+@pytest.mark.slow
 def test_only_shown_ranks_are_printed(tmp_path: Path) -> None:
     words = [
         "--nproc",
@@ -230,6 +235,7 @@ def test_only_shown_ranks_are_printed(tmp_path: Path) -> None:
     assert sorted(err.splitlines()) == ["[0] error", "[2] error"]
 
 
+@pytest.mark.slow
 def test_two_nodes_meet(tmp_path: Path) -> None:
     """Two launchers on this machine, each with one rank; one takes its endpoint from a variable."""
     text = """

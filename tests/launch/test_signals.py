@@ -11,6 +11,8 @@ import pytest
 
 from .jobs import alive, finish, job, script
 
+pytestmark = pytest.mark.slow
+
 # Ranks that save on SIGTERM, and say so on an output; ranks that ignore all signals, each with a
 # child that does too.
 POLITE = """

@@ -41,6 +41,7 @@ def without_torchrun() -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_real_job(tmp_path: Path) -> None:
     words = [
         "run",
@@ -63,6 +64,7 @@ def test_a_real_job(tmp_path: Path) -> None:
     assert "[0] hello" in err and "[1] hello" in err
 
 
+@pytest.mark.slow
 def test_a_failure_is_one_of_torchx(tmp_path: Path) -> None:
     words = [
         "run",

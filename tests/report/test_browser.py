@@ -17,6 +17,7 @@ from tests.report.folders import HOSTILE, write_many
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.slow,
     pytest.mark.skipif(
         chromium() is None,
         reason="NO CHROMIUM: the report was not looked at in a browser (apt-get install chromium)",

@@ -225,9 +225,12 @@ def test_views_are_those_of_the_moment() -> None:
 
 def test_writes_between_forward_and_backward_go_unnoticed() -> None:
     model = nn.Embedding(3, 2)
+    before = model.weight.detach().clone()
     out = (model(torch.arange(3)) ** 2).sum()
     model_source(model).locate()[0].shards[0].tensor.zero_()
     out.backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, 2 * before) and not model.weight.any()
 
 
 def test_a_table_without_rows_is_held_by_nobody() -> None:
