@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["give", "take"]
+__all__ = ["give", "reordered", "take"]
+
+
+def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+    """Return some features of a KeyedJaggedTensor, in this order; one may come twice."""
+    places = {key: place for place, key in enumerate(ids.keys())}
+    return ids.permute([places[feature] for feature in features])
 
 
 def take(
@@ -36,8 +42,7 @@ def take(
     if weighted and ids.weights_or_none() is None:
         raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
     if keys != list(features):
-        places = {key: place for place, key in enumerate(keys)}
-        ids = ids.permute([places[name] for name in features])
+        ids = reordered(ids, features)
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 

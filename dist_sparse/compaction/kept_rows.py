@@ -7,8 +7,10 @@ than its own shards and one chunk for each rank that wants it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -48,18 +50,18 @@ def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
     located = packed.current("kept_rows()")
     kept: dict[str, Tensor] = {}
     for ranks, names in packed.groups.items():
-        tables, rank = [located[name] for name in names], group_over(ranks).rank
-        held = {
-            data.name: dict(zip(data.tiling[rank], packed.masks(data.name), strict=True))
-            for data in tables
-        }
-        kept |= gather_rows(tables, partial(_kept, held))
-    kept |= {name: (as_matrix(dense.mask(name)) != 0).any(1).cpu() for name in dense.names}
+        rank = group_over(ranks).rank
+        masks = {}
+        for name in names:
+            masks[name] = dict(zip(located[name].tiling[rank], packed.masks(name), strict=True))
+        kept |= gather_rows([located[name] for name in names], partial(_kept, masks))
+    for name in dense.names:
+        kept[name] = (as_matrix(dense.mask(name)) != 0).any(1).cpu()
     return {name: kept[name] for name in sparsifier.data_groups}
 
 
-def _kept(held: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
-    return ~dead_flags(held[data.name][rect])
+def _kept(masks: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
+    return ~dead_flags(masks[data.name][rect])
 
 
 def gather_rows(
@@ -76,26 +78,31 @@ def gather_rows(
         held: the shards of a group rank that are asked; of several replicas the first by default.
     """
     group = group_over(tables[0].ranks)
-    of = [
-        [(data, rect) for data in tables for rect in held(data, rank)] for rank in range(group.size)
-    ]
-    sizes = [sum(-(-rect.rows // 8) for _, rect in each) for each in of]
+    shards: list[list[tuple[ShardedData, Rect]]] = []
+    for rank in range(group.size):
+        shards.append([(data, rect) for data in tables for rect in held(data, rank)])
+    most = max(map(_num_bytes, shards))
     # A rank that runs out of memory here would leave the others waiting.
     with group.agreeing("counting rows"):
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine = [pack(flags(data, rect)) for data, rect in of[group.rank]]
-        padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
-    gathered = group.all_gather(padded)
+        packed = [pack(flags(data, rect)) for data, rect in shards[group.rank]]
+        padding = most - _num_bytes(shards[group.rank])
+        sent = torch.cat([*packed, torch.zeros(padding, dtype=torch.uint8)])
     found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
-    for rank, each in enumerate(of):
+    for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
         start = 0
-        for data, rect in each:
-            stop = start + -(-rect.rows // 8)
-            found[data.name][rect.row : rect.row_end] |= unpack(
-                gathered[rank, start:stop], rect.rows
-            )
+        for shard in of_rank:
+            data, rect = shard
+            stop = start + _num_bytes([shard])
+            # Shards of the same rows have other columns: a row is flagged if any of them flags it.
+            rows = found[data.name][rect.row : rect.row_end]
+            rows |= unpack(received[start:stop], rect.rows)
             start = stop
     return found
+
+
+def _num_bytes(shards: Iterable[tuple[ShardedData, Rect]]) -> int:
+    """Of a bit for each row, in whole bytes for each shard."""
+    return sum(-(-rect.rows // 8) for _, rect in shards)
 
 
 def move_rows(
@@ -130,8 +137,7 @@ def move_rows(
         message. Rows ascend.
 
     Raises:
-        ValueError: ``kept`` does not fit the table, or what is wanted is outside of it or has
-            columns of no shard.
+        ValueError: one value per row is wanted of columns that are of no shard.
 
     Example::
 
@@ -149,7 +155,8 @@ def move_rows(
         [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
     """
     dtype = source.dtype if dtype is None else dtype
-    _check(source, kept, wanted, rowwise)
+    if rowwise:
+        _refuse_other_columns(source, wanted)
     group = group_over(source.ranks)
     held = dict(zip(source.tiling[group.rank], tensors, strict=True))
     width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
@@ -157,11 +164,12 @@ def move_rows(
         parcels = Parcels(group)
         # A rank out of memory ends it on all.
         with group.agreeing(f"moving rows of {source.name!r}"):
-            mine = list(_parts(source.owned(group.rank), kept, chunk))
-            for rect, rows, there in mine:
-                local = held[rect][rows.start - rect.row : rows.stop - rect.row]
-                local = local[kept[rows].to(local.device)].view(there.rows, -1)
-                _send(parcels, there, local, wanted, rowwise)
+            for part in _parts(source.owned(group.rank), kept, chunk):
+                # A shard may be on a GPU, and the flags are on the CPU.
+                top = part.shard.row
+                local = held[part.shard][part.rows.start - top : part.rows.stop - top]
+                local = local[kept[part.rows].to(local.device)].view(part.kept.rows, -1)
+                _send(parcels, part.kept, local, wanted, rowwise)
             arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], rowwise, dtype)
         parcels.exchange(group.device)
         for want, pieces in arriving.items():
@@ -175,10 +183,9 @@ def _send(
     """Pack for each rank what it wants of ``local``, this rank's kept rows at ``there``."""
     for receiver, rects in enumerate(wanted):
         for part in filter(None, map(there.intersect, rects)):
-            columns = (
-                slice(None) if rowwise else slice(part.col - there.col, part.col_end - there.col)
-            )
-            piece = local[part.row - there.row : part.row_end - there.row, columns]
+            piece = local[part.row - there.row : part.row_end - there.row]
+            if not rowwise:
+                piece = piece[:, part.col - there.col : part.col_end - there.col]
             parcels.send(receiver, piece.contiguous())
 
 
@@ -197,14 +204,15 @@ def _expected(
     dtype: torch.dtype,
 ) -> _Arriving:
     """What this rank gets of a chunk."""
-    arriving: _Arriving = {}
+    arriving: _Arriving = defaultdict(list)
+    # In the order in which each sender packs it.
     for sender in range(len(source.tiling)):
-        for _, _, there in _parts(source.owned(sender), kept, chunk):
+        for part in _parts(source.owned(sender), kept, chunk):
             for want in wanted:
-                if (common := there.intersect(want)) is not None:
+                common = part.kept.intersect(want)
+                if common is not None:
                     shape = (common.rows, 1 if rowwise else common.cols)
-                    read = parcels.expect(sender, shape, dtype)
-                    arriving.setdefault(want, []).append((common, read))
+                    arriving[want].append((common, parcels.expect(sender, shape, dtype)))
     return arriving
 
 
@@ -220,6 +228,7 @@ class _Chunk(NamedTuple):
 def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
     """Yield consecutive chunks of at most ``most`` kept rows each; none where nothing is kept."""
     span = min(_SPAN, most)
+    # Kept rows up to the end of each span: a chunk ends where the next span would not fit.
     ends = nn.functional.pad(kept, (0, -len(kept) % span)).view(-1, span).sum(1).cumsum(0)
     at = start = 0
     while at < len(ends):
@@ -230,16 +239,23 @@ def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
         at, start = after, end
 
 
-def _parts(
-    rects: Iterable[Rect], kept: Tensor, chunk: _Chunk
-) -> Iterator[tuple[Rect, slice, Rect]]:
-    """Yield what shards have of a chunk:
-    ``(shard, rows of the table, its kept rows in kept coordinates)``."""
+class _Part(NamedTuple):
+    """A shard's share of a chunk: which rows of the table, and its kept rows in kept
+    coordinates."""
+
+    shard: Rect
+    rows: slice
+    kept: Rect
+
+
+def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part]:
+    """Yield what shards have of a chunk."""
     for rect in rects:
         top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
-        if top < bottom and (count := int(kept[top:bottom].count_nonzero())):
+        count = int(kept[top:bottom].count_nonzero()) if top < bottom else 0
+        if count:
             row = chunk.start + int(kept[chunk.first : top].count_nonzero())
-            yield rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols)
+            yield _Part(rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols))
 
 
 def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
@@ -257,23 +273,11 @@ def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Re
     return inside, out
 
 
-def _check(
-    source: ShardedData, kept: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool
-) -> None:
-    rows, cols = source.shape
-    if kept.dtype != torch.bool or tuple(kept.shape) != (rows,):
-        raise ValueError(
-            f"Table {source.name!r}: kept is {kept.dtype} of shape {tuple(kept.shape)}; must be"
-            f" bool, ({rows},)."
-        )
-    whole = Rect(0, 0, int(kept.count_nonzero()), cols)
+def _refuse_other_columns(source: ShardedData, wanted: Iterable[Iterable[Rect]]) -> None:
+    """A row-wise value of some columns can't be derived from that of others."""
     spans = {(rect.col, rect.cols) for rect in source.rects}
-    for rect in (rect for rects in wanted for rect in rects if rect.numel):
-        if rect.intersect(whole) != rect:
-            raise ValueError(
-                f"Table {source.name!r}: {rect} is wanted, which is not within the kept {whole}."
-            )
-        if rowwise and (rect.col, rect.cols) not in spans:
+    for rect in chain.from_iterable(wanted):
+        if rect.numel and (rect.col, rect.cols) not in spans:
             raise ValueError(
                 f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
                 f" table is cut into the columns {sorted(spans)} (first, count): the state of other"

@@ -35,8 +35,10 @@ def users_of_parameters(model: nn.Module) -> Users:
     """Return which modules of a model hold each parameter."""
     users: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
-        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            users[parameter].append(module)
+        # named_parameters() of TorchRec's modules has those of their children too.
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[parameter].append(module)
     return users
 
 

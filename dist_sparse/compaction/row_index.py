@@ -11,6 +11,7 @@ it runs in eager mode and under ``torch.export``, on any device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,18 @@ UNKNOWN = -2
 """In the place of a row: its id is out of the range of its table."""
 
 _MOST_ROWS = 2**31 - 1
+
+
+def _refuse_rows(rows: int) -> None:
+    if not 0 <= rows <= _MOST_ROWS:
+        raise ValueError(
+            f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in int32."
+        )
+
+
+def _num_words(rows: int) -> int:
+    """Words of a bitmap: at least one, which lookups clamped into an empty table can read."""
+    return max(1, -(-rows // 32))
 
 
 def _constants() -> Tensor:
@@ -49,7 +62,8 @@ def _rank(
         word.add_(start)
     # Shifted up until the row's own bit is the sign: left are the bits of rows up to this one.
     found = words.index_select(0, word).bitwise_left_shift_(row.bitwise_not().bitwise_and_(last))
-    kept = found >> last  # all ones where the sign was
+    # All ones where the sign was set: the row is kept.
+    kept = found >> last
     # Count the bits: sums of 2, 4, 8, then all four bytes in the highest (Warren, Hacker's Delight,
     # 5-1).
     found.sub_((found >> one).bitwise_and_(pairs))
@@ -72,6 +86,7 @@ class RowIndex(nn.Module):
         counts: int32, same shape: kept rows before each word.
         rows, num_kept: of the original table; how many of them are kept.
         stored: kept rows, and the default row.
+        removed_row: what a removed id gets, the default row or :data:`REMOVED`.
         nbytes: of ``words`` and ``counts``.
 
     Example::
@@ -91,12 +106,8 @@ class RowIndex(nn.Module):
 
     def __init__(self, words: Tensor, rows: int, default_row: bool = False) -> None:
         super().__init__()
-        if not 0 <= rows <= _MOST_ROWS:
-            raise ValueError(
-                f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in"
-                " int32."
-            )
-        need = max(1, -(-rows // 32))
+        _refuse_rows(rows)
+        need = _num_words(rows)
         if words.dtype != torch.int32 or words.shape != (need,):
             raise ValueError(
                 f"Invalid words, {words.dtype} {tuple(words.shape)}: must be torch.int32 ({need},),"
@@ -113,6 +124,7 @@ class RowIndex(nn.Module):
         self.rows = rows
         self.num_kept, self.default_row = int(until[-1]), default_row
         self.stored = self.num_kept + default_row
+        self.removed_row = self.num_kept if default_row else REMOVED
         self.nbytes = self.words.nbytes + self.counts.nbytes
 
     @classmethod
@@ -123,7 +135,7 @@ class RowIndex(nn.Module):
                 f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each"
                 " row."
             )
-        padded = torch.cat([kept, kept.new_zeros(32 if len(kept) == 0 else -len(kept) % 32)])
+        padded = nn.functional.pad(kept, (0, 32 * _num_words(len(kept)) - len(kept)))
         return cls(pack(padded).view(torch.int32), len(kept), default_row)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -133,6 +145,7 @@ class RowIndex(nn.Module):
 
         ``ids`` (int32 or int64, any shape) is not changed.
         """
+        # Any id must read inside the bitmap; those that clamping changed are marked at the end.
         inside = ids.clamp(0, max(self.rows - 1, 0))
         row = inside.int().reshape(-1)
         found = _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
@@ -161,6 +174,7 @@ class RowIndex(nn.Module):
                 f"Invalid inner index of {inner.rows} rows: must be of the {self.num_kept} kept"
                 " ones."
             )
+        # The flags of the rows that are kept so far become those of the inner index.
         kept = self.kept()
         kept[kept.clone()] = inner.kept()
         return RowIndex.of(kept)
@@ -168,6 +182,16 @@ class RowIndex(nn.Module):
     def extra_repr(self) -> str:
         """Return the arguments shown by ``repr``."""
         return f"rows={self.rows}, num_kept={self.num_kept}"
+
+
+class _Part(NamedTuple):
+    """The words of one table in a bitmap of several, its original rows, and whether removed ids
+    share a row."""
+
+    start: int
+    stop: int
+    rows: int
+    default_row: bool
 
 
 class RowIndexes(nn.Module):
@@ -201,13 +225,6 @@ class RowIndexes(nn.Module):
         self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]
     ) -> None:
         super().__init__()
-        for table, count in zip(tables, rows, strict=True):
-            if table is not None and table.rows != count:
-                raise ValueError(
-                    f"Invalid index of {table.rows} rows: must be of the table's {count}."
-                )
-            if not 0 <= count <= _MOST_ROWS:
-                raise ValueError(f"Invalid rows={count}: must be from 0 to {_MOST_ROWS}.")
         indexes = [table for table in tables if table is not None]
         self.any_removed, self.any_dense = bool(indexes), len(indexes) < len(tables)
         self.any_default = any(table.default_row for table in indexes)
@@ -215,25 +232,37 @@ class RowIndexes(nn.Module):
         self.register_buffer("words", torch.cat([index.words for index in indexes] or [nothing]))
         self.register_buffer("counts", torch.cat([index.counts for index in indexes] or [nothing]))
         self.register_buffer("constants", _constants(), persistent=False)
-        starts, start = [], 0
-        for table in tables:
-            starts.append(-1 if table is None else start)
-            start += 0 if table is None else len(table.words)
-        self.only_last = (
-            max(rows[features[0]] - 1, 0) if len(features) == 1 and len(tables) == 1 else -1
-        )
-        removed = [
-            table.num_kept if table is not None and table.default_row else -1 for table in tables
-        ]
-        # For each feature: the last row of its table, its table's first word, -1 for one that keeps
-        # all rows, and the row of removed ids.
-        self.register_buffer(
-            "of_features",
-            torch.tensor([[max(rows[at] - 1, 0), starts[at], removed[at]] for at in features])
-            .view(-1, 3)
-            .T.contiguous(),
-        )
+        self._parts: dict[int, _Part] = {}
+        # For each table: its last row, its first word, and the row of removed ids.
+        of_tables, start = [], 0
+        for number, (table, count) in enumerate(zip(tables, rows, strict=True)):
+            _refuse_rows(count)
+            last = max(count - 1, 0)
+            if table is None:
+                # It keeps all rows: there is no word to read, and no removed id.
+                of_tables.append((last, -1, REMOVED))
+                continue
+            if table.rows != count:
+                raise ValueError(
+                    f"Invalid index of {table.rows} rows: must be of the table's {count}."
+                )
+            of_tables.append((last, start, table.removed_row))
+            stop = start + len(table.words)
+            self._parts[number] = _Part(start, stop, count, table.default_row)
+            start = stop
+        self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
+        of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
+        self.register_buffer("of_features", of_features.T.contiguous())
         self.nbytes = sum(buffer.nbytes for buffer in (self.words, self.counts, self.of_features))
+
+    def tables(self) -> dict[int, RowIndex]:
+        """Return a copy of each table's index, by the table's position; none of tables that keep
+        all rows."""
+        found = {}
+        for number, part in self._parts.items():
+            words = self.words[part.start : part.stop].clone()
+            found[number] = RowIndex(words, part.rows, part.default_row)
+        return found
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return where the rows of ids are among the stored ones of their table: int32 ``(n,)``. Of
@@ -245,7 +274,8 @@ class RowIndexes(nn.Module):
             lengths: int32 or int64 ``(features,)``, how many ids each feature has; they add up to
                 n.
         """
-        if self.only_last >= 0:  # one feature needs nothing of the others
+        if self.only_last >= 0:
+            # One feature needs no lookup of its table.
             inside = ids.clamp(0, self.only_last)
             found = inside.int()
             if self.any_removed:
@@ -259,9 +289,8 @@ class RowIndexes(nn.Module):
             if self.any_removed:
                 found = self._ranks(found, feature)
             if self.any_default:
-                found = torch.where(
-                    found < 0, self.of_features[2].int().index_select(0, feature), found
-                )
+                removed = self.of_features[2].int().index_select(0, feature)
+                found = torch.where(found < 0, removed, found)
         return torch.where(inside == ids, found, UNKNOWN)
 
     def _ranks(self, row: Tensor, feature: Tensor) -> Tensor:
@@ -270,8 +299,8 @@ class RowIndexes(nn.Module):
         start = self.of_features[1].int().index_select(0, feature)
         if not self.any_dense:
             return _rank(self.words, self.counts, row, start, self.constants)
-        dense = start < 0  # read anything of the bitmap
-        found = _rank(
-            self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants
-        )
+        # Ids of a table that keeps all rows read the first word, and their result is not used.
+        dense = start < 0
+        inside, first = row.masked_fill(dense, 0), start.clamp(min=0)
+        found = _rank(self.words, self.counts, inside, first, self.constants)
         return torch.where(dense, row, found)
