@@ -55,24 +55,26 @@ class CompactIds(nn.Module):
     Args:
         tables: configurations of the whole tables.
         indexes: by table, of those that have removed rows.
+        collection: the compact collection whose ids these are.
 
     Attributes:
         names: of what the collection returns, in the order of the tables; the keys of the result.
-        collection: the compact collection whose ids these are, in a list: as a module it would be
-            its own child.
+        collection: the compact collection, in a list.
     """
 
     def __init__(
         self,
         tables: Sequence[EmbeddingBagConfig | EmbeddingConfig],
         indexes: Mapping[str, RowIndex],
+        collection: Any,
     ) -> None:
         super().__init__()
         self._tables = [table.name for table in tables]
         if unknown := sorted(set(indexes).difference(self._tables)):
             raise ValueError(f"There are indexes of {unknown}, which are none of the tables.")
         self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
-        self.collection: list[Any] = []
+        # In a list: as a module it would be its own child.
+        self.collection = [collection]
         self._features: list[str] = []
         # For each feature, the position of its table.
         self._of_features: list[int] = []
@@ -87,7 +89,7 @@ class CompactIds(nn.Module):
             dict(zip(self._tables, self._rows, strict=True)),
             [self._tables[number] for number in self._of_features],
         )
-        self._maps: _Maps | None = None
+        self._maps = _Maps(self.index.words, -1, {})
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -98,8 +100,7 @@ class CompactIds(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of the index, and of the maps that lookups on a CPU have made of it."""
-        maps = {} if self._maps is None else self._maps.tables
-        return self.index.nbytes + sum(rows.nbytes for rows in maps.values())
+        return self.index.nbytes + sum(rows.nbytes for rows in self._maps.tables.values())
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the rows of what is kept, under the keys :attr:`names`.
@@ -139,7 +140,8 @@ class CompactIds(nn.Module):
         keys = features.keys()
         if keys == self._features:
             return features
-        missing = [feature for feature in self._features if feature not in keys]
+        known = set(keys)
+        missing = [feature for feature in self._features if feature not in known]
         if missing:
             raise ValueError(
                 f"The features {missing} are missing; the KeyedJaggedTensor has {keys}."
@@ -185,7 +187,7 @@ class CompactIds(nn.Module):
         words, maps = self.index.words, self._maps
         # Loading a state writes other bits into the same tensor; moving the module replaces the
         # tensor.
-        if maps is None or maps.words is not words or maps.version != words._version:
+        if maps.words is not words or maps.version != words._version:
             maps = self._maps = _Maps(words, words._version, self._mapped())
         return maps.tables
 
@@ -202,11 +204,14 @@ class CompactIds(nn.Module):
 
     def _report(self, unknown: Sequence[Unknown]) -> None:
         """Do for ids out of range what the collection did before it was compact."""
-        modes = bounds_checks(self.collection[0].inner) if self.collection else {}
+        modes = bounds_checks(self.collection[0].inner)
+        logged = []
         for each in unknown:
-            if modes.get(each.table, "FATAL") == "FATAL":
+            mode = modes.get(each.table, "FATAL")
+            if mode == "FATAL":
                 raise RuntimeError(f"Out of bounds access: {each}.")
-        logged = [str(each) for each in unknown if modes[each.table] == "WARNING"]
+            if mode == "WARNING":
+                logged.append(str(each))
         if logged:
             _log.warning(
                 "Out of bounds access: %s. These ids read and train no row.", "; ".join(logged)
@@ -241,10 +246,10 @@ class _CompactCollection(nn.Module):
         self._configs = list(tables)
         on_meta = device is not None and torch.device(device).type == "meta"
         # The index has values already, which the meta device would lose.
-        self.ids = CompactIds(tables, indexes).to(torch.device("cpu") if on_meta else device)
+        ids_device = torch.device("cpu") if on_meta else device
+        self.ids = CompactIds(tables, indexes, self).to(ids_device)
         # In a list: pipelines put another module in the place of the attribute.
         self._translation = [self.ids]
-        self.ids.collection.append(self)
         self._stored = []
         for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
             index = indexes.get(table.name)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dist_sparse.checks import choice
 from dist_sparse.compaction.consumed import consume_parameter
 from dist_sparse.compaction.kept_rows import kept_rows
-from dist_sparse.compaction.refusals import refuse_blocks, refuse_site, users_of_parameters
+from dist_sparse.compaction.refusals import refuse_blocks, refuse_sites
 from dist_sparse.compaction.sites import (
     Kept,
     Site,
@@ -34,7 +34,6 @@ from dist_sparse.compaction.sites import (
 )
 from dist_sparse.compaction.steppers import Stepped, Steppers
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.enforcer.optimizers import leaves
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.outputs import move_bases
@@ -138,9 +137,8 @@ def compact(
         steppers = Steppers(optimizers or ())
         widths = _widths(sparsifier, stats)
         reductions = _reductions(model, sparsifier, set(stats), widths, flags)
-        users = users_of_parameters(model)
-        for each in reductions:
-            refuse_site(each.site, model, users, optimizers is not None, bool(widths), default_row)
+        sites = [each.site for each in reductions]
+        refuse_sites(model, sites, optimizers is not None, bool(widths), default_row)
 
     # Phase 2: build. The old tables are still there, so any failure leaves the model as it was.
     with world.agreeing("compact(), building its tables"):
@@ -157,8 +155,8 @@ def compact(
             _detach(sparse, sparsifier)
             for pair in stepped:
                 steppers.replace(pair)
-            for each in reductions:
-                _release(each.site)
+            for site in sites:
+                _release(site)
             if _is_dmp(model):
                 torchrec_part().consume_model(model)
     except ValueError as fault:
@@ -192,6 +190,12 @@ class _Reduction:
 def _is_dmp(model: nn.Module) -> bool:
     torchrec = torchrec_part()
     return torchrec is not None and bool(torchrec.is_sharded_model(model))
+
+
+def _users_module(model: nn.Module) -> nn.Module:
+    """The module without the DistributedModelParallel around it."""
+    module: nn.Module = torchrec_part().unwrapped(model) if _is_dmp(model) else model
+    return module
 
 
 # Phase 1
@@ -233,13 +237,10 @@ def _arguments(
             f"Invalid plan of type {type(plan).__name__}: must be a function that returns a"
             " ShardingPlan, or None."
         )
-    steps = None
-    if optimizers is not None:
-        steps = [type(leaf).__name__ for each in optimizers for leaf in leaves(each)]
     return {
         "model": type(model).__name__,
         "tables": sparsifier.packed_store.names,
-        "optimizer": steps,
+        "optimizer": None if optimizers is None else Steppers(optimizers).kinds,
         "plan": plan is not None,
     }
 
@@ -254,7 +255,9 @@ def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> 
         return (stats[name].blocks - stats[name].removed_blocks) * store.block(name)[1]
 
     widths: dict[str, int] = {}
-    for group in () if rotation is None else rotation.groups:
+    if rotation is None:
+        return widths
+    for group in rotation.groups:
         # Tables that are rotated together meet in dot products: they need the same columns.
         width = narrow_width(max(map(left, group)), store.find(group[0]).shape[1])
         widths |= dict.fromkeys(stats.keys() & group, width)
@@ -332,10 +335,11 @@ def _put_in_place(
 
     An exception on any rank is raised on all, and the model is as it was.
     """
-    root: nn.Module = torchrec_part().unwrapped(model) if _is_dmp(model) else model
+    root = _users_module(model)
+    places = {each.site.replaced: new for each, new in made.items()}
     try:
         with world.agreeing("compact(), putting its tables in place"):
-            result = replace_modules(root, {each.site.replaced: new for each, new in made.items()})
+            result = replace_modules(root, places)
             sharding = _sharding_plan(model, result, made, plan) if _is_dmp(model) else None
         if sharding is not None:
             result = _sharded(model, result, sharding, world)
@@ -344,7 +348,8 @@ def _put_in_place(
             for each, new in made.items():
                 stepped += _moved(each, new, steppers)
     except BaseException:
-        replace_modules(root, {new: each.site.replaced for each, new in made.items()})
+        # The old modules still have their tables.
+        replace_modules(root, dict(zip(places.values(), places, strict=True)))
         raise
     return result, stepped
 
@@ -404,7 +409,7 @@ def _moved(each: _Reduction, new: Any, steppers: Steppers) -> list[Stepped]:
 
 def _move_bases(made: Mapping[_Reduction, nn.Module], result: nn.Module) -> None:
     """Have the modules of rotated tables turn outputs back that have fewer columns now."""
-    root = torchrec_part().unwrapped(result) if _is_dmp(result) else result
+    root = _users_module(result)
     for each, new in made.items():
         widths = {each.names[table]: width for table, width in each.widths.items()}
         move_bases(each.site.module, getattr(new, "inner", new), root, widths)

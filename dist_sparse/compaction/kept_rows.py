@@ -263,14 +263,13 @@ def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Re
     if len(pieces) == 1:
         return pieces[0]
     top, bottom = min(rect.row for rect, _ in pieces), max(rect.row_end for rect, _ in pieces)
-    inside = Rect(top, want.col, bottom - top, want.cols)
-    by_rows = all(rect.cols == want.cols for rect, _ in pieces)
-    first = pieces[0][1]
-    out = first.new_empty(inside.rows, first.shape[1] if by_rows else want.cols)
+    # One column of row-wise state, otherwise all of them: shards may have some each.
+    width = max(rect.col - want.col + piece.shape[1] for rect, piece in pieces)
+    out = pieces[0][1].new_empty(bottom - top, width)
     for rect, piece in pieces:
-        columns = slice(None) if by_rows else slice(rect.col - want.col, rect.col_end - want.col)
-        out[rect.row - top : rect.row_end - top, columns] = piece
-    return inside, out
+        left = rect.col - want.col
+        out[rect.row - top : rect.row_end - top, left : left + piece.shape[1]] = piece
+    return Rect(top, want.col, bottom - top, want.cols), out
 
 
 def _refuse_other_columns(source: ShardedData, wanted: Iterable[Iterable[Rect]]) -> None:

@@ -73,7 +73,7 @@ def move_collection(
     set_hyperparameters(new, hyperparameters)
     stepped = []
     for name, table in tables.items():
-        table.fill(_tensors(table.source), _tensors(table.target))
+        table.fill(_tensors(table.source), _tensors(table.target), table.source.dtype, False)
         made: dict[str, Tensor] = {}
         if name in hyperparameters:
             _fill_fused(table, states[name], fused.get(name, ()), fused_into.get(name, ()))
@@ -116,9 +116,10 @@ def _fill_fused(
     table: _Table, kinds: Mapping[str, Any], old: Sequence[Fused], new: Sequence[Fused]
 ) -> None:
     """Fill the optimizer state of a fused table, which is allocated with its weights."""
-    for key, kind in kinds.items():
-        held, into = ([shard.states[int(key)] for shard in shards] for shards in (old, new))
-        table.fill(held, into, _Kind(*kind))
+    for key, (dtype, rowwise, _) in kinds.items():
+        held = [shard.states[int(key)] for shard in old]
+        into = [shard.states[int(key)] for shard in new]
+        table.fill(held, into, getattr(torch, dtype), rowwise)
 
 
 def _fill_plain(
@@ -126,12 +127,12 @@ def _fill_plain(
 ) -> dict[str, Tensor]:
     """Return new state of a plain optimizer, filled."""
     made: dict[str, Tensor] = {}
-    for key, kind in kinds.items():
-        dtype, rowwise, dims = _Kind(*kind)
-        shape = (len(new), *((1,) if rowwise else new.shape[1:]))[:dims]
-        made[key] = new.new_zeros(shape, dtype=getattr(torch, dtype))
-        held, into = _by_shard(old.get(key), table.source), _by_shard(made[key], table.target)
-        table.fill(held, into, _Kind(*kind))
+    for key, (dtype, rowwise, dims) in kinds.items():
+        # Row-wise state is (rows,) or (rows, 1).
+        shape = (len(new), 1 if rowwise else new.shape[1])[:dims]
+        state = made[key] = new.new_zeros(shape, dtype=getattr(torch, dtype))
+        held, into = _by_shard(old.get(key), table.source), _by_shard(state, table.target)
+        table.fill(held, into, state.dtype, rowwise)
     return made
 
 
@@ -152,20 +153,18 @@ class _Table:
     kept: Tensor
 
     def fill(
-        self, held: Sequence[Tensor], into: Sequence[Tensor], kind: _Kind | None = None
+        self, held: Sequence[Tensor], into: Sequence[Tensor], dtype: torch.dtype, rowwise: bool
     ) -> None:
-        """Fill this rank's new shards ``into`` from the old ones ``held``: weights, or state of a
-        kind. Rows behind the kept ones are 0. Collective."""
+        """Fill this rank's new shards ``into`` from the old ones ``held``: weights or optimizer
+        state. Rows behind the kept ones are 0. Collective."""
         source, target = self.source, self.target
         rows = int(self.kept.count_nonzero())
         for tensor in into:
             tensor.zero_()
-        # Copies are trained apart: their first rank sends.
+        # Each rank has all of it. Replicas that are trained apart may differ: the first one sends.
         if source.replicated and target.replicated and not source.copied:
             into[0][:rows] = cut(held[0], self.kept, rows, target.shape[1])
             return
-        dtype = None if kind is None else getattr(torch, kind.dtype)
-        rowwise = kind is not None and kind.rowwise
         wanted = self._wanted(rows, rowwise)
         for rect, part in move_rows(source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise):
             self._write(rect, part, into)
@@ -173,19 +172,15 @@ class _Table:
     def _wanted(self, rows: int, rowwise: bool) -> list[list[Rect]]:
         """The rectangles that each rank wants, in kept coordinates."""
         whole = Rect(0, 0, rows, self.target.shape[1])
-        columns = {rect.col: rect.cols for rect in self.source.rects}
-
-        def sent(rect: Rect) -> Rect:
-            # One value per row is sent under the columns of the old shard, which may lose some.
-            if not rowwise or self.target.shape[1] == self.source.shape[1]:
-                return rect
-            return rect._replace(cols=columns.get(rect.col, rect.cols))
-
+        columns: dict[int, int] = {}
+        if rowwise and self.target.shape[1] < self.source.shape[1]:
+            # A shard that loses columns keeps the value of each row, sent under the old columns.
+            columns = {rect.col: rect.cols for rect in self.source.rects}
         wanted = []
         for rects in self.target.tiling:
-            # Rows behind the kept ones pad shards; nobody sends them.
+            # Without the rows behind the kept ones, which pad shards.
             inside = filter(None, map(whole.intersect, rects))
-            wanted.append(list(map(sent, inside)))
+            wanted.append([each._replace(cols=columns.get(each.col, each.cols)) for each in inside])
         return wanted
 
     def _write(self, rect: Rect, part: Tensor, into: Sequence[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,10 +14,7 @@ from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["refuse_blocks", "refuse_site", "users_of_parameters"]
-
-Users = Mapping[nn.Parameter, list[nn.Module]]
-"""The modules that hold a parameter themselves."""
+__all__ = ["refuse_blocks", "refuse_sites"]
 
 
 def refuse_blocks(store: PackedStore, tables: Iterable[ShardedData]) -> None:
@@ -31,50 +29,49 @@ def refuse_blocks(store: PackedStore, tables: Iterable[ShardedData]) -> None:
             )
 
 
-def users_of_parameters(model: nn.Module) -> Users:
-    """Return which modules of a model hold each parameter."""
-    users: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-    for module in model.modules():
-        # named_parameters() of TorchRec's modules has those of their children too.
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[parameter].append(module)
-    return users
-
-
-def refuse_site(
-    site: Site,
+def refuse_sites(
     model: nn.Module,
-    users: Users,
+    sites: Iterable[Site],
     optimizers_known: bool,
     narrowed: bool,
     default_row: bool,
 ) -> None:
-    """Refuse a module that can't be compacted, or whose optimizers are unknown.
+    """Refuse modules that can't be compacted, or whose optimizers are unknown.
 
     Args:
-        users: of the model's parameters.
         optimizers_known: whether the caller knows all optimizers that are not fused.
         narrowed: whether any table loses columns.
         default_row: whether removed ids share a row.
     """
-    _refuse_wrapper_inside(site, model)
-    if is_turned(site.module) and not narrowed:
-        raise ValueError(
-            f"{site.label} is rotated, and its output is turned back by a hook: it can't be"
-            " compacted."
-        )
-    if reason := site.refusal(model, narrowed):
-        raise ValueError(f"{site.label} {reason}")
-    parameters = site.parameters().values()
-    _refuse_tied_weights(site, parameters, users)
-    if not optimizers_known and any(parameter.requires_grad for parameter in parameters):
-        raise ValueError(
-            f"{site.label} is stepped by a plain optimizer, which must get the new parameters: pass"
-            " compact(optimizer=...), or optimizer=() if there is none. An attached enforcer knows"
-            " them."
-        )
-    _refuse_default_row(site, default_row)
+    users = _users_of_parameters(model)
+    for site in sites:
+        _refuse_wrapper_inside(site, model)
+        if is_turned(site.module) and not narrowed:
+            raise ValueError(
+                f"{site.label} is rotated, and its output is turned back by a hook: it can't be"
+                " compacted."
+            )
+        if reason := site.refusal(model, narrowed):
+            raise ValueError(f"{site.label} {reason}")
+        for parameter in site.parameters().values():
+            _refuse_tied_weight(site, users[parameter])
+            if parameter.requires_grad and not optimizers_known:
+                raise ValueError(
+                    f"{site.label} is stepped by a plain optimizer, which must get the new"
+                    " parameters: pass compact(optimizer=...), or optimizer=() if there is none."
+                    " An attached enforcer knows them."
+                )
+        _refuse_default_row(site, default_row)
+
+
+def _users_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
+    """Which modules of a model hold each parameter themselves."""
+    users: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        # named_parameters() of TorchRec's modules has those of their children too.
+        for parameter in filter(torch.is_tensor, module._parameters.values()):
+            users[parameter].append(module)
+    return users
 
 
 def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
@@ -85,38 +82,39 @@ def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
     for path, wrapper in model.named_modules():
         wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
         if wraps and site.module in wrapper.modules():
+            place = f" at {path!r}" if path else ""
             raise ValueError(
-                f"{site.label} is inside {type(wrapper).__name__}{f' at {path!r}' if path else ''},"
-                " which holds on to the old parameters: compact the module inside, and wrap the"
-                " result again."
+                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to the old"
+                " parameters: compact the module inside, and wrap the result again."
             )
 
 
-def _refuse_tied_weights(site: Site, parameters: Iterable[nn.Parameter], users: Users) -> None:
+def _refuse_tied_weight(site: Site, users: Iterable[nn.Module]) -> None:
     """A layer that shares a table's weight has a row for each id."""
     own = set(site.module.modules())
-    for parameter in parameters:
-        others = [type(user).__name__ for user in users[parameter] if user not in own]
-        if others:
-            raise ValueError(
-                f"{site.label} is the weight of other modules too ({others}): it can't be"
-                " compacted."
-            )
+    others = [type(user).__name__ for user in users if user not in own]
+    if others:
+        raise ValueError(
+            f"{site.label} is the weight of other modules too ({others}): it can't be compacted."
+        )
 
 
 def _refuse_default_row(site: Site, default_row: bool) -> None:
     """Refuse a default row where there is one, or where ids would have it that are padding."""
     indexes = site.indexes().values()
-    if default_row and site.padding_id is not None:
-        raise ValueError(
-            f"{site.label} has a padding_idx, whose id would get the default row if its row was"
-            " removed."
-        )
     if any(index.default_row for index in indexes):
         raise ValueError(
             f"{site.label} has default rows, and tables with a default row can't lose rows again."
         )
-    if default_row and indexes:
+    if not default_row:
+        return
+    if site.padding_id is not None:
+        raise ValueError(
+            f"{site.label} has a padding_idx, whose id would get the default row if its row was"
+            " removed."
+        )
+    # The ids that were removed before would have no row, and the others that of the default.
+    if indexes:
         raise ValueError(
             f"{site.label} has already lost rows without a default row; it can't get one now."
         )

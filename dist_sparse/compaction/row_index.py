@@ -11,7 +11,6 @@ it runs in eager mode and under ``torch.export``, on any device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -184,16 +183,6 @@ class RowIndex(nn.Module):
         return f"rows={self.rows}, num_kept={self.num_kept}"
 
 
-class _Part(NamedTuple):
-    """The words of one table in a bitmap of several, its original rows, and whether removed ids
-    share a row."""
-
-    start: int
-    stop: int
-    rows: int
-    default_row: bool
-
-
 class RowIndexes(nn.Module):
     """Indexes of several tables, for ids of several features in one pass.
 
@@ -225,16 +214,11 @@ class RowIndexes(nn.Module):
         self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]
     ) -> None:
         super().__init__()
-        indexes = [table for table in tables if table is not None]
-        self.any_removed, self.any_dense = bool(indexes), len(indexes) < len(tables)
-        self.any_default = any(table.default_row for table in indexes)
-        nothing = torch.zeros(1, dtype=torch.int32)
-        self.register_buffer("words", torch.cat([index.words for index in indexes] or [nothing]))
-        self.register_buffer("counts", torch.cat([index.counts for index in indexes] or [nothing]))
-        self.register_buffer("constants", _constants(), persistent=False)
-        self._parts: dict[int, _Part] = {}
+        # By position, of tables with an index: original rows, whether removed ids share a row.
+        self._indexed: dict[int, tuple[int, bool]] = {}
+        words, counts, start = [], [], 0
         # For each table: its last row, its first word, and the row of removed ids.
-        of_tables, start = [], 0
+        of_tables = []
         for number, (table, count) in enumerate(zip(tables, rows, strict=True)):
             _refuse_rows(count)
             last = max(count - 1, 0)
@@ -246,22 +230,30 @@ class RowIndexes(nn.Module):
                 raise ValueError(
                     f"Invalid index of {table.rows} rows: must be of the table's {count}."
                 )
+            self._indexed[number] = (count, table.default_row)
             of_tables.append((last, start, table.removed_row))
-            stop = start + len(table.words)
-            self._parts[number] = _Part(start, stop, count, table.default_row)
-            start = stop
+            words.append(table.words)
+            counts.append(table.counts)
+            start += len(table.words)
+        self.any_removed, self.any_dense = bool(words), len(words) < len(of_tables)
+        self.any_default = any(default_row for _, default_row in self._indexed.values())
+        nothing = [torch.zeros(1, dtype=torch.int32)]
+        self.register_buffer("words", torch.cat(words or nothing))
+        self.register_buffer("counts", torch.cat(counts or nothing))
+        self.register_buffer("constants", _constants(), persistent=False)
         self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
         of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
         self.register_buffer("of_features", of_features.T.contiguous())
-        self.nbytes = sum(buffer.nbytes for buffer in (self.words, self.counts, self.of_features))
+        self.nbytes = self.words.nbytes + self.counts.nbytes + self.of_features.nbytes
 
     def tables(self) -> dict[int, RowIndex]:
         """Return a copy of each table's index, by the table's position; none of tables that keep
         all rows."""
-        found = {}
-        for number, part in self._parts.items():
-            words = self.words[part.start : part.stop].clone()
-            found[number] = RowIndex(words, part.rows, part.default_row)
+        found, start = {}, 0
+        for number, (rows, default_row) in self._indexed.items():
+            stop = start + _num_words(rows)
+            found[number] = RowIndex(self.words[start:stop].clone(), rows, default_row)
+            start = stop
         return found
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:

@@ -45,6 +45,11 @@ class Steppers:
         self._given = list(optimizers)
         self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
 
+    @property
+    def kinds(self) -> list[str]:
+        """Return the names of the classes that step parameters."""
+        return [type(leaf).__name__ for leaf in self._leaves]
+
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the state with the rows of a parameter: of its shape, ``(rows,)`` or
         ``(rows, 1)``.
