@@ -89,7 +89,7 @@ class CompactIds(nn.Module):
             dict(zip(self._tables, self._rows, strict=True)),
             [self._tables[number] for number in self._of_features],
         )
-        self._maps = _Maps(self.index.words, -1, {})
+        self._maps = _Maps(torch.empty(0), -1, {})
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -111,6 +111,7 @@ class CompactIds(nn.Module):
         """
         features = self.ordered(features)
         rows = self.rows(features)
+        # Rare, so that one comparison is all that it costs otherwise.
         if len(rows) and int(rows.min()) < REMOVED:
             unknown = self._unknown.add(
                 features.values(), rows == UNKNOWN, features.length_per_key()
@@ -194,6 +195,7 @@ class CompactIds(nn.Module):
     def _mapped(self) -> dict[int, Tensor]:
         indexes, left = self.index.tables(), _MAPPED_ROWS
         found: dict[int, Tensor] = {}
+        # Small tables first: most lookups for the memory.
         for number in sorted(range(len(self._rows)), key=self._rows.__getitem__):
             left -= self._rows[number]
             if left < 0:
@@ -352,7 +354,8 @@ class _Means(nn.Module):
 
     def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
         super().__init__()
-        self._ids = [ids]  # not as a module: it has its place already
+        # In a list: as a module it would have a second place.
+        self._ids = [ids]
         self._averaged = averaged
 
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -439,11 +442,13 @@ class _Zeros(nn.Module):
 
     def __init__(self, ids: CompactIds) -> None:
         super().__init__()
-        self._ids = [ids]  # not as a module: it has its place already
+        # In a list: as a module it would have a second place.
+        self._ids = [ids]
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""
         [ids] = self._ids
+        # A sharded collection has not waited for its output distribution.
         if isinstance(found, LazyAwaitable):
             found = found.wait()
         features = ids.ordered(features)

@@ -28,6 +28,7 @@ from dist_sparse.compaction.sites import (
     Kept,
     Site,
     cut,
+    is_dmp,
     replace_modules,
     sites_of,
     torchrec_part,
@@ -118,7 +119,8 @@ def compact(
         (torch.Size([20, 8]), True)
     """
     world = group_over(world_ranks())
-    # Phase 1: check. Ranks that were called differently must not begin to count rows.
+    # Phase 1: check. Ranks that were called differently must not begin to count rows, which
+    # communicates over the tables' groups.
     with world.agreeing("compact()") as facts:
         default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
         sparsifier = _sparsifier_of(sparse)
@@ -157,7 +159,7 @@ def compact(
                 steppers.replace(pair)
             for site in sites:
                 _release(site)
-            if _is_dmp(model):
+            if is_dmp(model):
                 torchrec_part().consume_model(model)
     except ValueError as fault:
         # What is released can't be had back, so no rank may go on with a model that others lack.
@@ -187,14 +189,9 @@ class _Reduction:
     widths: dict[str, int]
 
 
-def _is_dmp(model: nn.Module) -> bool:
-    torchrec = torchrec_part()
-    return torchrec is not None and bool(torchrec.is_sharded_model(model))
-
-
 def _users_module(model: nn.Module) -> nn.Module:
     """The module without the DistributedModelParallel around it."""
-    module: nn.Module = torchrec_part().unwrapped(model) if _is_dmp(model) else model
+    module: nn.Module = torchrec_part().unwrapped(model) if is_dmp(model) else model
     return module
 
 
@@ -237,6 +234,7 @@ def _arguments(
             f"Invalid plan of type {type(plan).__name__}: must be a function that returns a"
             " ShardingPlan, or None."
         )
+    # Ranks may hold different objects, but they must be of the same kinds.
     return {
         "model": type(model).__name__,
         "tables": sparsifier.packed_store.names,
@@ -250,6 +248,7 @@ def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> 
     rotation, store = sparsifier.rotation, sparsifier.packed_store
 
     def left(name: str) -> int:
+        # A table that has lost nothing keeps all columns, and so does its whole group.
         if name not in stats:
             return store.find(name).shape[1]
         return (stats[name].blocks - stats[name].removed_blocks) * store.block(name)[1]
@@ -277,7 +276,7 @@ def _reductions(
     refuse_blocks(store, [located[name] for name in sorted(removed - set(widths))])
     if not removed:
         raise ValueError("Nothing is removed yet, so there is nothing to compact.")
-    # Another model may have tables of the same names.
+    # Another model may have tables of the same names. Tensors that were registered have no model.
     known: set[nn.Module] = set()
     for source in store.sources:
         known.update(getattr(source, "model", nn.Module()).modules())
@@ -285,6 +284,7 @@ def _reductions(
     found, missing = [], set(removed)
     for site in sites_of(model):
         names = {table: by_fqn[fqn] for table, fqn in site.tables.items() if fqn in by_fqn}
+        # Beside a table with removed rows, others of the module keep all of theirs.
         if site.module not in known or removed.isdisjoint(names.values()):
             continue
         kept, columns = _kept(site, names, flags), _narrowed(site, names, widths)
@@ -312,6 +312,7 @@ def _narrowed(site: Site, names: Mapping[str, str], widths: Mapping[str, int]) -
     found = {table: widths[name] for table, name in names.items() if name in widths}
     if not found or not site.has_one_width:
         return found
+    # TorchRec refuses an EmbeddingCollection of several widths.
     if others := [fqn for table, fqn in site.tables.items() if table not in found]:
         raise ValueError(
             f"{others} keep all columns, but tables of an EmbeddingCollection have one width:"
@@ -340,13 +341,14 @@ def _put_in_place(
     try:
         with world.agreeing("compact(), putting its tables in place"):
             result = replace_modules(root, places)
-            sharding = _sharding_plan(model, result, made, plan) if _is_dmp(model) else None
+            sharding = _sharding_plan(model, result, made, plan) if is_dmp(model) else None
         if sharding is not None:
             result = _sharded(model, result, sharding, world)
         stepped: list[Stepped] = []
         with world.agreeing("compact(), moving rows"):
             for each, new in made.items():
                 stepped += _moved(each, new, steppers)
+    # An interrupted notebook goes on with the old model too.
     except BaseException:
         # The old modules still have their tables.
         replace_modules(root, dict(zip(places.values(), places, strict=True)))
@@ -419,6 +421,7 @@ def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
     """Detach the enforcer, and have the sparsifier forget all tables."""
     if isinstance(sparse, SparseTraining):
         sparse.detach()
+    # A sparsifier may have an enforcer that was attached by hand.
     if isinstance(sparsifier.enforcer, MaskEnforcer):
         sparsifier.enforcer.detach()
     for name in sparsifier.packed_store.names:

@@ -34,6 +34,7 @@ def take(
     keys = list(ids.keys())
     if missing := sorted(set(features) - set(keys)):
         raise ValueError(f"Features {missing} are not in the KeyedJaggedTensor, which has {keys}.")
+    # Both say that outputs have other rows than inputs.
     if ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None:
         raise ValueError(
             "A KeyedJaggedTensor with batches of different sizes or inverse indices is not"

@@ -50,6 +50,7 @@ def kept_rows(sparsifier: BaseDataSparsifier) -> dict[str, Tensor]:
     located = packed.current("kept_rows()")
     kept: dict[str, Tensor] = {}
     for ranks, names in packed.groups.items():
+        # Tiling and masks are in the order of this rank's shards.
         rank = group_over(ranks).rank
         masks = {}
         for name in names:
@@ -81,6 +82,7 @@ def gather_rows(
     shards: list[list[tuple[ShardedData, Rect]]] = []
     for rank in range(group.size):
         shards.append([(data, rect) for data in tables for rect in held(data, rank)])
+    # An all-gather takes messages of one length.
     most = max(map(_num_bytes, shards))
     # A rank that runs out of memory here would leave the others waiting.
     with group.agreeing("counting rows"):
@@ -155,10 +157,12 @@ def move_rows(
         [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
     """
     dtype = source.dtype if dtype is None else dtype
+    # Every rank knows all that is wanted, so all of them raise.
     if rowwise:
         _refuse_other_columns(source, wanted)
     group = group_over(source.ranks)
     held = dict(zip(source.tiling[group.rank], tensors, strict=True))
+    # Elements of a row: row-wise state has one for each shard across the columns.
     width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
     for chunk in _chunks(kept, max(1, chunk_bytes // max(1, width * dtype.itemsize))):
         parcels = Parcels(group)
@@ -172,6 +176,7 @@ def move_rows(
                 _send(parcels, part.kept, local, wanted, rowwise)
             arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], rowwise, dtype)
         parcels.exchange(group.device)
+        # Read from the message only now, a rectangle at a time.
         for want, pieces in arriving.items():
             inside, rows_here = _put_together(want, [(common, read()) for common, read in pieces])
             yield inside, rows_here.view(-1) if rowwise else rows_here
@@ -184,6 +189,7 @@ def _send(
     for receiver, rects in enumerate(wanted):
         for part in filter(None, map(there.intersect, rects)):
             piece = local[part.row - there.row : part.row_end - there.row]
+            # A row-wise value is of all columns of its shard.
             if not rowwise:
                 piece = piece[:, part.col - there.col : part.col_end - there.col]
             parcels.send(receiver, piece.contiguous())
@@ -232,6 +238,7 @@ def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
     ends = nn.functional.pad(kept, (0, -len(kept) % span)).view(-1, span).sum(1).cumsum(0)
     at = start = 0
     while at < len(ends):
+        # At least one span fits: it has no more rows than a chunk may.
         after = int(torch.searchsorted(ends, start + most, right=True))
         end = int(ends[after - 1])
         if end > start:
@@ -254,12 +261,14 @@ def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part
         top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
         count = int(kept[top:bottom].count_nonzero()) if top < bottom else 0
         if count:
+            # Kept rows of the chunk above the shard come from other shards.
             row = chunk.start + int(kept[chunk.first : top].count_nonzero())
             yield _Part(rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols))
 
 
 def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
     """The rectangle that the pieces cover, of all columns of ``want``, and what is in it."""
+    # Nearly always, and without a copy.
     if len(pieces) == 1:
         return pieces[0]
     top, bottom = min(rect.row for rect, _ in pieces), max(rect.row_end for rect, _ in pieces)

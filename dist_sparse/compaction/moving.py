@@ -72,6 +72,7 @@ def move_collection(
         states = {**held["states"], **states}
     set_hyperparameters(new, hyperparameters)
     stepped = []
+    # One table and one state after the other: only a chunk is held twice.
     for name, table in tables.items():
         table.fill(_tensors(table.source), _tensors(table.target), table.source.dtype, False)
         made: dict[str, Tensor] = {}
@@ -95,6 +96,7 @@ def _held(
         views = enumerate(shards[0].states)
         states[name] = {str(number): _kind(view, view.dim() == 1) for number, view in views}
     for name, parameter in plain.items():
+        # An empty parameter says nothing of the shapes that its state has elsewhere.
         if parameter.numel():
             named = steppers.states(parameter).items()
             states[name] = {
@@ -129,7 +131,8 @@ def _fill_plain(
     made: dict[str, Tensor] = {}
     for key, (dtype, rowwise, dims) in kinds.items():
         # Row-wise state is (rows,) or (rows, 1).
-        shape = (len(new), 1 if rowwise else new.shape[1])[:dims]
+        columns = (1,) if rowwise else new.shape[1:]
+        shape = (len(new), *columns)[:dims]
         state = made[key] = new.new_zeros(shape, dtype=getattr(torch, dtype))
         held, into = _by_shard(old.get(key), table.source), _by_shard(state, table.target)
         table.fill(held, into, state.dtype, rowwise)
@@ -161,8 +164,8 @@ class _Table:
         rows = int(self.kept.count_nonzero())
         for tensor in into:
             tensor.zero_()
-        # Each rank has all of it. Replicas that are trained apart may differ: the first one sends.
-        if source.replicated and target.replicated and not source.copied:
+        if source.replicated and target.replicated:
+            # Each rank has all of it already.
             into[0][:rows] = cut(held[0], self.kept, rows, target.shape[1])
             return
         wanted = self._wanted(rows, rowwise)
@@ -186,6 +189,7 @@ class _Table:
     def _write(self, rect: Rect, part: Tensor, into: Sequence[Tensor]) -> None:
         """Write what has arrived of ``rect`` to the shards that have it."""
         for shard, tensor in zip(self.target.shards, into, strict=True):
+            # Row-wise state arrives under the old columns, of which the shard may have the first.
             here = rect._replace(cols=min(rect.cols, shard.rect.cols))
             if rect.intersect(shard.rect) == here:
                 place = tensor[rect.row - shard.rect.row : rect.row_end - shard.rect.row]

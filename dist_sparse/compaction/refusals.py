@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.compaction.sites import Site, torchrec_part
+from dist_sparse.compaction.sites import Site, is_dmp
 from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import ShardedData
@@ -43,6 +43,7 @@ def refuse_sites(
         narrowed: whether any table loses columns.
         default_row: whether removed ids share a row.
     """
+    # Once: a model has thousands of parameters.
     users = _users_of_parameters(model)
     for site in sites:
         _refuse_wrapper_inside(site, model)
@@ -76,8 +77,7 @@ def _users_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Modu
 
 def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
     """A wrapper around a part of the model can't be built again, as that of a DMP is."""
-    torchrec = torchrec_part()
-    if torchrec is not None and torchrec.is_sharded_model(model):
+    if is_dmp(model):
         return
     for path, wrapper in model.named_modules():
         wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
@@ -91,6 +91,7 @@ def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
 
 def _refuse_tied_weight(site: Site, users: Iterable[nn.Module]) -> None:
     """A layer that shares a table's weight has a row for each id."""
+    # In a collection, an embedding inside of it holds the parameter.
     own = set(site.module.modules())
     others = [type(user).__name__ for user in users if user not in own]
     if others:

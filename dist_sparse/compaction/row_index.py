@@ -112,6 +112,7 @@ class RowIndex(nn.Module):
                 f"Invalid words, {words.dtype} {tuple(words.shape)}: must be torch.int32 ({need},),"
                 f" a bit for each of {rows} rows."
             )
+        # Rows behind the last one would be counted as kept.
         bits = unpack(words.contiguous().view(torch.uint8), 32 * need)
         if bool(bits[rows:].any()):
             raise ValueError(f"Invalid words: bits behind the last of {rows} rows must be 0.")
@@ -237,10 +238,12 @@ class RowIndexes(nn.Module):
             start += len(table.words)
         self.any_removed, self.any_dense = bool(words), len(words) < len(of_tables)
         self.any_default = any(default_row for _, default_row in self._indexed.values())
+        # torch.cat refuses an empty list. No lookup reads this word.
         nothing = [torch.zeros(1, dtype=torch.int32)]
         self.register_buffer("words", torch.cat(words or nothing))
         self.register_buffer("counts", torch.cat(counts or nothing))
         self.register_buffer("constants", _constants(), persistent=False)
+        # The last row of the only table of a single feature, which needs no gather.
         self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
         of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
         self.register_buffer("of_features", of_features.T.contiguous())
@@ -267,7 +270,6 @@ class RowIndexes(nn.Module):
                 n.
         """
         if self.only_last >= 0:
-            # One feature needs no lookup of its table.
             inside = ids.clamp(0, self.only_last)
             found = inside.int()
             if self.any_removed:

@@ -25,11 +25,12 @@ from dist_sparse.compaction.tables import (
 )
 from dist_sparse.tables.modules import modules_by_path
 
-__all__ = ["Kept", "Site", "cut", "replace_modules", "sites_of", "torchrec_part"]
+__all__ = ["Kept", "Site", "cut", "is_dmp", "replace_modules", "sites_of", "torchrec_part"]
 
 Kept: TypeAlias = Mapping[str, Tensor]
 """Which stored rows of a module's tables are kept, bool ``(rows,)``, by the table's name in it."""
 
+# By exact class: a subclass may do more in its forward.
 _COMPACT: Final[dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]]] = {
     nn.Embedding: CompactEmbedding,
     CompactEmbedding: CompactEmbedding,
@@ -41,11 +42,18 @@ _COMPACT: Final[dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbed
 def torchrec_part() -> Any:
     """Return :mod:`dist_sparse.compaction.compact_torchrec` once torchrec is in use, as it must be
     for a model that holds its modules; otherwise None."""
+    # Importing torchrec takes seconds, and models without its modules need none of it.
     return (
         importlib.import_module("dist_sparse.compaction.compact_torchrec")
         if "torchrec" in sys.modules
         else None
     )
+
+
+def is_dmp(model: nn.Module) -> bool:
+    """Return whether a model is a DistributedModelParallel."""
+    torchrec = torchrec_part()
+    return torchrec is not None and bool(torchrec.is_sharded_model(model))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +86,7 @@ class _Site:
     @property
     def label(self) -> str:
         """Its tables, for a message: up to 3 names, otherwise the first and how many follow."""
+        # A collection may have hundreds.
         names = list(self.tables.values())
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
@@ -121,6 +130,7 @@ class EmbeddingSite(_Site):
             )
         if narrowed and self.indexes():
             return "has lost rows already: narrow its table before it loses rows."
+        # A zero may be the maximum of a bag; an id without a row never is.
         if getattr(self.module, "mode", None) == "max":
             return "has mode='max', in which removed rows count as zeros: it can't be compacted."
         return None
@@ -134,10 +144,12 @@ class EmbeddingSite(_Site):
         if widths:
             options = {**lookup_options(old), "padding_idx": old.padding_idx}
             narrow = weight[:, : widths[""]].clone()
+            # Not a compact table: it keeps all rows, so that ids are row numbers.
             made = type(old)(*narrow.shape, **options, _weight=narrow)
             made.requires_grad_(old.weight.requires_grad)
         else:
             index = RowIndex.of(kept[""].to(weight.device), default_row)
+            # Ids of a table that was compacted before are those of the original table.
             for earlier in self.indexes().values():
                 index = earlier.compose(index)
             made = _COMPACT[type(old)](old, cut(weight, kept[""], index.stored), index)
@@ -212,12 +224,14 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
                 path, module, outer if torchrec.is_compact(outer) else None, tables
             )
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            # The path of a model that is a table itself is empty.
             yield EmbeddingSite(path, module, None, {"": f"{path}.weight".lstrip(".")})
 
 
 def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Put modules in the places of others, wherever ``root`` holds them; return the root, which may
     be one of them."""
+    # Lists, because what they walk changes; a module may have several places.
     for module in list(root.modules()):
         for name, child in list(module._modules.items()):
             if child is not None and child in replaced:
@@ -228,6 +242,7 @@ def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) ->
 def cut(tensor: Tensor, kept: Tensor, rows: int, columns: int | None = None) -> Tensor:
     """Return the kept rows of a tensor in a new one of so many rows, the ones behind them 0; of a
     matrix no more than the first ``columns``."""
+    # Optimizer state of one value per row has no columns.
     tensor = tensor if columns is None or tensor.dim() < 2 else tensor[:, :columns]
     out = tensor.new_zeros((rows, *tensor.shape[1:]))
     found = tensor.detach()[kept.to(tensor.device)]

@@ -57,10 +57,12 @@ class Steppers:
         Raises:
             ValueError: several optimizers step it.
         """
+        # None of them before the first step.
         found = [leaf.state[parameter] for leaf in self._leaves if parameter in leaf.state]
         if len(found) > 1:
             raise ValueError("Several optimizers step the same table; only one may.")
         rows = len(parameter)
+        # Step counts and the like belong to no row: they stay with the parameter.
         shapes = {parameter.shape, (rows,), (rows, 1)}
         return {
             name: value

@@ -181,6 +181,7 @@ class CompactEmbedding(CompactTable, nn.Embedding):  # type: ignore[misc]
                 assertion.
         """
         rows = _rows(self.index, input).view(-1)
+        # Only ids with a row are looked up: a gradient of the others would have no row to go to.
         [places] = (rows >= 0).nonzero(as_tuple=True)
         found = F.embedding(
             rows[places],
@@ -241,7 +242,8 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
                 assertion.
             ValueError: offsets are given for bags of one length, or missing for bags in one line.
         """
-        if (input.dim() == 2) is (offsets is not None) or input.dim() not in (1, 2):
+        # A matrix has bags of one length, a vector those that offsets delimit.
+        if (input.dim(), offsets is None) not in ((2, True), (1, False)):
             raise ValueError(
                 f"Invalid input of shape {tuple(input.shape)}: must be 2-D, or 1-D with offsets."
             )
@@ -269,6 +271,7 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
         )
         if self.mode == "sum":
             return sums
+        # Removed ids count as zeros: they are part of the divisor.
         return sums / _counted(pooled)[ends].diff().clamp(min=1).unsqueeze(1)
 
     def _ends(self, input: Tensor, offsets: Tensor | None) -> Tensor:

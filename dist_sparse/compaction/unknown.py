@@ -60,6 +60,7 @@ class UnknownLookups:
             unknown: bool ``(n,)``, which of them are out of range.
             lengths: how many ids each feature has; they add up to n.
         """
+        # A table may have several features.
         found: dict[str, list[Tensor]] = {}
         sizes = list(lengths)
         parts = zip(
