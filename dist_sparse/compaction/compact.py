@@ -14,7 +14,6 @@ import gc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -371,19 +370,18 @@ def _sharding_plan(
 
 def _sharded(model: nn.Module, root: nn.Module, plan: dict[str, Any], world: Group) -> nn.Module:
     """Build a DistributedModelParallel like ``model`` around ``root``. Collective."""
-    torchrec, agree = torchrec_part(), partial(_agree, world)
+
+    def agree() -> None:
+        with world.agreeing("compact(), before DDP"):
+            pass
+
     # DDP communicates while it is built: a rank that has failed before must meet the others there.
+    torchrec = torchrec_part()
     with world.agreeing("compact(), sharding its tables"), torchrec.before_ddp(agree):
         result: nn.Module = torchrec.reshard(model, root, plan)
     with world.agreeing("compact(), wrapping its layers"), torchrec.before_ddp(agree):
         torchrec.wrap_layers(result, model)
     return result
-
-
-def _agree(world: Group) -> None:
-    """Raise on every rank what any of them has raised since the last agreement. Collective."""
-    with world.agreeing("compact(), before DDP"):
-        pass
 
 
 def _moved(each: _Reduction, new: Any, steppers: Steppers) -> list[Stepped]:
