@@ -69,7 +69,7 @@ class _Site:
     """
 
     path: str
-    module: Any
+    module: nn.Module
     outer: nn.Module | None
     tables: dict[str, str]
 
@@ -99,6 +99,8 @@ class EmbeddingSite(_Site):
         has_one_width: whether its tables must have the same columns.
     """
 
+    # Four classes without a common base: two of torch, two of theirs that are compact.
+    module: Any
     is_sharded: ClassVar = False
     has_one_width: ClassVar = False
 
