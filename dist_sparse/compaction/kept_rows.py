@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -156,15 +156,13 @@ def move_rows(
         ... ]
         [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
     """
-    dtype = source.dtype if dtype is None else dtype
-    # Every rank knows all that is wanted, so all of them raise.
     if rowwise:
-        _refuse_other_columns(source, wanted)
+        yield from _move_rowwise(source, tensors, kept, wanted, dtype, chunk_bytes)
+        return
+    dtype = source.dtype if dtype is None else dtype
     group = group_over(source.ranks)
     held = dict(zip(source.tiling[group.rank], tensors, strict=True))
-    # Elements of a row: row-wise state has one for each shard across the columns.
-    width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
-    for chunk in _chunks(kept, max(1, chunk_bytes // max(1, width * dtype.itemsize))):
+    for chunk in _chunks(kept, max(1, chunk_bytes // max(1, source.shape[1] * dtype.itemsize))):
         parcels = Parcels(group)
         # A rank out of memory ends it on all.
         with group.agreeing(f"moving rows of {source.name!r}"):
@@ -173,26 +171,55 @@ def move_rows(
                 top = part.shard.row
                 local = held[part.shard][part.rows.start - top : part.rows.stop - top]
                 local = local[kept[part.rows].to(local.device)].view(part.kept.rows, -1)
-                _send(parcels, part.kept, local, wanted, rowwise)
-            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], rowwise, dtype)
+                _send(parcels, part.kept, local, wanted)
+            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], dtype)
         parcels.exchange(group.device)
         # Read from the message only now, a rectangle at a time.
         for want, pieces in arriving.items():
-            inside, rows_here = _put_together(want, [(common, read()) for common, read in pieces])
-            yield inside, rows_here.view(-1) if rowwise else rows_here
+            yield _put_together(want, [(common, read()) for common, read in pieces])
 
 
-def _send(
-    parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool
-) -> None:
+def _move_rowwise(
+    source: ShardedData,
+    tensors: Sequence[Tensor],
+    kept: Tensor,
+    wanted: Sequence[Sequence[Rect]],
+    dtype: torch.dtype | None,
+    chunk_bytes: int,
+) -> Iterator[tuple[Rect, Tensor]]:
+    """Move one value per row and shard: as a table with one column for each span of columns."""
+    spans = sorted({(rect.col, rect.cols) for rect in source.rects})
+
+    def column(rect: Rect) -> Rect:
+        # An empty shard of a rank has nothing to send, whatever its columns.
+        if not rect.numel:
+            return rect
+        # Every rank knows all that is wanted, so all of them raise.
+        if (rect.col, rect.cols) not in spans:
+            raise ValueError(
+                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
+                f" table is cut into the columns {spans} (first, count): the state of other"
+                " columns can't be derived from theirs."
+            )
+        return Rect(rect.row, spans.index((rect.col, rect.cols)), rect.rows, 1)
+
+    tiling = tuple(tuple(map(column, rects)) for rects in source.tiling)
+    table = replace(source, shape=(source.shape[0], len(spans)), tiling=tiling)
+    columns = [list(map(column, rects)) for rects in wanted]
+    for rect, values in move_rows(
+        table, tensors, kept, columns, dtype=dtype, chunk_bytes=chunk_bytes
+    ):
+        first, count = spans[rect.col]
+        yield rect._replace(col=first, cols=count), values.view(-1)
+
+
+def _send(parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]]) -> None:
     """Pack for each rank what it wants of ``local``, this rank's kept rows at ``there``."""
     for receiver, rects in enumerate(wanted):
         for part in filter(None, map(there.intersect, rects)):
-            piece = local[part.row - there.row : part.row_end - there.row]
-            # A row-wise value is of all columns of its shard.
-            if not rowwise:
-                piece = piece[:, part.col - there.col : part.col_end - there.col]
-            parcels.send(receiver, piece.contiguous())
+            rows = slice(part.row - there.row, part.row_end - there.row)
+            columns = slice(part.col - there.col, part.col_end - there.col)
+            parcels.send(receiver, local[rows, columns].contiguous())
 
 
 _Arriving = dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]
@@ -206,7 +233,6 @@ def _expected(
     kept: Tensor,
     chunk: _Chunk,
     wanted: Sequence[Rect],
-    rowwise: bool,
     dtype: torch.dtype,
 ) -> _Arriving:
     """What this rank gets of a chunk."""
@@ -217,8 +243,8 @@ def _expected(
             for want in wanted:
                 common = part.kept.intersect(want)
                 if common is not None:
-                    shape = (common.rows, 1 if rowwise else common.cols)
-                    arriving[want].append((common, parcels.expect(sender, shape, dtype)))
+                    read = parcels.expect(sender, (common.rows, common.cols), dtype)
+                    arriving[want].append((common, read))
     return arriving
 
 
@@ -272,22 +298,9 @@ def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Re
     if len(pieces) == 1:
         return pieces[0]
     top, bottom = min(rect.row for rect, _ in pieces), max(rect.row_end for rect, _ in pieces)
-    # One column of row-wise state, otherwise all of them: shards may have some each.
-    width = max(rect.col - want.col + piece.shape[1] for rect, piece in pieces)
-    out = pieces[0][1].new_empty(bottom - top, width)
+    out = pieces[0][1].new_empty(bottom - top, want.cols)
+    # Shards may have some of the columns each.
     for rect, piece in pieces:
-        left = rect.col - want.col
-        out[rect.row - top : rect.row_end - top, left : left + piece.shape[1]] = piece
+        columns = slice(rect.col - want.col, rect.col_end - want.col)
+        out[rect.row - top : rect.row_end - top, columns] = piece
     return Rect(top, want.col, bottom - top, want.cols), out
-
-
-def _refuse_other_columns(source: ShardedData, wanted: Iterable[Iterable[Rect]]) -> None:
-    """A row-wise value of some columns can't be derived from that of others."""
-    spans = {(rect.col, rect.cols) for rect in source.rects}
-    for rect in chain.from_iterable(wanted):
-        if rect.numel and (rect.col, rect.cols) not in spans:
-            raise ValueError(
-                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
-                f" table is cut into the columns {sorted(spans)} (first, count): the state of other"
-                " columns can't be derived from theirs."
-            )
