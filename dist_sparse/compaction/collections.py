@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from dist_sparse.compaction.sites import CompactCollection, cut
 from dist_sparse.compaction.unknown import Unknown, UnknownLookups
 from dist_sparse.tables.port import collection_of
 from dist_sparse.torchrec.collections import configs_of, table_configs
+from dist_sparse.torchrec.jagged import reordered
 from dist_sparse.torchrec.kernels import select_jagged
 from dist_sparse.torchrec.models import row_shards
 from dist_sparse.torchrec.types import (
@@ -66,34 +68,33 @@ class CompactIds(nn.Module):
     Args:
         tables: configurations of the whole tables.
         indexes: by table, of those that have removed rows.
+        collection: the compact collection whose ids these are.
 
     Attributes:
         names: of what the collection returns, in the order of the tables; the keys of the result.
-        collection: the compact collection whose ids these are, in a list: as a module it would be
-            its own child.
+        collection: the compact collection, in a list.
     """
 
     def __init__(
         self,
         tables: Sequence[EmbeddingBagConfig | EmbeddingConfig],
         indexes: Mapping[str, RowIndex],
+        collection: Any,
     ) -> None:
         super().__init__()
-        unknown = sorted(set(indexes) - {table.name for table in tables})
-        if unknown:
-            raise ValueError(f"There are indexes of {unknown}, which are none of the tables.")
-        self.names = [
-            name for names in get_embedding_names_by_table(list(tables)) for name in names
-        ]
-        self.collection: list[Any] = []
-        self._features = [feature for table in tables for feature in table.feature_names]
         self._tables = [table.name for table in tables]
+        if unknown := sorted(set(indexes).difference(self._tables)):
+            raise ValueError(f"There are indexes of {unknown}, which are none of the tables.")
+        self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
+        # In a list: as a module it would be its own child.
+        self.collection = [collection]
+        self._features: list[str] = []
+        # For each feature, the position of its table.
+        self._of_features: list[int] = []
+        for number, table in enumerate(tables):
+            self._features += table.feature_names
+            self._of_features += [number] * len(table.feature_names)
         self._rows = [table.num_embeddings for table in tables]
-        self._indexed = [table.name in indexes for table in tables]
-        self._defaults = {name for name, index in indexes.items() if index.default_row}
-        self._of_features = [
-            number for number, table in enumerate(tables) for _ in table.feature_names
-        ]
         self.index = RowIndexes(
             [indexes.get(name) for name in self._tables], self._rows, self._of_features
         )
@@ -101,7 +102,7 @@ class CompactIds(nn.Module):
             dict(zip(self._tables, self._rows, strict=True)),
             [self._tables[number] for number in self._of_features],
         )
-        self._maps: _Maps | None = None
+        self._maps = _Maps(torch.empty(0), -1, {})
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -112,10 +113,7 @@ class CompactIds(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of the index, and of the maps that lookups on a CPU have made of it."""
-        maps = (
-            [] if self._maps is None else [rows for rows in self._maps.tables if rows is not None]
-        )
-        return self.index.nbytes + sum(rows.nbytes for rows in maps)
+        return self.index.nbytes + sum(rows.nbytes for rows in self._maps.tables.values())
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the rows of what is kept, under the keys :attr:`names`.
@@ -126,6 +124,7 @@ class CompactIds(nn.Module):
         """
         features = self.ordered(features)
         rows = self.rows(features)
+        # Rare, so that one comparison is all that it costs otherwise.
         if len(rows) and int(rows.min()) < REMOVED:
             unknown = self._unknown.add(
                 features.values(), rows == UNKNOWN, features.length_per_key()
@@ -155,13 +154,13 @@ class CompactIds(nn.Module):
         keys = features.keys()
         if keys == self._features:
             return features
-        places = {key: place for place, key in enumerate(keys)}
-        missing = [feature for feature in self._features if feature not in places]
+        known = set(keys)
+        missing = [feature for feature in self._features if feature not in known]
         if missing:
             raise ValueError(
                 f"The features {missing} are missing; the KeyedJaggedTensor has {keys}."
             )
-        return features.permute([places[feature] for feature in self._features])
+        return reordered(features, self._features)
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
         """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it
@@ -170,62 +169,64 @@ class CompactIds(nn.Module):
         ids = ordered.values()
         if ids.device.type == "cpu":
             parts = torch.split(ids, ordered.length_per_key())
-            tables = self._current_maps()
-            try:  # index_select looks at the range of every id, so that no pass of its own has to
-                return torch.cat(
-                    [self._found(number, tables[number], part) for number, part in enumerate(parts)]
-                )
+            try:
+                # index_select looks at the range of every id, so that no pass of its own has to.
+                return torch.cat(self._found(parts, self._current_maps()))
             except IndexError:
+                # One is out of range: the index tells which.
                 pass
         found: Tensor = self.index(ids, ordered.lengths().view(len(self.names), -1).sum(1))
         return found
 
-    def _found(self, feature: int, rows: Tensor | None, ids: Tensor) -> Tensor:
-        """The rows of a feature's ids: int32 ``(n,)``.
+    def _found(self, parts: Sequence[Tensor], maps: Mapping[int, Tensor]) -> list[Tensor]:
+        """The rows of each feature's ids: int32 ``(n,)``.
 
         Raises:
             IndexError: an id is out of range.
         """
-        if rows is not None:
-            return rows.index_select(0, ids)
-        lengths = torch.zeros(len(self.names), dtype=torch.int64)
-        lengths[feature] = len(ids)
-        found: Tensor = self.index(ids, lengths)
+        found = []
+        for feature, (table, ids) in enumerate(zip(self._of_features, parts, strict=True)):
+            if table in maps:
+                found.append(maps[table].index_select(0, ids))
+            else:
+                # The index takes the ids of all features: the others have none.
+                lengths = torch.zeros(len(self.names), dtype=torch.int64)
+                lengths[feature] = len(ids)
+                found.append(self.index(ids, lengths))
         return found
 
-    def _current_maps(self) -> list[Tensor | None]:
-        """For each feature the row of every id of its table, as :meth:`rows` returns it; None for
-        large tables."""
+    def _current_maps(self) -> dict[int, Tensor]:
+        """For each small table, by its position, the row of every id, as :meth:`rows` returns
+        it."""
         words, maps = self.index.words, self._maps
         # Loading a state writes other bits into the same tensor; moving the module replaces the
         # tensor.
-        if maps is None or maps.words is not words or maps.version != words._version:
-            tables = self._mapped()
-            of_features = [tables[number] for number in self._of_features]
-            maps = self._maps = _Maps(words, words._version, tables, of_features)
-        return maps.of_features
+        if maps.words is not words or maps.version != words._version:
+            maps = self._maps = _Maps(words, words._version, self._mapped())
+        return maps.tables
 
-    def _mapped(self) -> list[Tensor | None]:
-        """The row of every id of each table, None for tables beyond the size that all of them may
-        have together."""
-        indexes, left = self.table_indexes(), _MAPPED_ROWS
-        found: list[Tensor | None] = [None] * len(self._rows)
+    def _mapped(self) -> dict[int, Tensor]:
+        indexes, left = self.index.tables(), _MAPPED_ROWS
+        found: dict[int, Tensor] = {}
+        # Small tables first: most lookups for the memory.
         for number in sorted(range(len(self._rows)), key=self._rows.__getitem__):
             left -= self._rows[number]
             if left < 0:
                 break
             ids = torch.arange(self._rows[number], dtype=torch.int32)
-            index = indexes.get(self._tables[number])
-            found[number] = ids if index is None else index(ids).int()
+            found[number] = indexes[number](ids).int() if number in indexes else ids
         return found
 
     def _report(self, unknown: Sequence[Unknown]) -> None:
         """Do for ids out of range what the collection did before it was compact."""
-        modes = collection_of(self.collection[0].inner).bounds_checks() if self.collection else {}
+        modes = collection_of(self.collection[0].inner).bounds_checks()
+        logged = []
         for each in unknown:
-            if modes.get(each.table, "FATAL") == "FATAL":
+            mode = modes.get(each.table, "FATAL")
+            if mode == "FATAL":
                 raise RuntimeError(f"Out of bounds access: {each}.")
-        logged = [str(each) for each in unknown if modes[each.table] == "WARNING"]
+            if mode == "WARNING":
+                logged.append(str(each))
         if logged:
             _log.warning(
                 "Out of bounds access: %s. These ids read and train no row.", "; ".join(logged)
@@ -233,37 +234,52 @@ class CompactIds(nn.Module):
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the index of each table that has removed rows."""
-        found, start = {}, 0
-        for name, rows, indexed in zip(self._tables, self._rows, self._indexed, strict=True):
-            if indexed:
-                stop = start + max(1, -(-rows // 32))
-                found[name] = RowIndex(
-                    self.index.words[start:stop].clone(), rows, name in self._defaults
-                )
-                start = stop
-        return found
+        return {self._tables[number]: index for number, index in self.index.tables().items()}
 
 
 class _Maps(NamedTuple):
-    """Maps from ids to rows, and the bitmap that they were made of."""
+    """Maps from ids to rows, by the table's position, and the bitmap that they were made of."""
 
     words: Tensor
     version: int
-    tables: list[Tensor | None]
-    of_features: list[Tensor | None]
+    tables: dict[int, Tensor]
 
 
-def _stored(
-    table: Any, indexes: Mapping[str, RowIndex], names: list[str], rows: Mapping[str, int]
-) -> Any:
-    """The configuration of what is stored of a table. A table with nothing left stores a row that
-    is never read: neither TorchRec's planners nor FBGEMM's kernels expect tables without rows."""
-    index = indexes.get(table.name)
-    kept = table.num_embeddings if index is None else index.stored
-    return replace(table, num_embeddings=max(kept, 1, rows.get(table.name, 0)), feature_names=names)
+class _IndexedCollection(CompactCollection):
+    """A collection of TorchRec's, ``inner``, behind ``ids``."""
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        indexes: Mapping[str, RowIndex],
+        device: torch.device | None,
+        stored_rows: Mapping[str, int] | None,
+    ) -> None:
+        super().__init__()
+        self._configs = list(tables)
+        self.tables, self.weighted = table_configs(tables), False
+        on_meta = device is not None and torch.device(device).type == "meta"
+        # The index has values already, which the meta device would lose.
+        ids_device = torch.device("cpu") if on_meta else device
+        self.ids = CompactIds(tables, indexes, self).to(ids_device)
+        # In a list: pipelines put another module in the place of the attribute.
+        self._translation = [self.ids]
+        self._stored = []
+        for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
+            index = indexes.get(table.name)
+            rows = table.num_embeddings if index is None else index.stored
+            # A table with nothing left stores a row that is never read: neither TorchRec's planners
+            # nor FBGEMM's kernels expect tables without rows.
+            rows = max(rows, 1, (stored_rows or {}).get(table.name, 0))
+            self._stored.append(replace(table, num_embeddings=rows, feature_names=names))
+
+    def table_indexes(self) -> dict[str, RowIndex]:
+        """Return the indexes of the tables that have removed rows."""
+        [ids] = self._translation
+        return ids.table_indexes()
 
 
-class CompactEmbeddingBagCollection(CompactCollection):
+class CompactEmbeddingBagCollection(_IndexedCollection):
     """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows
     for the others.
 
@@ -312,49 +328,28 @@ class CompactEmbeddingBagCollection(CompactCollection):
         device: torch.device | None = None,
         stored_rows: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__()
-        self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables), is_weighted
-        self.ids = CompactIds(tables, indexes).to(
-            torch.device("cpu") if _on_meta(device) else device
-        )
-        self._translation = [self.ids]  # pipelines put another module in its place
-        self.ids.collection.append(self)
-        # From any bag ids out of range may be dropped, so that the number of ids left is no
-        # divisor.
-        averaged = [table.pooling is PoolingType.MEAN for table in tables]
-        if is_weighted and any(averaged):
-            names = [table.name for table, mean in zip(tables, averaged, strict=True) if mean]
+        means = [table.name for table in tables if table.pooling is PoolingType.MEAN]
+        if is_weighted and means:
             raise ValueError(
-                f"The tables {names} are pooled by weighted means, which TorchRec divides by the"
+                f"The tables {means} are pooled by weighted means, which TorchRec divides by the"
                 " number of ids in some shardings and by the sum of their weights in others; make"
                 " them weighted sums."
             )
-        names_by_table = get_embedding_names_by_table(list(tables))
-        stored = [
-            _stored(table, indexes, names, stored_rows or {})
-            for table, names in zip(tables, names_by_table, strict=True)
-        ]
-        for config, mean in zip(stored, averaged, strict=True):
-            config.pooling = PoolingType.SUM if mean else config.pooling
-        self._averaged = {
-            name
-            for names, mean in zip(names_by_table, averaged, strict=True)
-            for name in names
-            if mean
-        }
-        self.mean = _Means(self.ids, self._averaged) if self._averaged else None
-        self.inner: nn.Module = EmbeddingBagCollection(stored, is_weighted, device)
+        super().__init__(tables, indexes, device, stored_rows)
+        self.weighted = is_weighted
+        averaged: set[str] = set()
+        for config in self._stored:
+            if config.pooling is PoolingType.MEAN:
+                # From any bag ids may be dropped, so that the number of ids left is no divisor.
+                config.pooling = PoolingType.SUM
+                averaged.update(config.feature_names)
+        self.mean = _Means(self.ids, averaged) if averaged else None
+        self.inner = EmbeddingBagCollection(self._stored, is_weighted, device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled embeddings, as an EmbeddingBagCollection does."""
         pooled: KeyedTensor = self.inner(self.ids(features))
         return pooled if self.mean is None else self.mean(pooled, features)
-
-    def table_indexes(self) -> dict[str, RowIndex]:
-        """Return the indexes of the tables that have removed rows."""
-        [ids] = self._translation
-        return ids.table_indexes()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configurations of the whole tables."""
@@ -371,28 +366,28 @@ class _Means(nn.Module):
 
     def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
         super().__init__()
-        self._ids = [ids]  # not as a module: it has its place already
+        # In a list: as a module it would have a second place.
+        self._ids = [ids]
         self._averaged = averaged
 
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the means of the averaged keys, and the others as they are."""
         [ids] = self._ids
         keys, widths = pooled.keys(), pooled.length_per_key()
+        device = pooled.values().device
+        # A sharded collection returns its keys in another order than that of the tables.
         places = {name: place for place, name in enumerate(ids.names)}
-        order = torch.tensor([places[key] for key in keys], device=pooled.values().device)
+        order = torch.tensor([places[key] for key in keys], device=device)
         lengths = ids.ordered(features).lengths().view(len(keys), -1).index_select(0, order)
-        mean = torch.tensor([key in self._averaged for key in keys], device=order.device).unsqueeze(
-            1
-        )
-        scale = torch.where(mean, 1.0 / lengths.clamp(min=1).to(torch.float32), 1.0).to(
-            pooled.values().dtype
-        )
-        columns = torch.tensor(widths, device=order.device)
-        values = pooled.values() * scale.T.repeat_interleave(columns, dim=1)
-        return KeyedTensor(keys=keys, length_per_key=widths, values=values)
+        mean = torch.tensor([[key in self._averaged] for key in keys], device=device)
+        scale = torch.where(mean, 1.0 / lengths.clamp(min=1).to(torch.float32), 1.0)
+        # (keys, batch) to one factor for each element of pooled, (batch, columns).
+        scale = scale.to(pooled.values().dtype).T
+        scale = scale.repeat_interleave(torch.tensor(widths, device=device), dim=1)
+        return KeyedTensor(keys=keys, length_per_key=widths, values=pooled.values() * scale)
 
 
-class CompactEmbeddingCollection(CompactCollection):
+class CompactEmbeddingCollection(_IndexedCollection):
     """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a
     row: removed ones, and ids out of range (see :class:`CompactIds`).
 
@@ -435,31 +430,14 @@ class CompactEmbeddingCollection(CompactCollection):
         device: torch.device | None = None,
         stored_rows: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__()
-        self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables), False
-        self.ids = CompactIds(tables, indexes).to(
-            torch.device("cpu") if _on_meta(device) else device
-        )
-        self._translation = [self.ids]  # pipelines put another module in its place
-        names_by_table = get_embedding_names_by_table(list(tables))
-        stored = [
-            _stored(table, indexes, names, stored_rows or {})
-            for table, names in zip(tables, names_by_table, strict=True)
-        ]
-        self.ids.collection.append(self)
+        super().__init__(tables, indexes, device, stored_rows)
         self.zeros = _Zeros(self.ids)
-        self.inner: nn.Module = EmbeddingCollection(stored, device)
+        self.inner = EmbeddingCollection(self._stored, device)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the embeddings of every id, as an EmbeddingCollection does."""
         found: dict[str, JaggedTensor] = self.zeros(self.inner(self.ids(features)), features)
         return found
-
-    def table_indexes(self) -> dict[str, RowIndex]:
-        """Return the indexes of the tables that have removed rows."""
-        [ids] = self._translation
-        return ids.table_indexes()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the whole tables."""
@@ -476,11 +454,13 @@ class _Zeros(nn.Module):
 
     def __init__(self, ids: CompactIds) -> None:
         super().__init__()
-        self._ids = [ids]  # not as a module: it has its place already
+        # In a list: as a module it would have a second place.
+        self._ids = [ids]
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""
         [ids] = self._ids
+        # A sharded collection has not waited for its output distribution.
         if isinstance(found, LazyAwaitable):
             found = found.wait()
         features = ids.ordered(features)
@@ -497,10 +477,6 @@ class _Zeros(nn.Module):
             out[name] = JaggedTensor(values=values, lengths=of_bags)
             start += count
         return out
-
-
-def _on_meta(device: torch.device | None) -> bool:
-    return device is not None and torch.device(device).type == "meta"
 
 
 def compact_collection(

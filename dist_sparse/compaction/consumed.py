@@ -36,7 +36,8 @@ def consume(used: Any, name: str) -> None:
     """
 
     def refuse(self: Any, attribute: str) -> Any:
-        if attribute.startswith("__"):  # such as __class__, for isinstance
+        # isinstance() reads __class__.
+        if attribute.startswith("__"):
             return object.__getattribute__(self, attribute)
         raise RuntimeError(
             f"{name} was compacted, and its memory released: use the model that compact() returned,"
@@ -90,8 +91,7 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
     members = {
         "__torch_function__": classmethod(refuse),
         "__repr__": lambda self: f"<{message}>",
-        "grad": property(
-            refuse
-        ),  # TorchRec's view has a property of its own, which torch does not dispatch
+        # TorchRec's view has a property of its own, which torch does not dispatch.
+        "grad": property(refuse),
     }
     parameter.__class__ = type("Consumed", (kind,), members)

@@ -7,7 +7,9 @@ than its own shards and one chunk for each rank that wants it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -54,18 +56,19 @@ def kept_rows(
         located = packed.current("kept_rows()")
     kept: dict[str, Tensor] = {}
     for ranks, names in packed.groups.items():
-        tables, rank = [located[name] for name in names], group_over(ranks).rank
-        held = {
-            data.name: dict(zip(data.tiling[rank], packed.masks(data.name), strict=True))
-            for data in tables
-        }
-        kept |= gather_rows(tables, partial(_kept, held))
-    kept |= {name: (as_matrix(dense.mask(name)) != 0).any(1).cpu() for name in dense.names}
+        # Tiling and masks are in the order of this rank's shards.
+        rank = group_over(ranks).rank
+        masks = {}
+        for name in names:
+            masks[name] = dict(zip(located[name].tiling[rank], packed.masks(name), strict=True))
+        kept |= gather_rows([located[name] for name in names], partial(_kept, masks))
+    for name in dense.names:
+        kept[name] = (as_matrix(dense.mask(name)) != 0).any(1).cpu()
     return {name: kept[name] for name in sparsifier.data_groups}
 
 
-def _kept(held: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
-    return ~dead_flags(held[data.name][rect])
+def _kept(masks: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
+    return ~dead_flags(masks[data.name][rect])
 
 
 def gather_rows(
@@ -82,26 +85,32 @@ def gather_rows(
         held: the shards of a group rank that are asked; of several replicas the first by default.
     """
     group = group_over(tables[0].ranks)
-    of = [
-        [(data, rect) for data in tables for rect in held(data, rank)] for rank in range(group.size)
-    ]
-    sizes = [sum(-(-rect.rows // 8) for _, rect in each) for each in of]
+    shards: list[list[tuple[ShardedData, Rect]]] = []
+    for rank in range(group.size):
+        shards.append([(data, rect) for data in tables for rect in held(data, rank)])
+    # An all-gather takes messages of one length.
+    most = max(map(_num_bytes, shards))
     # A rank that runs out of memory here would leave the others waiting.
     with group.agreeing("counting rows"):
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine = [pack(flags(data, rect)) for data, rect in of[group.rank]]
-        padded[: sizes[group.rank]] = torch.cat([*mine, padded[:0]])
-    gathered = group.all_gather(padded)
+        packed = [pack(flags(data, rect)) for data, rect in shards[group.rank]]
+        padding = most - _num_bytes(shards[group.rank])
+        sent = torch.cat([*packed, torch.zeros(padding, dtype=torch.uint8)])
     found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
-    for rank, each in enumerate(of):
+    for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
         start = 0
-        for data, rect in each:
-            stop = start + -(-rect.rows // 8)
-            found[data.name][rect.row : rect.row_end] |= unpack(
-                gathered[rank, start:stop], rect.rows
-            )
+        for shard in of_rank:
+            data, rect = shard
+            stop = start + _num_bytes([shard])
+            # Shards of the same rows have other columns: a row is flagged if any of them flags it.
+            rows = found[data.name][rect.row : rect.row_end]
+            rows |= unpack(received[start:stop], rect.rows)
             start = stop
     return found
+
+
+def _num_bytes(shards: Iterable[tuple[ShardedData, Rect]]) -> int:
+    """Of a bit for each row, in whole bytes for each shard."""
+    return sum(-(-rect.rows // 8) for _, rect in shards)
 
 
 def move_rows(
@@ -136,8 +145,7 @@ def move_rows(
         message. Rows ascend.
 
     Raises:
-        ValueError: ``kept`` does not fit the table, or what is wanted is outside of it or has
-            columns of no shard.
+        ValueError: one value per row is wanted of columns that are of no shard.
 
     Example::
 
@@ -154,38 +162,70 @@ def move_rows(
         ... ]
         [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
     """
+    if rowwise:
+        yield from _move_rowwise(source, tensors, kept, wanted, dtype, chunk_bytes)
+        return
     dtype = source.dtype if dtype is None else dtype
-    _check(source, kept, wanted, rowwise)
     group = group_over(source.ranks)
     held = dict(zip(source.tiling[group.rank], tensors, strict=True))
-    width = len({rect.col for rect in source.rects}) if rowwise else source.shape[1]
-    for chunk in _chunks(kept, max(1, chunk_bytes // max(1, width * dtype.itemsize))):
+    for chunk in _chunks(kept, max(1, chunk_bytes // max(1, source.shape[1] * dtype.itemsize))):
         parcels = Parcels(group)
         # A rank out of memory ends it on all.
         with group.agreeing(f"moving rows of {source.name!r}"):
-            mine = list(_parts(source.owned(group.rank), kept, chunk))
-            for rect, rows, there in mine:
-                local = held[rect][rows.start - rect.row : rows.stop - rect.row]
-                local = local[kept[rows].to(local.device)].view(there.rows, -1)
-                _send(parcels, there, local, wanted, rowwise)
-            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], rowwise, dtype)
+            for part in _parts(source.owned(group.rank), kept, chunk):
+                # A shard may be on a GPU, and the flags are on the CPU.
+                top = part.shard.row
+                local = held[part.shard][part.rows.start - top : part.rows.stop - top]
+                local = local[kept[part.rows].to(local.device)].view(part.kept.rows, -1)
+                _send(parcels, part.kept, local, wanted)
+            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], dtype)
         parcels.exchange(group.device)
+        # Read from the message only now, a rectangle at a time.
         for want, pieces in arriving.items():
-            inside, rows_here = _put_together(want, [(common, read()) for common, read in pieces])
-            yield inside, rows_here.view(-1) if rowwise else rows_here
+            yield _put_together(want, [(common, read()) for common, read in pieces])
 
 
-def _send(
-    parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool
-) -> None:
+def _move_rowwise(
+    source: ShardedData,
+    tensors: Sequence[Tensor],
+    kept: Tensor,
+    wanted: Sequence[Sequence[Rect]],
+    dtype: torch.dtype | None,
+    chunk_bytes: int,
+) -> Iterator[tuple[Rect, Tensor]]:
+    """Move one value per row and shard: as a table with one column for each span of columns."""
+    spans = sorted({(rect.col, rect.cols) for rect in source.rects})
+
+    def column(rect: Rect) -> Rect:
+        # An empty shard of a rank has nothing to send, whatever its columns.
+        if not rect.numel:
+            return rect
+        # Every rank knows all that is wanted, so all of them raise.
+        if (rect.col, rect.cols) not in spans:
+            raise ValueError(
+                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
+                f" table is cut into the columns {spans} (first, count): the state of other"
+                " columns can't be derived from theirs."
+            )
+        return Rect(rect.row, spans.index((rect.col, rect.cols)), rect.rows, 1)
+
+    tiling = tuple(tuple(map(column, rects)) for rects in source.tiling)
+    table = replace(source, shape=(source.shape[0], len(spans)), tiling=tiling)
+    columns = [list(map(column, rects)) for rects in wanted]
+    for rect, values in move_rows(
+        table, tensors, kept, columns, dtype=dtype, chunk_bytes=chunk_bytes
+    ):
+        first, count = spans[rect.col]
+        yield rect._replace(col=first, cols=count), values.view(-1)
+
+
+def _send(parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]]) -> None:
     """Pack for each rank what it wants of ``local``, this rank's kept rows at ``there``."""
     for receiver, rects in enumerate(wanted):
         for part in filter(None, map(there.intersect, rects)):
-            columns = (
-                slice(None) if rowwise else slice(part.col - there.col, part.col_end - there.col)
-            )
-            piece = local[part.row - there.row : part.row_end - there.row, columns]
-            parcels.send(receiver, piece.contiguous())
+            rows = slice(part.row - there.row, part.row_end - there.row)
+            columns = slice(part.col - there.col, part.col_end - there.col)
+            parcels.send(receiver, local[rows, columns].contiguous())
 
 
 _Arriving = dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]
@@ -199,18 +239,18 @@ def _expected(
     kept: Tensor,
     chunk: _Chunk,
     wanted: Sequence[Rect],
-    rowwise: bool,
     dtype: torch.dtype,
 ) -> _Arriving:
     """What this rank gets of a chunk."""
-    arriving: _Arriving = {}
+    arriving: _Arriving = defaultdict(list)
+    # In the order in which each sender packs it.
     for sender in range(len(source.tiling)):
-        for _, _, there in _parts(source.owned(sender), kept, chunk):
+        for part in _parts(source.owned(sender), kept, chunk):
             for want in wanted:
-                if (common := there.intersect(want)) is not None:
-                    shape = (common.rows, 1 if rowwise else common.cols)
-                    read = parcels.expect(sender, shape, dtype)
-                    arriving.setdefault(want, []).append((common, read))
+                common = part.kept.intersect(want)
+                if common is not None:
+                    read = parcels.expect(sender, (common.rows, common.cols), dtype)
+                    arriving[want].append((common, read))
     return arriving
 
 
@@ -226,9 +266,11 @@ class _Chunk(NamedTuple):
 def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
     """Yield consecutive chunks of at most ``most`` kept rows each; none where nothing is kept."""
     span = min(_SPAN, most)
+    # Kept rows up to the end of each span: a chunk ends where the next span would not fit.
     ends = nn.functional.pad(kept, (0, -len(kept) % span)).view(-1, span).sum(1).cumsum(0)
     at = start = 0
     while at < len(ends):
+        # At least one span fits: it has no more rows than a chunk may.
         after = int(torch.searchsorted(ends, start + most, right=True))
         end = int(ends[after - 1])
         if end > start:
@@ -236,52 +278,35 @@ def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
         at, start = after, end
 
 
-def _parts(
-    rects: Iterable[Rect], kept: Tensor, chunk: _Chunk
-) -> Iterator[tuple[Rect, slice, Rect]]:
-    """Yield what shards have of a chunk:
-    ``(shard, rows of the table, its kept rows in kept coordinates)``."""
+class _Part(NamedTuple):
+    """A shard's share of a chunk: which rows of the table, and its kept rows in kept
+    coordinates."""
+
+    shard: Rect
+    rows: slice
+    kept: Rect
+
+
+def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part]:
+    """Yield what shards have of a chunk."""
     for rect in rects:
         top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
-        if top < bottom and (count := int(kept[top:bottom].count_nonzero())):
+        count = int(kept[top:bottom].count_nonzero()) if top < bottom else 0
+        if count:
+            # Kept rows of the chunk above the shard come from other shards.
             row = chunk.start + int(kept[chunk.first : top].count_nonzero())
-            yield rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols)
+            yield _Part(rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols))
 
 
 def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
     """The rectangle that the pieces cover, of all columns of ``want``, and what is in it."""
+    # Nearly always, and without a copy.
     if len(pieces) == 1:
         return pieces[0]
     top, bottom = min(rect.row for rect, _ in pieces), max(rect.row_end for rect, _ in pieces)
-    inside = Rect(top, want.col, bottom - top, want.cols)
-    by_rows = all(rect.cols == want.cols for rect, _ in pieces)
-    first = pieces[0][1]
-    out = first.new_empty(inside.rows, first.shape[1] if by_rows else want.cols)
+    out = pieces[0][1].new_empty(bottom - top, want.cols)
+    # Shards may have some of the columns each.
     for rect, piece in pieces:
-        columns = slice(None) if by_rows else slice(rect.col - want.col, rect.col_end - want.col)
+        columns = slice(rect.col - want.col, rect.col_end - want.col)
         out[rect.row - top : rect.row_end - top, columns] = piece
-    return inside, out
-
-
-def _check(
-    source: ShardedData, kept: Tensor, wanted: Sequence[Sequence[Rect]], rowwise: bool
-) -> None:
-    rows, cols = source.shape
-    if kept.dtype != torch.bool or tuple(kept.shape) != (rows,):
-        raise ValueError(
-            f"Table {source.name!r}: kept is {kept.dtype} of shape {tuple(kept.shape)}; must be"
-            f" bool, ({rows},)."
-        )
-    whole = Rect(0, 0, int(kept.count_nonzero()), cols)
-    spans = {(rect.col, rect.cols) for rect in source.rects}
-    for rect in (rect for rects in wanted for rect in rects if rect.numel):
-        if rect.intersect(whole) != rect:
-            raise ValueError(
-                f"Table {source.name!r}: {rect} is wanted, which is not within the kept {whole}."
-            )
-        if rowwise and (rect.col, rect.cols) not in spans:
-            raise ValueError(
-                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
-                f" table is cut into the columns {sorted(spans)} (first, count): the state of other"
-                " columns can't be derived from theirs."
-            )
+    return Rect(top, want.col, bottom - top, want.cols), out

@@ -8,6 +8,7 @@ a few MB.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ __all__ = ["move_collection"]
 
 
 class _Fused(NamedTuple):
-    """One shard of a table with a fused optimizer: what the optimizer keeps of it, live, and its
+    """One shard of a table with a fused optimizer: its optimizer state, live, and the optimizer's
     hyperparameters."""
 
     states: Sequence[Tensor]
@@ -57,48 +58,33 @@ def move_collection(
     Raises:
         ValueError: row-wise optimizer state of a table whose columns are cut otherwise in ``new``.
     """
-    source_of, target_of = collection_of(old), collection_of(new)
-    group = group_over(_located(source_of, next(iter(kept))).ranks)
+    source, target = collection_of(old), collection_of(new)
+    group = group_over(_located(source, next(iter(kept))).ranks)
     with group.agreeing("moving tables"):
-        tables = {name: (_located(source_of, name), _located(target_of, name)) for name in kept}
-        fused, into = _fused_shards(source_of), _fused_shards(target_of)
-        plain, plain_into = source_of.parameters(), target_of.parameters()
-        mine = {**_fused_kinds(fused), **_plain_kinds(plain, steppers)}
-    known: dict[str, Any] = {}
-    for told in group.all_gather_json(mine):
-        known = {**told, **known}
-    target_of.set_hyperparameters(
-        {
-            name: entry["hyperparameters"]
-            for name, entry in known.items()
-            if "hyperparameters" in entry
+        tables = {
+            name: _Table(_located(source, name), _located(target, name), flags)
+            for name, flags in kept.items()
         }
-    )
+        fused, fused_into = _fused_shards(source), _fused_shards(target)
+        plain, plain_into = source.parameters(), target.parameters()
+        mine = _held(fused, plain, steppers)
+    # A rank without a shard of a table does not know its states, but takes part in moving them.
+    hyperparameters: dict[str, Any] = {}
+    states: dict[str, dict[str, _Kind]] = {}
+    for held in group.all_gather_json(mine):
+        hyperparameters = {**held["hyperparameters"], **hyperparameters}
+        states = {**held["states"], **states}
+    target.set_hyperparameters(hyperparameters)
     stepped = []
-    for name, (source, target) in tables.items():
-        _move(
-            source,
-            [s.tensor for s in source.shards],
-            kept[name],
-            target,
-            [s.tensor for s in target.shards],
-        )
+    # One table and one state after the other: only a chunk is held twice.
+    for name, table in tables.items():
+        table.fill(_tensors(table.source), _tensors(table.target), table.source.dtype, False)
         made: dict[str, Tensor] = {}
-        for key, kind in known[name]["states"].items():
-            dtype, rowwise, dims = _Kind(*kind)
-            if "hyperparameters" in known[name]:
-                held = [shard.states[int(key)] for shard in fused.get(name, ())]
-                wanted = [shard.states[int(key)] for shard in into.get(name, ())]
-            else:
-                made[key] = plain_into[name].new_zeros(
-                    (len(plain_into[name]), *([1] if rowwise else plain_into[name].shape[1:]))[
-                        :dims
-                    ],
-                    dtype=getattr(torch, dtype),
-                )
-                held = _by_shard(steppers.states(plain[name]).get(key), source)
-                wanted = _by_shard(made[key], target)
-            _move(source, held, kept[name], target, wanted, getattr(torch, dtype), rowwise)
+        if name in hyperparameters:
+            _fill_fused(table, states[name], fused.get(name, ()), fused_into.get(name, ()))
+        else:
+            made = _fill_plain(table, states[name], steppers.states(plain[name]), plain_into[name])
+        # Of a fused table too: a rank without a shard has an empty parameter, which it may step.
         if name in plain:
             stepped.append(Stepped(plain[name], plain_into[name], made))
     return stepped
@@ -120,74 +106,111 @@ def _fused_shards(collection: Collection) -> dict[str, list[_Fused]]:
     return found
 
 
-def _fused_kinds(fused: Mapping[str, Sequence[_Fused]]) -> dict[str, Any]:
-    """The optimizer state of fused tables, and the optimizers' hyperparameters."""
-    kinds: dict[str, Any] = {}
+def _held(
+    fused: Mapping[str, Sequence[_Fused]], plain: Mapping[str, nn.Parameter], steppers: Steppers
+) -> dict[str, Any]:
+    """This rank's optimizer states by table and name, and the fused optimizers' hyperparameters."""
+    states: dict[str, dict[str, _Kind]] = {}
     for name, shards in fused.items():
-        states = {
-            str(i): _Kind(_dtype(s), s.dim() == 1, s.dim()) for i, s in enumerate(shards[0].states)
-        }
-        kinds[name] = {"hyperparameters": shards[0].hyperparameters, "states": states}
-    return kinds
-
-
-def _plain_kinds(plain: Mapping[str, nn.Parameter], steppers: Steppers) -> dict[str, Any]:
-    """The optimizer state of tables that plain optimizers step."""
-    kinds: dict[str, Any] = {}
+        # FBGEMM's states have no names, and JSON has no integer keys.
+        views = enumerate(shards[0].states)
+        states[name] = {str(number): _kind(view, view.dim() == 1) for number, view in views}
     for name, parameter in plain.items():
+        # An empty parameter says nothing of the shapes that its state has elsewhere.
         if parameter.numel():
-            states = steppers.states(parameter).items()
-            kinds[name] = {
-                "states": {
-                    key: _Kind(_dtype(s), s.shape != parameter.shape, s.dim()) for key, s in states
-                }
+            named = steppers.states(parameter).items()
+            states[name] = {
+                key: _kind(state, state.shape != parameter.shape) for key, state in named
             }
-    return kinds
+    hyperparameters = {name: shards[0].hyperparameters for name, shards in fused.items()}
+    return {"hyperparameters": hyperparameters, "states": states}
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _kind(state: Tensor, rowwise: bool) -> _Kind:
+    return _Kind(str(state.dtype).removeprefix("torch."), rowwise, state.dim())
+
+
+def _tensors(data: ShardedData) -> list[Tensor]:
+    return [shard.tensor for shard in data.shards]
+
+
+def _fill_fused(
+    table: _Table, kinds: Mapping[str, Any], old: Sequence[_Fused], new: Sequence[_Fused]
+) -> None:
+    """Fill the optimizer state of a fused table, which is allocated with its weights."""
+    for key, (dtype, rowwise, _) in kinds.items():
+        held = [shard.states[int(key)] for shard in old]
+        into = [shard.states[int(key)] for shard in new]
+        table.fill(held, into, getattr(torch, dtype), rowwise)
+
+
+def _fill_plain(
+    table: _Table, kinds: Mapping[str, Any], old: Mapping[str, Tensor], new: nn.Parameter
+) -> dict[str, Tensor]:
+    """Return new state of a plain optimizer, filled."""
+    made: dict[str, Tensor] = {}
+    for key, (dtype, rowwise, dims) in kinds.items():
+        # Row-wise state is (rows,) or (rows, 1).
+        columns = (1,) if rowwise else new.shape[1:]
+        shape = (len(new), *columns)[:dims]
+        state = made[key] = new.new_zeros(shape, dtype=getattr(torch, dtype))
+        held, into = _by_shard(old.get(key), table.source), _by_shard(state, table.target)
+        table.fill(held, into, state.dtype, rowwise)
+    return made
 
 
 def _by_shard(tensor: Tensor | None, data: ShardedData) -> list[Tensor]:
     """Optimizer state of a rank's shards, which TorchRec concatenates by rows, apart."""
-    return (
-        list(torch.split(tensor, [shard.rect.rows for shard in data.shards]))
-        if tensor is not None and data.shards
-        else []
-    )
+    if tensor is None or not data.shards:
+        return []
+    return list(torch.split(tensor, [shard.rect.rows for shard in data.shards]))
 
 
-def _move(
-    source: ShardedData,
-    held: Sequence[Tensor],
-    kept: Tensor,
-    target: ShardedData,
-    into: Sequence[Tensor],
-    dtype: torch.dtype | None = None,
-    rowwise: bool = False,
-) -> None:
-    """Fill the shards ``into`` of ``target`` from the shards ``held`` of ``source``, which may have
-    more columns; rows behind the kept ones are 0."""
-    rows = int(kept.count_nonzero())
-    for tensor in into:
-        tensor.zero_()
-    if source.replicated and target.replicated and not source.copied:  # each rank has it all
-        into[0][:rows] = cut(held[0], kept, rows, target.shape[1])
-        return
-    whole = Rect(0, 0, rows, target.shape[1])
-    wanted = [
-        [common for rect in rects if (common := rect.intersect(whole))] for rects in target.tiling
-    ]
-    # One value per row of a shard, which may lose columns.
-    if rowwise and target.shape[1] < source.shape[1]:
-        columns = {rect.col: rect.cols for rect in source.rects}
-        wanted = [
-            [rect._replace(cols=columns.get(rect.col, rect.cols)) for rect in rects]
-            for rects in wanted
-        ]
-    for rect, part in move_rows(source, held, kept, wanted, dtype=dtype, rowwise=rowwise):
-        for shard, tensor in zip(target.shards, into, strict=True):
-            if rect.intersect(shard.rect) == rect._replace(cols=min(rect.cols, shard.rect.cols)):
+@dataclass(frozen=True)
+class _Table:
+    """A table as it was and as it will be stored, and which rows are kept. The new one may have
+    fewer columns."""
+
+    source: ShardedData
+    target: ShardedData
+    kept: Tensor
+
+    def fill(
+        self, held: Sequence[Tensor], into: Sequence[Tensor], dtype: torch.dtype, rowwise: bool
+    ) -> None:
+        """Fill this rank's new shards ``into`` from the old ones ``held``: weights or optimizer
+        state. Rows behind the kept ones are 0. Collective."""
+        source, target = self.source, self.target
+        rows = int(self.kept.count_nonzero())
+        for tensor in into:
+            tensor.zero_()
+        if source.replicated and target.replicated:
+            # Each rank has all of it already.
+            into[0][:rows] = cut(held[0], self.kept, rows, target.shape[1])
+            return
+        wanted = self._wanted(rows, rowwise)
+        for rect, part in move_rows(source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise):
+            self._write(rect, part, into)
+
+    def _wanted(self, rows: int, rowwise: bool) -> list[list[Rect]]:
+        """The rectangles that each rank wants, in kept coordinates."""
+        whole = Rect(0, 0, rows, self.target.shape[1])
+        columns: dict[int, int] = {}
+        if rowwise and self.target.shape[1] < self.source.shape[1]:
+            # A shard that loses columns keeps the value of each row, sent under the old columns.
+            columns = {rect.col: rect.cols for rect in self.source.rects}
+        wanted = []
+        for rects in self.target.tiling:
+            # Without the rows behind the kept ones, which pad shards.
+            inside = filter(None, map(whole.intersect, rects))
+            wanted.append([each._replace(cols=columns.get(each.col, each.cols)) for each in inside])
+        return wanted
+
+    def _write(self, rect: Rect, part: Tensor, into: Sequence[Tensor]) -> None:
+        """Write what has arrived of ``rect`` to the shards that have it."""
+        for shard, tensor in zip(self.target.shards, into, strict=True):
+            # Row-wise state arrives under the old columns, of which the shard may have the first.
+            here = rect._replace(cols=min(rect.cols, shard.rect.cols))
+            if rect.intersect(shard.rect) == here:
                 place = tensor[rect.row - shard.rect.row : rect.row_end - shard.rect.row]
                 place.copy_(part.view_as(place))

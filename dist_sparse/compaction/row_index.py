@@ -28,6 +28,18 @@ UNKNOWN = -2
 _MOST_ROWS = 2**31 - 1
 
 
+def _refuse_rows(rows: int) -> None:
+    if not 0 <= rows <= _MOST_ROWS:
+        raise ValueError(
+            f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in int32."
+        )
+
+
+def _num_words(rows: int) -> int:
+    """Words of a bitmap: at least one, which lookups clamped into an empty table can read."""
+    return max(1, -(-rows // 32))
+
+
 def _constants() -> Tensor:
     """Operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in each
     of its operations, which doubled the time of short lookups."""
@@ -49,7 +61,8 @@ def _rank(
         word.add_(start)
     # Shifted up until the row's own bit is the sign: left are the bits of rows up to this one.
     found = words.index_select(0, word).bitwise_left_shift_(row.bitwise_not().bitwise_and_(last))
-    kept = found >> last  # all ones where the sign was
+    # All ones where the sign was set: the row is kept.
+    kept = found >> last
     # Count the bits: sums of 2, 4, 8, then all four bytes in the highest (Warren, Hacker's Delight,
     # 5-1).
     found.sub_((found >> one).bitwise_and_(pairs))
@@ -72,6 +85,7 @@ class RowIndex(nn.Module):
         counts: int32, same shape: kept rows before each word.
         rows, num_kept: of the original table; how many of them are kept.
         stored: kept rows, and the default row.
+        removed_row: what a removed id gets, the default row or :data:`REMOVED`.
         nbytes: of ``words`` and ``counts``.
 
     Example::
@@ -91,17 +105,14 @@ class RowIndex(nn.Module):
 
     def __init__(self, words: Tensor, rows: int, default_row: bool = False) -> None:
         super().__init__()
-        if not 0 <= rows <= _MOST_ROWS:
-            raise ValueError(
-                f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in"
-                " int32."
-            )
-        need = max(1, -(-rows // 32))
+        _refuse_rows(rows)
+        need = _num_words(rows)
         if words.dtype != torch.int32 or words.shape != (need,):
             raise ValueError(
                 f"Invalid words, {words.dtype} {tuple(words.shape)}: must be torch.int32 ({need},),"
                 f" a bit for each of {rows} rows."
             )
+        # Rows behind the last one would be counted as kept.
         bits = unpack(words.contiguous().view(torch.uint8), 32 * need)
         if bool(bits[rows:].any()):
             raise ValueError(f"Invalid words: bits behind the last of {rows} rows must be 0.")
@@ -113,6 +124,7 @@ class RowIndex(nn.Module):
         self.rows = rows
         self.num_kept, self.default_row = int(until[-1]), default_row
         self.stored = self.num_kept + default_row
+        self.removed_row = self.num_kept if default_row else REMOVED
         self.nbytes = self.words.nbytes + self.counts.nbytes
 
     @classmethod
@@ -123,7 +135,7 @@ class RowIndex(nn.Module):
                 f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each"
                 " row."
             )
-        padded = torch.cat([kept, kept.new_zeros(32 if len(kept) == 0 else -len(kept) % 32)])
+        padded = nn.functional.pad(kept, (0, 32 * _num_words(len(kept)) - len(kept)))
         return cls(pack(padded).view(torch.int32), len(kept), default_row)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -133,6 +145,7 @@ class RowIndex(nn.Module):
 
         ``ids`` (int32 or int64, any shape) is not changed.
         """
+        # Any id must read inside the bitmap; those that clamping changed are marked at the end.
         inside = ids.clamp(0, max(self.rows - 1, 0))
         row = inside.int().reshape(-1)
         found = _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
@@ -161,6 +174,7 @@ class RowIndex(nn.Module):
                 f"Invalid inner index of {inner.rows} rows: must be of the {self.num_kept} kept"
                 " ones."
             )
+        # The flags of the rows that are kept so far become those of the inner index.
         kept = self.kept()
         kept[kept.clone()] = inner.kept()
         return RowIndex.of(kept)
@@ -201,39 +215,49 @@ class RowIndexes(nn.Module):
         self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]
     ) -> None:
         super().__init__()
-        for table, count in zip(tables, rows, strict=True):
-            if table is not None and table.rows != count:
+        # By position, of tables with an index: original rows, whether removed ids share a row.
+        self._indexed: dict[int, tuple[int, bool]] = {}
+        words, counts, start = [], [], 0
+        # For each table: its last row, its first word, and the row of removed ids.
+        of_tables = []
+        for number, (table, count) in enumerate(zip(tables, rows, strict=True)):
+            _refuse_rows(count)
+            last = max(count - 1, 0)
+            if table is None:
+                # It keeps all rows: there is no word to read, and no removed id.
+                of_tables.append((last, -1, REMOVED))
+                continue
+            if table.rows != count:
                 raise ValueError(
                     f"Invalid index of {table.rows} rows: must be of the table's {count}."
                 )
-            if not 0 <= count <= _MOST_ROWS:
-                raise ValueError(f"Invalid rows={count}: must be from 0 to {_MOST_ROWS}.")
-        indexes = [table for table in tables if table is not None]
-        self.any_removed, self.any_dense = bool(indexes), len(indexes) < len(tables)
-        self.any_default = any(table.default_row for table in indexes)
-        nothing = torch.zeros(1, dtype=torch.int32)
-        self.register_buffer("words", torch.cat([index.words for index in indexes] or [nothing]))
-        self.register_buffer("counts", torch.cat([index.counts for index in indexes] or [nothing]))
+            self._indexed[number] = (count, table.default_row)
+            of_tables.append((last, start, table.removed_row))
+            words.append(table.words)
+            counts.append(table.counts)
+            start += len(table.words)
+        self.any_removed, self.any_dense = bool(words), len(words) < len(of_tables)
+        self.any_default = any(default_row for _, default_row in self._indexed.values())
+        # torch.cat refuses an empty list. No lookup reads this word.
+        nothing = [torch.zeros(1, dtype=torch.int32)]
+        self.register_buffer("words", torch.cat(words or nothing))
+        self.register_buffer("counts", torch.cat(counts or nothing))
         self.register_buffer("constants", _constants(), persistent=False)
-        starts, start = [], 0
-        for table in tables:
-            starts.append(-1 if table is None else start)
-            start += 0 if table is None else len(table.words)
-        self.only_last = (
-            max(rows[features[0]] - 1, 0) if len(features) == 1 and len(tables) == 1 else -1
-        )
-        removed = [
-            table.num_kept if table is not None and table.default_row else -1 for table in tables
-        ]
-        # For each feature: the last row of its table, its table's first word, -1 for one that keeps
-        # all rows, and the row of removed ids.
-        self.register_buffer(
-            "of_features",
-            torch.tensor([[max(rows[at] - 1, 0), starts[at], removed[at]] for at in features])
-            .view(-1, 3)
-            .T.contiguous(),
-        )
-        self.nbytes = sum(buffer.nbytes for buffer in (self.words, self.counts, self.of_features))
+        # The last row of the only table of a single feature, which needs no gather.
+        self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
+        of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
+        self.register_buffer("of_features", of_features.T.contiguous())
+        self.nbytes = self.words.nbytes + self.counts.nbytes + self.of_features.nbytes
+
+    def tables(self) -> dict[int, RowIndex]:
+        """Return a copy of each table's index, by the table's position; none of tables that keep
+        all rows."""
+        found, start = {}, 0
+        for number, (rows, default_row) in self._indexed.items():
+            stop = start + _num_words(rows)
+            found[number] = RowIndex(self.words[start:stop].clone(), rows, default_row)
+            start = stop
+        return found
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return where the rows of ids are among the stored ones of their table: int32 ``(n,)``. Of
@@ -245,7 +269,7 @@ class RowIndexes(nn.Module):
             lengths: int32 or int64 ``(features,)``, how many ids each feature has; they add up to
                 n.
         """
-        if self.only_last >= 0:  # one feature needs nothing of the others
+        if self.only_last >= 0:
             inside = ids.clamp(0, self.only_last)
             found = inside.int()
             if self.any_removed:
@@ -259,9 +283,8 @@ class RowIndexes(nn.Module):
             if self.any_removed:
                 found = self._ranks(found, feature)
             if self.any_default:
-                found = torch.where(
-                    found < 0, self.of_features[2].int().index_select(0, feature), found
-                )
+                removed = self.of_features[2].int().index_select(0, feature)
+                found = torch.where(found < 0, removed, found)
         return torch.where(inside == ids, found, UNKNOWN)
 
     def _ranks(self, row: Tensor, feature: Tensor) -> Tensor:
@@ -270,8 +293,8 @@ class RowIndexes(nn.Module):
         start = self.of_features[1].int().index_select(0, feature)
         if not self.any_dense:
             return _rank(self.words, self.counts, row, start, self.constants)
-        dense = start < 0  # read anything of the bitmap
-        found = _rank(
-            self.words, self.counts, row.masked_fill(dense, 0), start.clamp(min=0), self.constants
-        )
+        # Ids of a table that keeps all rows read the first word, and their result is not used.
+        dense = start < 0
+        inside, first = row.masked_fill(dense, 0), start.clamp(min=0)
+        found = _rank(self.words, self.counts, inside, first, self.constants)
         return torch.where(dense, row, found)

@@ -3,7 +3,8 @@ old one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,8 +16,7 @@ __all__ = ["Stepped", "Steppers"]
 
 
 class Stepped(NamedTuple):
-    """A parameter that plain optimizers step, the one that takes its place, and the state of
-    that."""
+    """A parameter that plain optimizers step, and the one that takes its place with its state."""
 
     old: nn.Parameter
     new: nn.Parameter
@@ -46,6 +46,11 @@ class Steppers:
         self._given = list(optimizers)
         self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
 
+    @property
+    def kinds(self) -> list[str]:
+        """Return the names of the classes that step parameters."""
+        return [type(leaf).__name__ for leaf in self._leaves]
+
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the state with the rows of a parameter: of its shape, ``(rows,)`` or
         ``(rows, 1)``.
@@ -53,45 +58,44 @@ class Steppers:
         Raises:
             ValueError: several optimizers step it.
         """
+        # None of them before the first step.
         found = [leaf.state[parameter] for leaf in self._leaves if parameter in leaf.state]
         if len(found) > 1:
             raise ValueError("Several optimizers step the same table; only one may.")
-        shapes = tuple(parameter.shape), (len(parameter),), (len(parameter), 1)
+        rows = len(parameter)
+        # Step counts and the like belong to no row: they stay with the parameter.
+        shapes = {parameter.shape, (rows,), (rows, 1)}
         return {
             name: value
-            for state in found
-            for name, value in state.items()
-            if isinstance(value, Tensor) and tuple(value.shape) in shapes
+            for name, value in ChainMap(*found).items()
+            if getattr(value, "shape", None) in shapes
         }
 
     def replace(self, stepped: Stepped) -> None:
-        """Have a parameter stepped in the place of another, with the options and the remaining
-        state of that."""
+        """Have a parameter stepped in the place of another, with its options and remaining
+        state."""
         old, new, states = stepped
-        for group in self._groups(old):
-            group["params"] = [
-                new if parameter is old else parameter for parameter in group["params"]
-            ]
+        instead = {old: new}
         for leaf in self._leaves:
+            for group in leaf.param_groups:
+                group["params"] = [instead.get(each, each) for each in group["params"]]
             if old in leaf.state:
                 leaf.state[new] = {**leaf.state.pop(old), **states}
         for optimizer in self._given:
             _rename(optimizer, old, new)
 
-    def _groups(self, parameter: nn.Parameter) -> Iterator[dict[str, Any]]:
-        for leaf in self._leaves:
-            for group in leaf.param_groups:
-                if any(other is parameter for other in group["params"]):
-                    yield group
-
 
 def _rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
     """TorchRec's keyed optimizers hold their parameters a second time, by name."""
     torchrec = torchrec_port()
-    for part in (torchrec.combined(optimizer) if torchrec else None) or ():
-        _rename(part, old, new)
+    inside = list((torchrec.combined(optimizer) if torchrec else None) or ())
     if hasattr(optimizer, "_optimizer"):
-        _rename(optimizer._optimizer, old, new)
+        inside.append(optimizer._optimizer)
+    for part in inside:
+        _rename(part, old, new)
     named = torchrec.named_parameters(optimizer) if torchrec else None
-    if named is not None:
-        named.update({name: new for name, parameter in named.items() if parameter is old})
+    if named is None:
+        return
+    for name, parameter in named.items():
+        if parameter is old:
+            named[name] = new

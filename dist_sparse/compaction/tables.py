@@ -9,24 +9,52 @@ does in torch.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.row_index import REMOVED, RowIndex
 
-__all__ = ["CompactEmbedding", "CompactEmbeddingBag"]
+__all__ = [
+    "CompactEmbedding",
+    "CompactEmbeddingBag",
+    "CompactTable",
+    "lookup_options",
+    "padding_id_of",
+]
+
+_OPTIONS: Final = (
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+    # Of an EmbeddingBag alone.
+    "mode",
+    "include_last_offset",
+)
+
+
+def lookup_options(table: nn.Embedding | nn.EmbeddingBag) -> dict[str, Any]:
+    """Return the constructor arguments that say how a table is looked up and trained, without
+    ``padding_idx``, which is a row number."""
+    return {name: getattr(table, name) for name in _OPTIONS if hasattr(table, name)}
+
+
+def padding_id_of(table: nn.Embedding | nn.EmbeddingBag) -> int | None:
+    """Return the id that a whole or a compact table treats as padding."""
+    found: int | None = getattr(table, "padding_id", table.padding_idx)
+    return found
 
 
 def _rows(index: RowIndex, ids: Tensor) -> Tensor:
-    """The rows of ids, -1 where there is none; behind the last one for ids out of range, at which
-    torch's lookup raises."""
+    """The rows of ids, -1 where there is none."""
+    # An id out of range becomes the row behind the last, at which torch's lookup raises.
     return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
 
 
-class _CompactTable(nn.Module):
+class CompactTable(nn.Module):
     """Weights of a compact table: by row number in the parameter, by id in :meth:`full_weight`.
 
     A model that reads ``table.weight`` means ids: with row numbers, top-k over all items returns
@@ -35,6 +63,16 @@ class _CompactTable(nn.Module):
     """
 
     index: RowIndex
+    padding_id: int | None
+
+    def _stand_in_for(self, table: nn.Embedding | nn.EmbeddingBag, index: RowIndex) -> None:
+        """Take the ids of ``table``, a whole or a compact one, from now on."""
+        self.stored_weight.requires_grad_(table.get_parameter("weight").requires_grad)
+        self.index = index
+        # Models size their loops by it, over ids.
+        self.num_embeddings = index.rows
+        # In ids of the original table, unlike padding_idx, which is a row.
+        self.padding_id = padding_id_of(table)
 
     @property
     def weight(self) -> nn.Parameter:
@@ -55,6 +93,7 @@ class _CompactTable(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # The constructor sets the parameter before there is an index; later it is tied to another.
         is_tied = name == "weight" and isinstance(value, nn.Parameter) and "index" in self._modules
         if is_tied and len(value) != self.index.stored:
             raise ValueError(
@@ -97,7 +136,7 @@ class _CompactTable(nn.Module):
         return zeros.index_copy(0, ids, weight.index_select(0, rows[ids]))
 
 
-class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
+class CompactEmbedding(CompactTable, nn.Embedding):  # type: ignore[misc]
     """An ``nn.Embedding`` of the kept rows of another one; removed ids give zero vectors, or the
     default row.
 
@@ -119,27 +158,20 @@ class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
         [[[0.0, 0.0]]]
     """
 
-    padding_id: int | None
-
     def __init__(self, table: nn.Embedding, weight: Tensor, index: RowIndex) -> None:
-        padding_id = table.padding_id if isinstance(table, CompactEmbedding) else table.padding_idx
-        padding = (
-            -1 if padding_id is None else int(index(torch.tensor(padding_id, device=weight.device)))
-        )
+        row = None
+        padding_id = padding_id_of(table)
+        if padding_id is not None:
+            row = int(index(torch.tensor(padding_id, device=weight.device)))
         super().__init__(
             weight.shape[0],
             weight.shape[1],
-            padding_idx=padding if padding >= 0 else None,
-            max_norm=table.max_norm,
-            norm_type=table.norm_type,
-            scale_grad_by_freq=table.scale_grad_by_freq,
-            sparse=table.sparse,
+            # A removed id of padding gives zeros without being told.
+            padding_idx=None if row == REMOVED else row,
+            **lookup_options(table),
             _weight=weight,
-            _freeze=not table.get_parameter("weight").requires_grad,
         )
-        self.index = index
-        self.num_embeddings = index.rows  # ids that it looks up, as of the table before
-        self.padding_id = padding_id  # of the original table; padding_idx is the row
+        self._stand_in_for(table, index)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids of any shape: ``(*input.shape, embedding_dim)``.
@@ -149,6 +181,7 @@ class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
                 assertion.
         """
         rows = _rows(self.index, input).view(-1)
+        # Only ids with a row are looked up: a gradient of the others would have no row to go to.
         [places] = (rows >= 0).nonzero(as_tuple=True)
         found = F.embedding(
             rows[places],
@@ -163,7 +196,7 @@ class CompactEmbedding(_CompactTable, nn.Embedding):  # type: ignore[misc]
         return out.view(*input.shape, self.embedding_dim)
 
 
-class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
+class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
     """An ``nn.EmbeddingBag`` (sum or mean) of the kept rows of another one; removed ids add nothing
     to a bag, or the default row.
 
@@ -190,32 +223,14 @@ class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
         True
     """
 
-    padding_id: int | None
-
     def __init__(self, table: nn.EmbeddingBag, weight: Tensor, index: RowIndex) -> None:
         if table.mode not in ("sum", "mean"):
             raise ValueError(
                 f"Invalid mode={table.mode!r}: must be 'sum' or 'mean'; removed rows would count as"
                 " zeros."
             )
-        super().__init__(
-            weight.shape[0],
-            weight.shape[1],
-            max_norm=table.max_norm,
-            norm_type=table.norm_type,
-            scale_grad_by_freq=table.scale_grad_by_freq,
-            mode=table.mode,
-            sparse=table.sparse,
-            _weight=weight,
-            include_last_offset=table.include_last_offset,
-        )
-        self.stored_weight.requires_grad_(table.get_parameter("weight").requires_grad)
-        self.index = index
-        self.num_embeddings = index.rows  # ids that it looks up, as of the table before
-        # In ids of the original table, unlike padding_idx, which is a row and stays None.
-        self.padding_id = (
-            table.padding_id if isinstance(table, CompactEmbeddingBag) else table.padding_idx
-        )
+        super().__init__(weight.shape[0], weight.shape[1], **lookup_options(table), _weight=weight)
+        self._stand_in_for(table, index)
 
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -227,24 +242,21 @@ class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
                 assertion.
             ValueError: offsets are given for bags of one length, or missing for bags in one line.
         """
-        if (input.dim() == 2) is (offsets is not None) or input.dim() not in (1, 2):
+        # A matrix has bags of one length, a vector those that offsets delimit.
+        if (input.dim(), offsets is None) not in ((2, True), (1, False)):
             raise ValueError(
                 f"Invalid input of shape {tuple(input.shape)}: must be 2-D, or 1-D with offsets."
             )
-        ids = input.reshape(-1)
-        if offsets is None:
-            ends = torch.arange(len(input) + 1, device=ids.device) * input.shape[1]
-        elif self.include_last_offset:
-            ends = offsets
-        else:
-            ends = torch.cat([offsets, offsets.new_tensor([ids.numel()])])
+        ids, ends = input.reshape(-1), self._ends(input, offsets)
         rows = _rows(self.index, ids)
-        pooled = (
-            torch.ones_like(ids, dtype=torch.bool)
-            if self.padding_id is None
-            else ids != self.padding_id
-        )
+        # Bags have all ids but padding; a lookup finds the kept ones among them.
+        if self.padding_id is None:
+            pooled = torch.ones_like(ids, dtype=torch.bool)
+        else:
+            pooled = ids != self.padding_id
         kept = (rows >= 0) & pooled
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.reshape(-1)[kept]
         sums = F.embedding_bag(
             rows[kept],
             self.stored_weight,
@@ -254,14 +266,21 @@ class CompactEmbeddingBag(_CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode="sum",
             sparse=self.sparse,
-            per_sample_weights=(
-                None if per_sample_weights is None else per_sample_weights.reshape(-1)[kept]
-            ),
+            per_sample_weights=per_sample_weights,
             include_last_offset=True,
         )
         if self.mode == "sum":
             return sums
+        # Removed ids count as zeros: they are part of the divisor.
         return sums / _counted(pooled)[ends].diff().clamp(min=1).unsqueeze(1)
+
+    def _ends(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """Where each bag begins among all ids, and where the last one ends: ``(bags + 1,)``."""
+        if offsets is None:
+            return torch.arange(len(input) + 1, device=input.device) * input.shape[1]
+        if self.include_last_offset:
+            return offsets
+        return torch.cat([offsets, offsets.new_tensor([input.numel()])])
 
 
 def _counted(flags: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The caller decides what becomes of such an id: an error, a line in the log, or n
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,17 +61,18 @@ class UnknownLookups:
             unknown: bool ``(n,)``, which of them are out of range.
             lengths: how many ids each feature has; they add up to n.
         """
-        found: dict[str, list[Tensor]] = {}
+        # A table may have several features.
+        found: defaultdict[str, list[Tensor]] = defaultdict(list)
         sizes = list(lengths)
         parts = zip(
             self._features, torch.split(ids, sizes), torch.split(unknown, sizes), strict=True
         )
         for table, some, flags in parts:
             if bool(flags.any()):
-                found.setdefault(table, []).append(some[flags])
+                found[table].append(some[flags])
+        batch = []
         for table, some_ids in found.items():
-            self.counts[table] += sum(map(len, some_ids))
-        return [
-            Unknown(table, self._rows[table], int(some_ids[0][0]), sum(map(len, some_ids)))
-            for table, some_ids in found.items()
-        ]
+            ids = torch.cat(some_ids)
+            self.counts[table] += len(ids)
+            batch.append(Unknown(table, self._rows[table], int(ids[0]), len(ids)))
+        return batch

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["give", "take"]
+__all__ = ["give", "reordered", "take"]
+
+
+def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+    """Return some features of a KeyedJaggedTensor, in this order; one may come twice."""
+    places = {key: place for place, key in enumerate(ids.keys())}
+    return ids.permute([places[feature] for feature in features])
 
 
 def take(
@@ -28,6 +34,7 @@ def take(
     keys = list(ids.keys())
     if missing := sorted(set(features) - set(keys)):
         raise ValueError(f"Features {missing} are not in the KeyedJaggedTensor, which has {keys}.")
+    # Both say that outputs have other rows than inputs.
     if ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None:
         raise ValueError(
             "A KeyedJaggedTensor with batches of different sizes or inverse indices is not"
@@ -36,8 +43,7 @@ def take(
     if weighted and ids.weights_or_none() is None:
         raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
     if keys != list(features):
-        places = {key: place for place, key in enumerate(keys)}
-        ids = ids.permute([places[name] for name in features])
+        ids = reordered(ids, features)
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 

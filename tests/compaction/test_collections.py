@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,8 @@ def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
         flags = kept().get(table, torch.ones(90, dtype=torch.bool))
         assert torch.equal(rows[key].values(), (flags.cumsum(0) - 1)[ids[flags[ids]]])
         assert torch.equal(rows[key].weights(), given[source].weights()[flags[ids]])
-    monkeypatch.setattr(collections, "bounds_checks", lambda _: dict.fromkeys("abcd", "IGNORE"))
+    ignoring = SimpleNamespace(bounds_checks=lambda: dict.fromkeys("abcd", "IGNORE"))
+    monkeypatch.setattr(collections, "collection_of", lambda _: ignoring)
     for dtype in (torch.int32, torch.int64):
         bad = torch.tensor([-1, 33, 2**31 - 1, 0], dtype=dtype)
         ids = KeyedJaggedTensor(list(ROWS), bad.repeat(6), lengths=torch.full((6,), 4, dtype=dtype))
