@@ -314,7 +314,7 @@ class CompactEmbeddingBagCollection(CompactCollection):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables), is_weighted
+        self.tables, self.weighted = table_configs(tables, pooled=True), is_weighted
         self.ids = CompactIds(tables, indexes).to(
             torch.device("cpu") if _on_meta(device) else device
         )
@@ -437,7 +437,7 @@ class CompactEmbeddingCollection(CompactCollection):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables), False
+        self.tables, self.weighted = table_configs(tables, pooled=False), False
         self.ids = CompactIds(tables, indexes).to(
             torch.device("cpu") if _on_meta(device) else device
         )
