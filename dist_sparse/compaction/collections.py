@@ -257,7 +257,6 @@ class _IndexedCollection(CompactCollection):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables), False
         on_meta = device is not None and torch.device(device).type == "meta"
         # The index has values already, which the meta device would lose.
         ids_device = torch.device("cpu") if on_meta else device
@@ -336,7 +335,7 @@ class CompactEmbeddingBagCollection(_IndexedCollection):
                 " them weighted sums."
             )
         super().__init__(tables, indexes, device, stored_rows)
-        self.weighted = is_weighted
+        self.tables, self.weighted = table_configs(tables, pooled=True), is_weighted
         averaged: set[str] = set()
         for config in self._stored:
             if config.pooling is PoolingType.MEAN:
@@ -431,6 +430,7 @@ class CompactEmbeddingCollection(_IndexedCollection):
         stored_rows: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(tables, indexes, device, stored_rows)
+        self.tables, self.weighted = table_configs(tables, pooled=False), False
         self.zeros = _Zeros(self.ids)
         self.inner = EmbeddingCollection(self._stored, device)
 

@@ -77,9 +77,9 @@ def _refusal(
 ) -> str:
     """Why the output of a table is not a sum of its rows, or not the only reader of the weight; ""
     if neither."""
-    around = type(modules.get(".".join(_path_of(data)[:-3]))).__name__
-    if in_collection and "FeatureProcessed" in around:
-        return f"{around} reads its collection without calling it"
+    torchrec, around = torchrec_port(), modules.get(".".join(_path_of(data)[:-3]))
+    if in_collection and torchrec and around and torchrec.processes_features(around):
+        return f"{type(around).__name__} reads its collection without calling it"
     if getattr(module, "mode", "sum") == "max":
         return "its rows are pooled by their maximum"
     if getattr(module, "max_norm", None) is not None:

@@ -203,6 +203,11 @@ class TorchRecPort(Protocol):
         ones on every rank, with or without shards. Not in the module tree."""
         ...
 
+    def processes_features(self, module: nn.Module) -> bool:
+        """Return whether a module reads the collection in it without calling it, behind a feature
+        processor."""
+        ...
+
     def averages(self, module: nn.Module) -> bool:
         """Return whether a module averages copies of its tables now and then, by its method
         ``sync``."""

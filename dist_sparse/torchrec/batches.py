@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dist_sparse.tables.protocols import WholeRowWriter
 
-__all__ = ["FbgemmBatch"]
+__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch"]
 
-_ROW_WRITERS: Final = {
+ROW_WRITERS: Final = {
     "SGD",
     "EXACT_SGD",
     "LARS_SGD",
@@ -20,7 +20,6 @@ _ROW_WRITERS: Final = {
     "PARTIAL_ROWWISE_LAMB",
     "ADAM",
     "PARTIAL_ROWWISE_ADAM",
-    "ADAGRAD",
     "EXACT_ADAGRAD",
     "ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_ADAGRAD",
@@ -36,7 +35,7 @@ class _WholeWriter(NamedTuple):
     intervals: tuple[str, ...]
 
 
-_WHOLE_WRITERS: Final = {
+WHOLE_WRITERS: Final = {
     "EMAINPLACE_ROWWISE_ADAGRAD": _WholeWriter("ema_inplace", ("step_ema",)),
     "ENSEMBLE_ROWWISE_ADAGRAD": _WholeWriter("ensemble_and_swap", ("step_ema", "step_swap")),
 }
@@ -63,7 +62,7 @@ class FbgemmBatch:
         self.adds_rows: bool = self._batch.pooling_mode.name == "SUM"
         self._update_rule: str = self._batch.optimizer.name
         self.is_adagrad = "ADAGRAD" in self._update_rule
-        if self._update_rule not in _ROW_WRITERS | _WHOLE_WRITERS.keys():
+        if self._update_rule not in ROW_WRITERS | WHOLE_WRITERS.keys():
             raise ValueError(
                 f"The tables {self.tables} have the fused optimizer {self._update_rule}, which"
                 " dist_sparse does not know: it may write rows that no batch has looked up, and"
@@ -89,7 +88,7 @@ class FbgemmBatch:
 
     def whole_row_writers(self) -> list[WholeRowWriter]:
         """Return what writes rows other than those of a lookup."""
-        writer = _WHOLE_WRITERS.get(self._update_rule)
+        writer = WHOLE_WRITERS.get(self._update_rule)
         if writer is None:
             return []
         wrote = partial(self._wrote, writer.intervals)
@@ -103,11 +102,7 @@ class FbgemmBatch:
     def hyperparameters(self) -> dict[str, float]:
         """Return the hyperparameters that FBGEMM can change, and the step count."""
         arguments = self._batch.optimizer_args
-        known = {
-            name: float(getattr(arguments, name))
-            for name in _HYPERPARAMETERS
-            if hasattr(arguments, name)
-        }
+        known = {name: float(getattr(arguments, name)) for name in _HYPERPARAMETERS}
         return {
             **known,
             "lr": self._batch.get_learning_rate(),

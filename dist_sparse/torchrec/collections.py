@@ -21,6 +21,7 @@ from dist_sparse.tables.protocols import Collection, TableConfig
 from dist_sparse.tables.shards import Rect, Shard, ShardedData
 from dist_sparse.tables.tensors import steps_in_backward
 from dist_sparse.torchrec.batches import FbgemmBatch
+from dist_sparse.torchrec.contract import REFUSED
 from dist_sparse.torchrec.types import (
     BoundsCheckMode,
     DataType,
@@ -29,11 +30,13 @@ from dist_sparse.torchrec.types import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollection,
     EmbeddingCollectionInterface,
+    FeatureProcessedEmbeddingBagCollection,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
     ShardedEmbeddingModule,
     ShardedFeatureProcessedEmbeddingBagCollection,
     ShardingEnv2D,
+    ShardingStrategy,
     data_type_to_dtype,
     get_embedding_names_by_table,
 )
@@ -46,6 +49,7 @@ __all__ = [
     "configs_of",
     "is_sharded",
     "lookups",
+    "processes_features",
     "refusal",
     "table_configs",
 ]
@@ -61,45 +65,21 @@ _KNOWN: Final = (
     ShardedEmbeddingCollection,
     ShardedFeatureProcessedEmbeddingBagCollection,
 )
+_FEATURE_PROCESSED: Final = (
+    FeatureProcessedEmbeddingBagCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
 _ANY_COLLECTION: Final = (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
     ShardedEmbeddingModule,
 )
 
-# Modules that change which row an id means (or the row itself) behind the mask's back. By the
-# Python module of their classes, sharded and not, so that a release without one of them imports all
-# the same.
-_REFUSED: Final = {
-    "torchrec.modules.mc_embedding_modules": "managed collisions move ids between rows",
-    "torchrec.distributed.mc_embedding_modules": "managed collisions move ids between rows",
-    "torchrec.modules.itep_embedding_modules": "in-training pruning (ITEP) moves ids between rows",
-    "torchrec.distributed.itep_embeddingbag": "in-training pruning (ITEP) moves ids between rows",
-    "torchrec.modules.pec_embedding_modules": "PEC collections handle colliding ids on their own",
-    "torchrec.distributed.pec_embedding": "PEC collections handle colliding ids on their own",
-    "torchrec.distributed.embedding_tower_sharding": (
-        "an embedding tower lives on the ranks of one host only"
-    ),
-    "torchrec.modules.fused_embedding_modules": (
-        "it is a table batch of its own; use EmbeddingBagCollection"
-    ),
-    "torchrec.quant.embedding_modules": (
-        "it is quantized; sparsify the float model before quantizing"
-    ),
-    "torchrec.distributed.quant_embedding": (
-        "it is quantized; sparsify the float model before quantizing"
-    ),
-    "torchrec.distributed.quant_embeddingbag": (
-        "it is quantized; sparsify the float model before quantizing"
-    ),
-}
-
 
 def refusal(module: nn.Module) -> str | None:
     """Return why the tables below a module of TorchRec's can't be sparsified, and what would work;
     None if they can."""
-    strategy = getattr(getattr(module, "_env", None), "sharding_strategy", None)
-    if strategy is not None and strategy.name == "FULLY_SHARDED":
+    if _is_fully_sharded(module):
         return (
             "fully sharded 2-D parallelism frees weights between forward and backward; the default"
             " strategy works"
@@ -107,14 +87,29 @@ def refusal(module: nn.Module) -> str | None:
     for base in type(module).__mro__:
         # These files have helpers besides, which hold no tables.
         holds_tables = base.__name__.startswith("Sharded") or "Collection" in base.__name__
-        if base.__module__ in _REFUSED and holds_tables:
-            return _REFUSED[base.__module__]
+        if base.__module__ in REFUSED and holds_tables:
+            return REFUSED[base.__module__]
     if isinstance(module, _ANY_COLLECTION) and not isinstance(module, _KNOWN):
         return (
             "it is not a module that dist_sparse knows; EmbeddingBagCollection and"
             " EmbeddingCollection work"
         )
     return None
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    if not is_sharded(module):
+        return False
+    sharded: Any = module
+    # One-dimensional parallelism has no strategy.
+    strategy = getattr(sharded._env, "sharding_strategy", None)
+    return strategy is ShardingStrategy.FULLY_SHARDED
+
+
+def processes_features(module: nn.Module) -> bool:
+    """Return whether a module reads the collection in it without calling it, behind a feature
+    processor."""
+    return isinstance(module, _FEATURE_PROCESSED)
 
 
 def averages(module: nn.Module) -> bool:
@@ -155,17 +150,14 @@ def configs_of(module: Any) -> list[Any]:
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
 
 
-def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
-    """Return TorchRec's configurations as the package has them."""
-    return [
-        TableConfig(
-            config.name,
-            tuple(config.feature_names),
-            config.num_embeddings,
-            config.pooling.value.lower() if hasattr(config, "pooling") else "none",
-        )
-        for config in configs
-    ]
+def table_configs(configs: Sequence[Any], pooled: bool) -> list[TableConfig]:
+    """Return TorchRec's configurations as the package has them, of bags if ``pooled``."""
+    found = []
+    for config in configs:
+        pooling: Any = config.pooling.value.lower() if pooled else "none"
+        features = tuple(config.feature_names)
+        found.append(TableConfig(config.name, features, config.num_embeddings, pooling))
+    return found
 
 
 class _Collection:
@@ -186,7 +178,7 @@ class _Collection:
     @property
     def tables(self) -> list[TableConfig]:
         """The tables in TorchRec's order."""
-        return table_configs(self._configs)
+        return table_configs(self._configs, self.pooled)
 
     def fqn(self, path: str, table: str) -> str:
         """Return the fully qualified name of a table's weight in a collection at ``path``."""

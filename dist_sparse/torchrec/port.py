@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dist_sparse.torchrec.collections import averages, collection, is_sharded, lookups, refusal
+from dist_sparse.torchrec.collections import (
+    averages,
+    collection,
+    is_sharded,
+    lookups,
+    processes_features,
+    refusal,
+)
 from dist_sparse.torchrec.models import (
     compact_plan,
     compact_refusal,
@@ -28,6 +35,7 @@ __all__ = [
     "is_sharded_model",
     "lookups",
     "named_parameters",
+    "processes_features",
     "refusal",
     "reshard",
     "unwrapped",

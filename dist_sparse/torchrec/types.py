@@ -29,6 +29,7 @@ from torchrec.distributed.types import (  # noqa: E402
     ParameterSharding,
     ShardingEnv2D,
     ShardingPlan,
+    ShardingStrategy,
 )
 from torchrec.modules.embedding_configs import (  # noqa: E402
     DataType,
@@ -43,6 +44,9 @@ from torchrec.modules.embedding_modules import (  # noqa: E402
     EmbeddingCollection,
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
+)
+from torchrec.modules.fp_embedding_modules import (  # noqa: E402
+    FeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.optim.fused import FusedOptimizer  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer  # noqa: E402
@@ -65,6 +69,7 @@ __all__ = [
     "EmbeddingCollectionInterface",
     "EmbeddingConfig",
     "EmbeddingModuleShardingPlan",
+    "FeatureProcessedEmbeddingBagCollection",
     "FusedOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",
@@ -79,6 +84,7 @@ __all__ = [
     "ShardedFeatureProcessedEmbeddingBagCollection",
     "ShardingEnv2D",
     "ShardingPlan",
+    "ShardingStrategy",
     "data_type_to_dtype",
     "get_embedding_names_by_table",
     "get_module",

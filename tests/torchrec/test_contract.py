@@ -1,0 +1,128 @@
+"""The private names of TorchRec and FBGEMM: all present here, all in one list, used in one package."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+import fbgemm_gpu
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+from dist_sparse.torchrec import contract
+from dist_sparse.torchrec.batches import FbgemmBatch
+from dist_sparse.torchrec.contract import NAMES, REFUSED, check_contract, missing_names
+
+PACKAGE = Path(contract.__file__).parents[1]
+PRIVATE = {name for names in NAMES.values() for name in names if name.startswith("_")}
+
+# Torch has them too, and every wrapper of an optimizer.
+SHARED = {"_config", "_in_backward_optimizers", "_optimizer"}
+
+
+def attributes(file: Path) -> set[str]:
+    """Private names that a file reads of objects other than ``self``, by attribute or as text."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return {name for name in found if str(name).startswith("_") and not str(name).startswith("__")}
+
+
+def test_the_installed_releases_have_all_names() -> None:
+    check_contract()
+    assert missing_names(NAMES) == []
+
+
+def test_a_release_that_lacks_names_is_refused_with_one_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever is missing: attributes, classes, modules, or modules of refused collections."""
+    gone: dict[str, Any] = {
+        "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": ("_lookups", "_looks"),
+        "torchrec.distributed.embeddingbag.Sharded": ("_lookups",),
+        "torchrec.nowhere.Sharded": ("_lookups",),
+        "torchrec.distributed.embedding": ("_optimizer_classes", "_optimizer_kinds"),
+    }
+    monkeypatch.setattr(contract, "NAMES", gone)
+    monkeypatch.setattr(contract, "REFUSED", {"torchrec.modules.moved": "it moves ids", **REFUSED})
+    with pytest.raises(ImportError) as raised:
+        check_contract()
+    listed = str(raised.value).partition(": ")[2].partition(". Install")[0].split(", ")
+    assert listed == [
+        "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection._looks",
+        "torchrec.distributed.embeddingbag.Sharded",
+        "torchrec.nowhere.Sharded",
+        "torchrec.distributed.embedding._optimizer_kinds",
+        "torchrec.modules.moved",
+    ]
+    assert f"fbgemm-gpu {fbgemm_gpu.__version__}" in str(raised.value)
+
+
+def test_an_attribute_that_a_release_renames_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``__init__`` sets it, so that no class has it: the methods' code is read."""
+    assert not hasattr(ShardedEmbeddingBagCollection, "_lookups")
+    path = "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection"
+
+    class Renamed:
+        def __init__(self) -> None:
+            self._looking_up: list[int] = []
+
+        @property
+        def fused_optimizer(self) -> None:
+            return None
+
+    monkeypatch.setattr(f"{path}", Renamed)
+    assert missing_names({path: NAMES[path]}) == [
+        f"{path}.{name}" for name in NAMES[path] if name != "fused_optimizer"
+    ]
+
+
+def test_the_list_has_every_private_name_that_is_read() -> None:
+    for file in sorted((PACKAGE / "torchrec").glob("*.py")):
+        assert attributes(file) <= PRIVATE, file.name
+
+
+def test_no_other_package_reads_a_private_name() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.parent.name not in ("torchrec", "launch"):
+            assert attributes(file) & PRIVATE <= SHARED, file
+
+
+def test_every_known_optimizer_is_fbgemms() -> None:
+    """A name that FBGEMM does not have would be dead, or misspelled."""
+    from dist_sparse.torchrec import batches
+
+    known = {*batches.ROW_WRITERS, *batches.WHOLE_WRITERS}
+    assert known <= set(EmbOptimType.__members__)
+
+
+class Matrix:
+    def numel(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize("optimizer", ["SHAMPOO", "OPTIMIZER_OF_NEXT_YEAR"])
+def test_an_optimizer_that_may_write_any_row_is_refused(optimizer: str) -> None:
+    batch = SimpleNamespace(
+        feature_table_map=[0],
+        pooling_mode=SimpleNamespace(name="SUM"),
+        optimizer=SimpleNamespace(name=optimizer),
+        weights_dev=Matrix(),
+        weights_host=Matrix(),
+        weights_uvm=Matrix(),
+    )
+    tables = SimpleNamespace(embedding_tables=[SimpleNamespace(name="user")])
+    kernel = SimpleNamespace(emb_module=batch, _config=tables)
+    with pytest.raises(ValueError, match=rf"\['user'\] have the fused optimizer {optimizer}, whi"):
+        FbgemmBatch(kernel)
