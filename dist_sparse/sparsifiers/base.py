@@ -168,6 +168,7 @@ class BaseDataSparsifier(abc.ABC):
         if mask is None:
             mask = torch.ones_like(weight)
         masked = self.dense_store.add(name, weight, mask, group.get("parametrization", Masked))
+        # Replaced data comes last, as in the ancestor.
         self.data_groups.pop(name, None)
         self.data_groups[name] = group
         return masked
@@ -216,6 +217,7 @@ class BaseDataSparsifier(abc.ABC):
             source = model_source(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             self.packed_store.check_new(located, self.dense_store.tensors())
+            # All is checked before anything is registered.
             rules = _rules(config or {}, self.defaults)
             for glob in rules:
                 _refuse_unmatched(glob, located)
@@ -271,6 +273,7 @@ class BaseDataSparsifier(abc.ABC):
         Raises:
             ValueError: on every rank; no mask and no weight has changed.
         """
+        # Schedulers compare it, so that calls without an update count too.
         self.step_count += 1
         if self.enable_mask_update:
             update_masks(self)
@@ -417,6 +420,7 @@ class BaseDataSparsifier(abc.ABC):
             >>> list(sparsifier.audit())
             ['weight']
         """
+        # Without an enforcer, revived weights are a warning rather than an error.
         settle = None if self.enforcer is None else self.enforcer.settle
         return self._in_order(stats.audit(self.packed_store, self.dense_store, settle))
 
@@ -456,6 +460,7 @@ class BaseDataSparsifier(abc.ABC):
         chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
         plain = [name for name in chosen if self._store(name) is self.dense_store]
         sharded = [name for name in chosen if name in self.packed_store]
+        # All are checked before any is squashed.
         if leave_parametrized:
             for name in plain:
                 self.dense_store.check_squash(name)
@@ -477,6 +482,7 @@ class BaseDataSparsifier(abc.ABC):
         shards have moved since the last step, or eight blocks of a row that share a byte are in
         different shards: then collective.
         """
+        # Masks with their shards, and weights as a forward would read them.
         self.packed_store.current()
         self._settle()
         return save(self)
@@ -524,6 +530,7 @@ class BaseDataSparsifier(abc.ABC):
                 " register the model in a new sparsifier."
             )
         kept = {key: value for key, value in self.__dict__.items() if key not in _UNSAVED}
+        # Tensors without their graph, which can't be copied.
         plain = self.dense_store.state_dict()
         return {
             **kept,
@@ -536,8 +543,9 @@ class BaseDataSparsifier(abc.ABC):
             {key: value for key, value in state.items() if key not in ("state", "_container")}
         )
         self.dense_store, self.packed_store = DenseStore(), PackedStore()
+        # Nothing that is attached to the original is attached to the copy.
         self.enforcer = self.rotation = self.recorder = None
-        self.schedulers = WeakKeyDictionary()  # a copy is scheduled by none
+        self.schedulers = WeakKeyDictionary()
         self.dense_store.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
@@ -629,6 +637,7 @@ Rules = Mapping[str, Mapping[str, Any]]
 def _rules(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Rules:
     """Return the overrides of a model's tables by glob, whether they were given by glob or for
     all."""
+    # A default may be a mapping itself: its key is not a glob then.
     by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
     if any(by_glob) and not all(by_glob):
         raise ValueError(

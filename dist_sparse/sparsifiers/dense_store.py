@@ -27,7 +27,7 @@ class Masked(nn.Module):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        # Saved once, in the sparsifier's own state.
+        # Not in the state of the container: it is saved once, in the sparsifier's own state.
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,9 +179,11 @@ class DenseStore:
             RuntimeError: a name has no configuration, no data or no mask.
             ValueError: a mask does not fit its data.
         """
+        # Copies: the caller's state must not change with the masks.
         states = _converted(saved["state"], sparse=False)
         if not strict:
             states = {name: entry for name, entry in states.items() if name not in self}
+        # Filled aside, so that a malformed entry raises before anything is replaced.
         filled = Container()
         _fill(filled, states, configs, saved["_container"])
 
@@ -240,6 +242,7 @@ def _attach(
 ) -> None:
     """Hold ``weight`` (never a copy) under ``name``, with ``parametrization(mask)`` over it; on
     failure nothing."""
+    # A buffer rather than a parameter: the container trains nothing.
     container.register_buffer(name, weight)
     try:
         parametrize.register_parametrization(container, name, parametrization(mask))
@@ -249,6 +252,7 @@ def _attach(
 
 
 def _parametrizations(container: Container, name: str) -> nn.Module:
+    # Torch types it as Tensor or Module.
     parts = container.parametrizations
     assert isinstance(parts, nn.ModuleDict)
     return parts[name]

@@ -57,6 +57,7 @@ def hash_tensor(tensor: Tensor) -> int:
     changes the sum; and not linearly, so that changes which cancel as numbers do not cancel here.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # The length counts: zeros at the end would change nothing else.
     total = raw.numel()
     for start in range(0, raw.numel(), _HASHED):
         part = raw[start : start + _HASHED]
@@ -86,6 +87,7 @@ def shared_weights(data: ShardedData, rank: int) -> dict[str, Replica]:
     local."""
     found = {}
     for shard in data.shards:
+        # Rectangles of other ranks are known from metadata: equal ones are replicas.
         holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
         if len(holders) > 1:
             found[f"{data.name} {shard.rect}"] = Replica(
@@ -130,6 +132,7 @@ def shared_bits(
     for mask in masks:
         for place, index in _places(data.name, mask.rect, borders):
             if len(holders[place]) == 1:
+                # Hashing takes a pass over the bits.
                 continue
             value = hash_tensor(mask.bits if index is None else mask.flags()[index])
             if hashes.setdefault(place, value) != value:
@@ -181,6 +184,7 @@ def _weighted(mask: BlockMask, rows: Tensor, cols: Tensor) -> int:
         return 0
     down = _by_block(rows, mask.rect.row, mask.block[0], mask.grid.row, mask.grid.rows)
     across = _by_block(cols, mask.rect.col, mask.block[1], mask.grid.col, mask.grid.cols)
+    # Int64 wraps around: sums are modulo 2**64.
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
     for first, last in mask.row_chunks(_STEP):
         removed = ~mask.flags(first, last)

@@ -151,7 +151,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
-    def trains_removed(self) -> bool:  # type: ignore[override]  # follows the score
+    # Of others an attribute of the class; here it follows the score, which may be replaced.
+    def trains_removed(self) -> bool:  # type: ignore[override]
         """Whether the score grows by gradients of removed rows; with the others they score 0, or by
         lookups."""
         return self.scored_by == "accumulator"
@@ -197,13 +198,16 @@ class ImportanceSparsifier(DataNormSparsifier):
         try:
             super().step()
         finally:
-            self._known = {}  # views of live storage
+            # Views of live storage, which may be replaced before the next mask update.
+            self._known = {}
+        # Only after a mask update that has succeeded, on all ranks alike.
         if self.enable_mask_update and self.counts_lookups and self.decay < 1:
             self._age_counts()
 
     def _age_counts(self) -> None:
         """Multiply all counts by the decay."""
         for name in self.packed_store.names:
+            # In place: the enforcer's hooks hold the same tensors.
             for counts in self.packed_store.counts(name) or ():
                 counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
@@ -253,6 +257,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the tables whose score needs Adagrad's sums, and that no Adagrad steps on this
         rank. Local."""
         if self.scored_by not in ("accumulator", "norm_accumulator"):
+            # These scores need no sums.
             return []
         summed, unknown = self.sums(), []
         for name, data in self.packed_store.locate().items():
@@ -271,6 +276,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         }
 
     def _counted(self, data: ShardedData) -> list[_Known]:
+        # A lookup is of a whole row: each element has its share, so that blocks compare by bytes.
         counts = self.packed_store.counts(data.name) or ()
         return [
             _Known(shard.rect, count, share=data.shape[1], most=MOST_COUNTED)
@@ -311,6 +317,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from"
                 " add_model()."
             )
+        # Plain data is one shard, whatever its shape.
         whole = self.dense_store.weight(name)
         rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
         return _summed(name, Shard(rect, whole), self.sums())
@@ -318,7 +325,8 @@ class ImportanceSparsifier(DataNormSparsifier):
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:
     exact = data.double()
-    return exact.mul_(exact).mul_(of_rows.add_(_TINY))
+    # Not in place: float64 weights are their own double().
+    return (exact * exact).mul_(of_rows.add_(_TINY))
 
 
 def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> _Known:

@@ -43,10 +43,12 @@ class Keeper:
             masks: of the shards of a table, with which the weights have been masked.
             full_every: as in :class:`~dist_sparse.masking.kept_scores.Keeping`.
         """
+        # Scores of shards that are not found below are forgotten.
         before, self._scores = self._scores, {}
         found = dict(goals)
         for name, goal in goals.items():
             if goal.by_element or goal.whole_columns or goal.data.replicated:
+                # A written row would change scores of other rows, or of another rank.
                 continue
             kept: dict[Rect, KeptScores] = {}
             measures: dict[Rect, RowMeasure] = {}

@@ -79,6 +79,7 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     counts = packed.counts(data.name)
     if not _has_whole_rows(data, block):
         return None
+    # Where a score counts all lookups, nothing is sampled.
     if counts is not None:
         rows = counted_rows(data, block, masks, counts) or ()
         looked_up = sum(float(lookups.sum()) for _, lookups in rows)

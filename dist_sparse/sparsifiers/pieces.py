@@ -79,6 +79,7 @@ def send_masks(
     expected = _send(
         parcels,
         _Route(rank, old, new),
+        # Blocks that a border cuts are in both parts; assembled() compares them.
         lambda rect, source: held[source].cut(rect).bits,
         lambda rect: grid_of(rect, block).bytes,
         torch.uint8,
@@ -130,6 +131,7 @@ def _send(
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
     """Yield ``(common rectangle, owned rectangle)`` of each message from an owner to a holder."""
+    # A rank may hold a rectangle twice, and needs it once.
     for target in dict.fromkeys(wanted):
         for source in owned:
             if (rect := source.intersect(target)) is not None:
@@ -153,9 +155,11 @@ def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
 
     Over all shards they tile the table. Blocks of the last byte may belong to other shards.
     """
+    # A byte is eight blocks of one row of blocks.
     height, cols = block[0], 8 * block[1]
     top, bottom = -(-rect.row // height) * height, -(-rect.row_end // height) * height
     left, right = -(-rect.col // cols) * cols, -(-rect.col_end // cols) * cols
+    # The last block of a table may be smaller.
     bottom, right = min(bottom, shape[0]), min(right, shape[1])
     return Rect(top, left, max(bottom - top, 0), max(right - left, 0))
 
@@ -172,6 +176,7 @@ def saved_mask(
     """
     grid = grid_of(Rect(0, 0, *shape), block)
     chunks = [(_first_byte(mask), _bytes_of(mask)) for mask in writes if mask.blocks]
+    # Bytes at the borders of shards are wanted by both.
     wants = [(_first_byte(mask), (mask.grid.rows, _columns(mask))) for mask in masks]
     pieces = [
         {
@@ -230,6 +235,7 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _check_entry(name: str, entry: object) -> None:
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
         raise ValueError(f"Table {name!r}: the state has no configuration of it.")
+    # An unknown key may change the meaning of the others.
     if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
         raise ValueError(
             f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
@@ -445,6 +451,7 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     lead = grid.col % 8
     if lead == 0 and grid.cols % 8 == 0:
         return chunk.flatten()
+    # The shard begins or ends within a byte: its bits move.
     writer = BitWriter(grid.blocks, chunk.device)
     # In chunks of about a million flags, a byte each.
     for part in torch.split(chunk, max(1, (1 << 20) // (8 * wide))):
@@ -459,6 +466,7 @@ def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:
         raise ValueError(
             f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
         )
+    # Refuses bits of another length.
     mask = BlockMask(rect, block, bits)
     if saved.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
         raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")

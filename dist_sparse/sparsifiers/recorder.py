@@ -130,6 +130,7 @@ class Recorder:
         try:
             yield
         except BaseException:
+            # Earlier updates stay, with sums that have arrived in this one.
             self._updates.pop()
             raise
         self.count += 1
@@ -236,6 +237,7 @@ def _change(values: list[int], *, same_blocks: bool, whole_rows: bool, **known: 
 def _scores(threshold: Threshold | None) -> tuple[tuple[float, int], ...]:
     if threshold is None or threshold.histogram is None:
         return ()
+    # Bucket 0 is the score 0; bucket n begins at the float whose leading bits are n - 1.
     filled = threshold.histogram.nonzero().flatten()
     edges = ((filled - 1).clamp(min=0) << LEADING_SHIFT).to(torch.int32).view(torch.float32)
     return tuple(zip(edges.tolist(), threshold.histogram[filled].tolist(), strict=True))
@@ -258,6 +260,7 @@ def _whole_changes(old: BlockMask, new: BlockMask) -> list[int]:
     """Count a shard that begins with whole blocks, without unpacking its bits."""
     removed = new.blocks - count_bits(new.bits)
     if old.block != new.block:
+        # Their bits can't be compared.
         return [removed, 0, 0]
     return [removed, count_bits(old.bits ^ new.bits), count_bits(new.bits & ~old.bits)]
 
@@ -267,6 +270,7 @@ def _cut_changes(old: BlockMask, new: BlockMask, top: bool, left: bool) -> list[
     shard."""
     counts = [0, 0, 0]
     for first, last in new.row_chunks():
+        # Only the first chunk has the row of blocks that begins in another shard.
         inside = (slice(int(top and first == 0), None), slice(int(left), None))
         kept = new.flags(first, last)[inside]
         counts[0] += int((~kept).sum())

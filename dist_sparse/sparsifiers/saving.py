@@ -42,6 +42,7 @@ def save(sparsifier: Loadable) -> dict[str, Any]:
     saved = {**dense.state_dict(), "data_groups": plain}
     if not packed:
         return saved
+    # DCP looks for an entry of each empty mapping, and finds none.
     kept = {key: part for key, part in saved.items() if part}
     return {**kept, "sharded": packed.state_dict(configs)}
 
@@ -79,12 +80,15 @@ def prepare_load(
             entries = entries_of(saved["sharded"], blocks) if saved["sharded"] else {}
             loaded = packed.prepare(entries, packed.locate())
         for name, one in loaded.items():
+            # A state may be of another class of sparsifier: the next mask update would fail.
             _check_complete(name, configs[name], sparsifier.defaults)
             sparsifier.check_config(one.data, configs[name])
         packed.note_loaded(noted, loaded, configs)
     if loaded:
+        # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
         _check_removed(packed, loaded)
 
+    # Nothing below can fail: all ranks load, or none.
     def commit() -> dict[str, dict[str, Any]]:
         names = {*commit_dense(), *loaded}
         packed.load(loaded)

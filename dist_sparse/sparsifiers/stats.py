@@ -117,6 +117,7 @@ def _revived(packed: PackedStore, located: Mapping[str, ShardedData]) -> dict[st
     counts = dict.fromkeys(located, 0)
     for name, data in located.items():
         for mask, shard in zip(packed.masks(name), data.shards, strict=True):
+            # In chunks: the mask of elements may be as large as the weights.
             for rows, kept in mask.element_chunks():
                 counts[name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
     return _sum(packed, counts)
@@ -140,6 +141,7 @@ def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
                 f"The mask of table {name!r} takes {whole.numel} bytes: more than {max_bytes=}."
             )
     packed.reshard({name: data})
+    # As if every rank held all of the table.
     parcels, everywhere = Parcels(group), ((whole,),) * group.size
     read = send_masks(parcels, group.rank, packed.masks(name), block, data.tiling, everywhere)
     cpu = torch.device("cpu")
@@ -156,6 +158,7 @@ def fingerprints(packed: PackedStore, dense: DenseStore, action: str) -> dict[st
     for name, data in located.items():
         for mask in _owned(packed.masks(name), data):
             hashes[name] += mask_hash(mask)
+    # A hash is a sum over elements: over ranks it is that of the whole mask.
     hashes = _sum(packed, hashes)
     for name in dense.names:
         matrix = as_matrix(dense.mask(name))
@@ -235,6 +238,7 @@ def dead_rows(packed: PackedStore, dense: DenseStore) -> dict[str, int]:
     located = packed.current("dead_rows()")
     counts = {}
     for ranks, names in packed.groups.items():
+        # One all-to-all for the tables of a group that are cut by columns; none without them.
         parcels, arriving = Parcels(group_over(ranks)), {}
         for name in names:
             data, masks = located[name], packed.masks(name)
@@ -276,6 +280,7 @@ def _send_kept_rows(
     def count() -> int:
         [share] = shares[group.rank]
         dead = torch.ones(share.rows, dtype=torch.bool)
+        # A row is dead if no shard keeps any of it.
         for piece in read():
             first = piece.rect.row - share.row
             dead[first : first + piece.rect.rows] &= ~piece.flags().flatten()
@@ -319,7 +324,8 @@ def _summed(packed: PackedStore, values: Mapping[str, list[int]]) -> dict[str, l
     """Sum integers of every table over its ranks, modulo 2**64: one all-reduce a group."""
     summed: dict[str, list[int]] = {}
     for ranks, names in packed.groups.items():
-        rows = [[_signed(value) for value in values[name]] for name in names]
+        # Hashes have 64 bits and no sign; collectives sum int64.
+        rows = [list(map(_signed, values[name])) for name in names]
         total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
         summed.update(zip(names, total.tolist(), strict=True))
     return summed
